@@ -1,0 +1,72 @@
+# Everything from a fresh clone: needs make, a Python of at least 3.11 (or uv), and a package index.
+
+PYTHON ?= python3
+OUT ?=
+ARGS ?=
+# CPU builds of torch lie on an index of their own on most machines: TORCH="torch --index-url ..." as its site says.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PINS := -c constraints.txt
+UV := $(shell command -v uv 2>/dev/null)
+WANT := pyproject.toml constraints.txt
+RUN := -e '.[gguf]'
+DEV := -e '.[gguf,dev]'
+ORACLE := -e '.[gguf,parity]'
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install test test-quick lint bench parity clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+quickstart: .venv/ready ## install, then train a small model: a few minutes on 2 cores (OUT=folder ARGS="--seed 1")
+	$(BIN)/covey train quickstart $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+install: .venv/ready ## make .venv with Covey in it (jax for CPU)
+
+test: lint ## lint, then the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+test-quick: .venv/ready-dev ## the tests that take less than two seconds each
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: .venv/ready-dev ## ruff, mypy, and the contract on imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: .venv/ready ## measure; each part ends in one line of JSON
+	$(BIN)/python -m benchmarks $(ARGS)
+
+parity: .venv-parity/ready ## make the golden numbers of tests/parity again, with torch and transformers
+	.venv-parity/bin/python tests/parity/make_golden.py $(ARGS)
+
+clean: ## remove both environments, caches and build outputs; runs/ stays
+	rm -rf .venv .venv-parity .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/ready: $(WANT) | .venv/bin/pip
+	$(call install,.venv,$(RUN))
+	@touch $@
+
+.venv/ready-dev: $(WANT) | .venv/bin/pip
+	$(call install,.venv,$(DEV))
+	@touch .venv/ready $@
+
+.venv-parity/ready: $(WANT) | .venv-parity/bin/pip
+	$(call install,.venv-parity,$(TORCH))
+	$(call install,.venv-parity,$(ORACLE))
+	@touch $@
+
+# An environment that could not be made in full is removed, so that the next call starts afresh.
+%/bin/pip:
+ifdef UV
+	uv venv --seed --python '>=3.11' $*
+else
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Covey needs Python 3.11 or newer, and $(PYTHON) is not: name another with  make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $* || { rm -rf $*; exit 1; }
+endif
+
+install = $(if $(UV),uv pip install --python $(1)/bin/python $(PINS) $(2),$(1)/bin/python -m pip install $(PINS) $(2))

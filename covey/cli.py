@@ -1,0 +1,215 @@
+"""The command `covey`: words in, a call of `covey.run` out.
+
+`parse` turns the words into a call without making it, reading recipes but nothing that needs JAX; so help and mistakes
+are answered at once. Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a mistake in what was given,
+130 stopped with Ctrl-C.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from covey import __version__, recipe, strictyaml
+from covey.commands import help
+from covey.commands.checks import check_run, check_source, new_run_folder
+from covey.commands.options import ChatOptions, GenerateOptions, OptionsT
+from covey.errors import CoveyError, nearest
+from covey.overrides import apply, split
+
+Action = Callable[[], int]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line `words` (the process's own when not given); returns the exit code."""
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a terminal without some letter shows its escape: no crash over an arrow
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = parse(sys.argv[1:] if words is None else words)()
+        sys.stdout.flush()
+        return code
+    except CoveyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def parse(words: Sequence[str]) -> Action:
+    """The call that `words` ask for, not yet made.
+
+    Raises:
+        CoveyError: an unknown command, recipe or setting, or a word too few or too many.
+    """
+    if not words or words[0] in ("-h", "--help", "help"):
+        return partial(_say, help.overview())
+    if words[0] == "--version":
+        return partial(_say, f"covey {__version__}\n")
+    name, rest = words[0], list(words[1:])
+    if name not in COMMANDS:
+        raise CoveyError(f"there is no command {name!r}", fix=nearest(name, COMMANDS))
+    before_dashes = rest[: rest.index("--")] if "--" in rest else rest
+    if {"-h", "--help"} & set(before_dashes):
+        return partial(help.show, name, rest)
+    return COMMANDS[name](rest)
+
+
+def train(words: Sequence[str]) -> Action:
+    """`covey train NAME_OR_YAML [settings]`, `covey train --resume RUN`."""
+    names, pairs = split(words, 1)
+    flags = dict(pairs)
+    if "--resume" in flags:
+        if names or len(pairs) > 1:
+            raise CoveyError("--resume takes nothing but the run folder", fix="a resumed run keeps its recipe")
+        return partial(_resume, flags["--resume"])
+    if not names:
+        raise CoveyError("train which recipe?", want="covey train NAME_OR_YAML", fix=_choices())
+    return partial(_train, recipe.load(names[0], _tokens(pairs)))
+
+
+def evaluate(words: Sequence[str]) -> Action:
+    """`covey eval RUN_OR_MODEL [--recipe NAME] [settings]`."""
+    (source,), pairs = _exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
+    chosen = dict(pairs).get("--recipe")
+    tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
+    ready = recipe.load(chosen, tokens) if chosen else None
+    return partial(_evaluate, source, ready, tokens)
+
+
+def generate(words: Sequence[str]) -> Action:
+    """`covey generate RUN_OR_MODEL "prompt" [settings]`."""
+    (source, prompt), pairs = _exactly(2, words, 'covey generate RUN_OR_MODEL "PROMPT"')
+    return partial(_generate, source, prompt, _options(GenerateOptions, source, pairs))
+
+
+def chat(words: Sequence[str]) -> Action:
+    """`covey chat RUN_OR_MODEL [settings]`."""
+    (source,), pairs = _exactly(1, words, "covey chat RUN_OR_MODEL")
+    return partial(_chat, source, _options(ChatOptions, source, pairs))
+
+
+def recipes(words: Sequence[str]) -> Action:
+    """`covey recipes [NAME]`."""
+    names, pairs = split(words, 1)
+    if pairs:
+        raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
+    if names:
+        return partial(_say, recipe.find(names[0]).read_text(encoding="utf-8"))
+    return help.show_recipes
+
+
+def doctor(words: Sequence[str]) -> Action:
+    """`covey doctor`."""
+    _exactly(0, words, "covey doctor")
+
+    def examine() -> int:
+        from covey.commands import doctor
+
+        return doctor.examine()
+
+    return examine
+
+
+def _train(ready: recipe.Recipe) -> int:
+    check_run(ready)
+    out = new_run_folder(ready)
+    from covey import run
+
+    try:
+        run.train(ready, out)
+    except KeyboardInterrupt:
+        if recipe.is_run(out):
+            print(f"\ngo on with: covey train --resume {out}", file=sys.stderr)
+        raise
+    return 0
+
+
+def _resume(folder: str) -> int:
+    if not recipe.is_run(folder):
+        raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
+    from covey import run
+
+    run.resume(Path(folder))
+    return 0
+
+
+def _evaluate(source: str, ready: recipe.Recipe | None, tokens: Sequence[str]) -> int:
+    check_source(source)
+    if ready is None and not recipe.is_run(source):
+        raise CoveyError(f"evaluate {source} on what?", want="covey eval MODEL --recipe NAME", fix=_choices())
+    ready = ready or recipe.load(source, tokens)
+    check_run(ready)
+    from covey import run
+
+    run.evaluate(source, ready)
+    return 0
+
+
+def _generate(source: str, prompt: str, options: GenerateOptions) -> int:
+    check_source(source)
+    from covey import run
+    from covey.train.progress import printable
+
+    answers = run.generate(source, prompt, options.n, options.rollout)
+    for number, text in enumerate(answers, start=1):
+        print(f"--- {number} of {len(answers)}" if len(answers) > 1 else "", end="\n" if len(answers) > 1 else "")
+        print(printable(text, keep="\n\t"))
+    return 0
+
+
+def _chat(source: str, options: ChatOptions) -> int:
+    check_source(source)
+    from covey import run
+
+    run.chat(source, options.rollout)
+    return 0
+
+
+def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
+    """`cls` with the rollout settings of the run at `source`, if it is one, and `pairs` over them."""
+    item = strictyaml.Item({}, source)
+    if recipe.is_run(source):
+        written = strictyaml.read((Path(source) / "recipe.yaml").read_text(encoding="utf-8"), source)
+        item = strictyaml.Item({k: v for k, v in written.value.items() if k == "rollout"}, source)
+    item = apply(cls, item, _tokens(pairs), recipe.HIDDEN)
+    options = strictyaml.build(cls, item)
+    recipe.validate(options, strictyaml.places(item))
+    return options
+
+
+def _exactly(count: int, words: Sequence[str], usage: str) -> tuple[list[str], list[tuple[str, str]]]:
+    found, pairs = split(words, count)
+    if len(found) < count:
+        raise CoveyError("a word is missing", want=usage)
+    return found, pairs
+
+
+def _tokens(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{flag}={value}" for flag, value in pairs]
+
+
+def _choices() -> str:
+    return "built-in recipes: " + ", ".join(recipe.names())
+
+
+def _say(text: str) -> int:
+    print(text, end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
+    "train": train,
+    "eval": evaluate,
+    "generate": generate,
+    "chat": chat,
+    "recipes": recipes,
+    "doctor": doctor,
+}

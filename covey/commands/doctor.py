@@ -1,0 +1,112 @@
+"""`covey doctor`: what this machine has for a run. One line a finding, ok or warn; a warning says what to do."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from covey.models.sources import cache_folder
+
+GIGABYTE = 1e9
+
+
+class Finding(NamedTuple):
+    """What was looked at, what was found, and what to do about it (nothing when all is well)."""
+
+    subject: str
+    found: str
+    fix: str = ""
+
+
+def examine() -> int:
+    """Print all findings. The exit code is 0 whatever they are, unless JAX does not work: then 2."""
+    console, works = Console(highlight=False), True
+    for check in CHECKS:
+        for finding in check():
+            mark = Text("warn", "yellow") if finding.fix else Text("ok  ", "green")
+            console.print(Text.assemble(mark, f"  {finding.subject:<10} {finding.found}"), soft_wrap=True)
+            if finding.fix:
+                console.print(Text(f"{'':<17}fix: {finding.fix}"), soft_wrap=True)
+            works = works and not (finding.subject == "jax" and finding.fix)
+    return 0 if works else 2
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("python", version, "" if sys.version_info >= (3, 11) else "Python 3.11 or newer")
+
+
+def _machine() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", str(cores), "" if cores > 1 else "quickstart takes twice as long on one core")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIGABYTE if hasattr(os, "sysconf") else 0.0
+    if memory:
+        yield Finding(
+            "memory", f"{memory:.0f} GB", "" if memory > 4 else "quickstart needs about 4 GB: close other programs"
+        )
+
+
+def _disk() -> Iterator[Finding]:
+    for subject, folder in (("cache", cache_folder()), ("here", Path.cwd())):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free / GIGABYTE
+        fix = "" if free > 3 else "a run needs about 3 GB for weights and checkpoints"
+        if not os.access(existing, os.W_OK):
+            fix = (
+                "not writable: COVEY_CACHE=FOLDER chooses another"
+                if subject == "cache"
+                else "not writable: --out FOLDER"
+            )
+        yield Finding(subject, f"{folder} ({free:.0f} GB free)", fix)
+
+
+def _jax() -> Iterator[Finding]:
+    try:
+        import jax
+        import jax.numpy as jnp
+
+        devices = jax.devices()
+    except Exception as error:  # whatever keeps JAX from starting is the finding
+        yield Finding("jax", f"does not work: {error}", "pip install --force-reinstall 'covey'")
+        return
+    yield Finding("jax", f"{jax.__version__}, {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
+    for name in ("float32", "bfloat16"):
+        try:
+            one = jnp.ones((8, 8), name)
+            right = float(jnp.matmul(one, one, preferred_element_type=jnp.float32)[0, 0]) == 8.0
+        except Exception as error:  # an unsupported type is a finding, whatever its exception is called
+            yield Finding(name, f"not supported: {error}", f"do not set model.dtype {name}")
+        else:
+            yield Finding(name, "works" if right else "wrong result", "" if right else "another version of jax")
+    yield from _idle_accelerator(devices[0].platform)
+
+
+def _idle_accelerator(platform: str) -> Iterator[Finding]:
+    if platform == "cpu" and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
+        yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", "pip install 'covey[cuda]'")
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, (module, purpose) in EXTRAS.items():
+        if find_spec(module):
+            yield Finding(extra, purpose)
+        else:
+            yield Finding(extra, f"not installed: {purpose}", f"pip install 'covey[{extra}]' if you need it")
+
+
+EXTRAS = {
+    "gguf": ("gguf", "GGUF files, among them the packaged SmolLM2"),
+    "hub": ("huggingface_hub", "hf:org/name models"),
+    "math": ("math_verify", "mathematical answers compared as mathematics"),
+    "sentencepiece": ("sentencepiece", "models that come with tokenizer.model"),
+    "track": ("tensorboardX", "experiment trackers"),
+}
+"""Extra → the module that shows it is there, and what it is for."""
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _extras)

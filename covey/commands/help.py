@@ -1,0 +1,188 @@
+"""What `--help` and `covey recipes` print. The settings and their explanations come from the config classes."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from itertools import pairwise, zip_longest
+from typing import Any, get_type_hints
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from covey import recipe, strictyaml
+from covey.commands.options import ChatOptions, GenerateOptions
+from covey.strictyaml import describe
+
+OVERVIEW = """\
+covey: improve a language model by comparing its own answers (GRPO, in JAX)
+
+  covey train NAME_OR_YAML       train as a recipe says
+  covey train --resume RUN       go on with a run that was stopped
+  covey eval RUN_OR_MODEL        measure it on held-out prompts
+  covey generate RUN_OR_MODEL "PROMPT"
+  covey chat RUN_OR_MODEL        talk to it
+  covey recipes [NAME]           the built-in recipes, or the text of one
+  covey doctor                   what this machine has, and what is missing
+
+covey COMMAND --help says more. Start with: covey train quickstart
+"""
+
+TRAIN = """\
+covey train NAME_OR_YAML [--setting value ...]
+covey train --resume RUN
+
+Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
+Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
+and the end of a name is enough where only one setting ends so.
+
+examples
+  covey train quickstart
+  covey train quickstart --max-steps 20 --seed 1 --out runs/longer
+  covey train gsm8k-smollm2 --data.path FOLDER --lora.rank 16
+  covey recipes quickstart > mine.yaml && covey train mine.yaml
+"""
+
+EVAL = """\
+covey eval RUN_OR_MODEL [--recipe NAME_OR_YAML] [--setting value ...]
+
+Measures a trained run, or a model, on a recipe's held-out prompts. A run brings its own recipe.
+
+examples
+  covey eval runs/quickstart-1
+  covey eval smollm2-135m --recipe quickstart --evaluation.samples 4
+
+The settings are those of covey train; the section evaluation matters here.
+"""
+
+GENERATE = """\
+covey generate RUN_OR_MODEL "PROMPT" [--setting value ...]
+
+Completes a prompt. A run brings the rollout settings it was trained with.
+
+examples
+  covey generate smollm2-135m "Write one short sentence about rivers that starts with the letter S."
+  covey generate runs/quickstart-1 "Write one short sentence about rain." --n 4 --temperature 0.7
+"""
+
+CHAT = """\
+covey chat RUN_OR_MODEL [--setting value ...]
+
+A conversation in the terminal; Ctrl-D ends it.
+
+examples
+  covey chat runs/quickstart-1
+  covey chat smollm2-135m --temperature 0.7
+"""
+
+RECIPES = """\
+covey recipes [NAME]
+
+Lists the built-in recipes, or prints the text of one, to be copied and changed.
+"""
+
+DOCTOR = """\
+covey doctor
+
+Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
+and how to get what is missing.
+"""
+
+
+def overview() -> str:
+    """The text of `covey --help`."""
+    return OVERVIEW
+
+
+def show(command: str, words: Sequence[str] = ()) -> int:
+    """Print the help of `command`; with the values of a built-in recipe when `words` names one."""
+    text, settings = PAGES[command]
+    print(text, end="")
+    if settings:
+        named = next((word for word in words if word in recipe.names()), "")
+        print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
+        shown = strictyaml.build(recipe.Recipe, _read(named)) if named and settings is recipe.Recipe else settings()
+        _show_settings(Console(), shown, "", "general")
+    return 0
+
+
+def show_recipes() -> int:
+    """Print the table of built-in recipes."""
+    table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold")
+    for heading in ("recipe", "what", "needs", "expect"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
+    for name in recipe.names():
+        about = _read(name).value
+        table.add_row(name, *(escape(about[key].value) for key in ("description", "needs", "expect")))
+    console = Console()
+    console.print(table)
+    console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)
+    return 0
+
+
+def _read(name: str) -> strictyaml.Item:
+    return strictyaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
+
+
+def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> None:
+    """The settings directly in a dataclass instance, then those of each section in it."""
+    kinds, docs = get_type_hints(type(settings)), _explanations(type(settings))
+    sections = [name for name, kind in kinds.items() if is_dataclass(kind)]
+    console.print(f"\n[bold]{title}[/]  [dim]{escape(_summary(type(settings)))}[/]", highlight=False, soft_wrap=True)
+    for name in (n for n in kinds if n not in sections and prefix + n not in recipe.HIDDEN):
+        flag = f"  --{(prefix + name).replace('_', '-')} {_shown(getattr(settings, name))}"
+        lines = textwrap.wrap(_explain(kinds[name], docs.get(name, "")), max(console.width - COLUMN, 20)) or [""]
+        if len(flag) >= COLUMN and lines[0]:
+            lines.insert(0, "")
+        for left, line in zip_longest([flag], lines, fillvalue=""):
+            console.print(f"{left:{COLUMN}}{line}".rstrip(), markup=False, highlight=False, soft_wrap=True)
+    for name in sections:
+        _show_settings(console, getattr(settings, name), f"{prefix}{name}.", prefix + name)
+
+
+def _explain(kind: Any, doc: str) -> str:
+    """The field's own words, and what it takes where the value shown does not tell."""
+    words = describe(kind)
+    return doc if words in PLAIN else f"{doc} ({words})".strip()
+
+
+def _shown(value: Any) -> str:
+    """The value as it would be written in a recipe, cut when it is long."""
+    text = strictyaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
+    return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def _explanations(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, inherited ones included."""
+    found: dict[str, str] = {}
+    for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for field, after in pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[field.target.id] = str(after.value.value)  # type: ignore[union-attr]
+    return found
+
+
+COLUMN = 36
+"""Where explanations begin."""
+
+PLAIN = ("a whole number", "a finite number", "true or false", "text")
+PAGES: dict[str, tuple[str, type | None]] = {
+    "train": (TRAIN, recipe.Recipe),
+    "eval": (EVAL, None),
+    "generate": (GENERATE, GenerateOptions),
+    "chat": (CHAT, ChatOptions),
+    "recipes": (RECIPES, None),
+    "doctor": (DOCTOR, None),
+}
+"""Command → its text, and the settings listed below it."""

@@ -1,0 +1,105 @@
+"""Settings given on the command line, put over those of a recipe.
+
+`--grpo.beta 0.1`, `--grpo.beta=0.1` and `grpo.beta=0.1` mean the same; `-` and `_` too. The end of a dotted name is
+enough where only one setting ends so: `--max-steps 3`, `--lora.rank 8`.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from covey.errors import RecipeError
+from covey.strictyaml import Item, from_text, leaves, override
+
+
+def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str] | None = None) -> Item:
+    """`item` with the settings in `tokens` put over it.
+
+    Args:
+        cls: the dataclass tree whose settings may be named.
+        item: what a recipe file gave, as `strictyaml.read` returns it.
+        tokens: words of the command line; every one must belong to a setting.
+        hidden: dotted names of `cls` that may not be named, and why.
+
+    Raises:
+        RecipeError: an unknown or ambiguous name, or a name without a value.
+    """
+    positionals, pairs = split(tokens, 0)
+    assert not positionals
+    hidden = hidden or {}
+    kinds = {path: kind for path, kind in leaves(cls).items() if path not in hidden}
+    for flag, text in pairs:
+        if _name(flag) in hidden:
+            raise RecipeError(f"{flag} {hidden[_name(flag)]}")
+        path = resolve(flag, kinds)
+        item = override(item, path, from_text(kinds[path], text, flag))
+    return item
+
+
+def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words that are not settings, at most `positionals` of them, and (flag, value) pairs as written.
+
+    After a bare `--` every word is of the first kind. A word with `=` is a setting once the others are there.
+    """
+    words: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if token == "--":
+            words, rest = words + rest, []
+        elif token.startswith("--"):
+            flag, given, value = token.partition("=")
+            pairs.append((flag, value if given else _value(flag, rest)))
+        elif len(words) >= positionals and re.match(r"[A-Za-z_][\w.-]*=", token):
+            flag, _, value = token.partition("=")
+            pairs.append((flag, value))
+        else:
+            words.append(token)
+    if len(words) > positionals:
+        raise RecipeError(f"{words[positionals]!r} is one word too many", want="settings as --name value or name=value")
+    return words, pairs
+
+
+def resolve(flag: str, paths: Collection[str]) -> str:
+    """The dotted name among `paths` that `flag` means.
+
+    Raises:
+        RecipeError: none, or more than one.
+    """
+    name = _name(flag)
+    if name in paths:
+        return name
+    ending = [path for path in paths if path.endswith("." + name)]
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
+    raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
+
+
+def _suggest(name: str, paths: Collection[str]) -> str:
+    """The nearest name: in the section named, when there is one; else among all names and their ends."""
+    section, _, last = name.rpartition(".")
+    inside = (
+        {path.removeprefix(section + "."): path for path in paths if path.startswith(section + ".")} if section else {}
+    )
+    ends = {path.split(".", n)[-1]: path for path in paths for n in range(path.count(".") + 1)}
+    close = difflib.get_close_matches(last if inside else name, inside or ends, n=1)
+    if close:
+        return f"did you mean {_flag((inside or ends)[close[0]])}?"
+    return "one of: " + ", ".join(map(_flag, inside.values())) if inside else "covey train --help lists all settings"
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _flag(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _value(flag: str, rest: list[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise RecipeError(f"{flag} has no value", want=f"{flag} VALUE")
+    return rest.pop(0)

@@ -1,0 +1,1 @@
+"""Optimizers, checkpoints, and what a run writes and shows."""

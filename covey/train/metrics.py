@@ -1,0 +1,158 @@
+"""What a run writes down: `metrics.jsonl`, one row a step; `samples.jsonl`, every completion; `summary.json`.
+
+In: names and numbers, and scored groups. Out: strict JSON, one object a line, numbers at full precision; what JSON has
+no number for (NaN, infinities) is null. Rows reach the operating system as they are written, so a killed run leaves
+whole lines. A resumed run first cuts away what lies beyond its checkpoint, and then writes the same rows again.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ResumeError
+from covey.types import Group, Prompt
+
+METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
+
+
+class MetricsWriter:
+    """Appends to the metrics and samples of one run folder. A context manager; not for several threads.
+
+    Write a step's rows before its checkpoint: then a checkpoint never lacks a row.
+    """
+
+    def __init__(self, folder: Path, *, resume_at: int | None = None):
+        """Open the files in `folder`, which is made when missing.
+
+        Args:
+            folder: the run folder.
+            resume_at: the checkpoint's step: rows of later steps are cut away. None for a new run.
+
+        Raises:
+            ResumeError: a new run where rows exist, or a row that is not ours.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / METRICS, folder / SAMPLES]
+        for file in files:
+            if resume_at is not None:
+                cut(file, resume_at)
+            elif file.exists() and file.stat().st_size:
+                raise ResumeError(
+                    "there are rows of another run here", fix="another folder, or resume", where=str(file)
+                )
+        self._metrics, self._samples = (file.open("ab") for file in files)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Append one row of metrics; `row["step"]` is its step, never below the row before it."""
+        self._metrics.write(line(row))
+        self._metrics.flush()
+
+    def samples(self, step: int, groups: Iterable[Group]) -> None:
+        """Append every completion of the step's scored groups."""
+        self._samples.write(b"".join(line(row) for row in sample_rows(step, groups)))
+        self._samples.flush()
+
+    def close(self) -> None:
+        """Bring the rows to the disk and close the files."""
+        for file in (self._metrics, self._samples):
+            if not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
+    """One row a completion: what was asked, what came, how it was scored, how it ended."""
+    for number, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            yield {
+                "step": step,
+                "group": number,
+                "sample": index,
+                "prompt": prompt_text(group.prompt),
+                "text": completion.text,
+                "rewards": {name: values[index] for name, values in group.rewards_by_function.items()},
+                "reward": None if group.rewards is None else group.rewards[index],
+                "advantage": None if group.advantages is None else group.advantages[index],
+                "finish": str(completion.finish),
+                "prompt_length": len(group.prompt_tokens),
+                "length": len(completion.tokens),
+            }
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for the eye: the text itself, or its chat messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`; a reader sees the old file or the new one, never a part."""
+    temporary = folder / f".{SUMMARY}.{os.getpid()}"
+    with temporary.open("wb") as file:
+        file.write(_json(summary, indent=2).encode("utf-8", "backslashreplace") + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / SUMMARY)
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, without a last line that was never finished."""
+    with file.open("rb") as lines:
+        yield from (json.loads(text) for text in lines if text.endswith(b"\n"))
+
+
+def cut(file: Path, step: int) -> None:
+    """Shorten `file` to the rows of steps up to `step`; a missing file is empty.
+
+    One system call does it, so it happens in full or not at all.
+
+    Raises:
+        ResumeError: a line inside the file that is no row of ours.
+    """
+    if not file.exists():
+        return
+    keep = 0
+    with file.open("rb") as lines:
+        for number, text in enumerate(lines, start=1):
+            if not text.endswith(b"\n") or _step(text, f"{file}:{number}") > step:
+                break
+            keep += len(text)
+    os.truncate(file, keep)
+
+
+def line(row: Mapping[str, Any]) -> bytes:
+    """`row` as one line of strict JSON in UTF-8 (half a surrogate pair, which UTF-8 lacks, as its \\u escape)."""
+    return (_json(row) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    """Python's own types in place of array scalars, null in place of what is no finite number."""
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # NumPy and JAX
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step(text: bytes, where: str) -> int:
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise ResumeError("this line is no row of a run", fix="remove the line, or start anew", where=where) from None

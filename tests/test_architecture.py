@@ -1,0 +1,165 @@
+"""The house holds: sizes, layers, packaging, and documentation whose commands and examples are true."""
+
+import ast
+import doctest
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import covey
+from covey import cli
+from covey.commands.help import PAGES
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = sorted((ROOT / "covey").rglob("*.py"))
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def module_name(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+# --- the package
+
+
+def test_no_file_is_too_long_to_keep_in_the_head():
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in PACKAGE}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_every_folder_of_the_package_is_a_package():
+    assert [str(f.parent) for f in PACKAGE if not (f.parent / "__init__.py").exists()] == []
+
+
+def test_every_module_opens_with_its_story():
+    assert [str(f) for f in PACKAGE if not f.read_text().startswith('"""')] == []
+
+
+def test_every_module_has_its_layer():
+    contract = PROJECT["tool"]["importlinter"]["contracts"][0]
+    layers = set(chain.from_iterable(re.findall(r"[\w.]+", line) for line in contract["layers"]))
+    outside = {"covey", "covey.__main__", "covey.rl"}
+    names = {module_name(file) for file in PACKAGE} - outside
+    assert {name for name in names if not any(name == one or name.startswith(one + ".") for one in layers)} == set()
+
+
+@pytest.mark.parametrize("file", [f for f in PACKAGE if ">>> " in f.read_text()], ids=module_name)
+def test_examples_in_docstrings_are_true(file):
+    assert doctest.testmod(importlib.import_module(module_name(file))).failed == 0
+
+
+def test_public_names_are_there():
+    assert set(covey.__all__) == set(covey._HOMES)
+    for name in covey.__all__:
+        assert getattr(covey, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'GRPOLerner'"):
+        covey.GRPOLerner  # noqa: B018
+
+
+def test_the_import_of_covey_is_free():
+    code = "import sys, covey; print(*sorted({'jax', 'flax', 'numpy', 'rich', 'yaml'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "\n"
+
+
+def test_the_wheel_holds_every_module_and_recipe(tmp_path):
+    pytest.importorskip("hatchling")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("covey-*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    wanted = [*PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml")]
+    assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()
+    assert {name.split("/")[0] for name in held} == {"covey", f"covey-{covey.__version__}.dist-info"}
+
+
+def test_versions_agree():
+    assert PROJECT["project"]["version"] == covey.__version__
+
+
+def test_constraints_lie_within_the_declared_ranges():
+    requirements = pytest.importorskip("packaging.requirements")
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    groups = [PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values()]
+    for requirement in map(requirements.Requirement, chain.from_iterable(groups)):
+        pinned = pins.get(requirement.name.lower().replace("_", "-"))
+        assert pinned is None or requirement.specifier.contains(pinned), requirement
+
+
+# --- the documents
+
+
+def test_nothing_names_a_folder_of_somebodys_machine():
+    private = re.compile(r"(?<![\w.~])/(?:work|root|home|opt|Users)/\w")
+    kinds = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json")
+    folders = ("covey", "tests", "docs", "benchmarks", "examples")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in kinds]
+    files += [f for f in ROOT.iterdir() if f.is_file() and (f.suffix in kinds or f.name in ("Makefile", "run"))]
+    found = {str(f.relative_to(ROOT)): private.findall(f.read_text()) for f in files if f != Path(__file__)}
+    assert {name: hits for name, hits in found.items() if hits} == {}
+
+
+def commands_in(text):
+    """The `covey ...` commands of a text, without comments, pipes and redirections."""
+    for line in text.splitlines():
+        for part in re.split(r"&&|\|(?!\|)", re.sub(r"\s#\s.*", "", line.strip().removeprefix("$ "))):
+            words = part.strip()
+            if re.match(r"(?:\.venv/bin/)?covey\s", words) and "…" not in words and "..." not in words:
+                yield re.sub(r"\s>\s*\S+$", "", words)
+
+
+def documented():
+    fence = re.compile(r"^```(?:bash|sh|console|shell)?\n(.*?)^```", re.M | re.S)
+    for document in (d for d in DOCUMENTS if d.exists()):
+        text = document.read_text()
+        inline = re.findall(r"(?<!`)`(covey [^`\n]+)`", text)
+        for block in [*fence.findall(text), *inline]:
+            yield from ((document.name, command) for command in commands_in(block))
+    for page, (text, _) in PAGES.items():
+        yield from ((f"{page} --help", command) for command in commands_in(text.partition("examples\n")[2]))
+
+
+@pytest.mark.parametrize(("place", "command"), [pytest.param(p, c, id=f"{p}: {c}") for p, c in documented()])
+def test_documented_commands_are_understood(place, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("name: mine\nrewards: [first_letter]\n")
+    words = shlex.split(command)[1:]
+    if not any(re.fullmatch(r"[A-Z_]{2,}|\[.*", word) for word in words[:2]):  # a usage line has placeholders there
+        assert callable(cli.parse(words))
+
+
+def test_commands_are_found_in_documents():
+    text = "covey train quickstart  # go\n$ covey recipes quickstart > mine.yaml && covey train mine.yaml\ncoveys"
+    assert list(commands_in(text)) == ["covey train quickstart", "covey recipes quickstart", "covey train mine.yaml"]
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.exists()], ids=lambda d: d.name)
+def test_documents_point_at_things_that_exist(document):
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) - targets == set()
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.exists()], ids=lambda d: d.name)
+def test_python_in_documents_compiles_and_finds_its_names(document):
+    for block in re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S):
+        for statement in ast.parse(block, document.name).body:
+            if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("covey"):
+                module = importlib.import_module(statement.module)
+                assert [name.name for name in statement.names if not hasattr(module, name.name)] == []

@@ -1,0 +1,274 @@
+"""The command line: what reaches `covey.run`, exit codes, and answers that need no JAX."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from covey import cli, recipe
+
+ROOT = Path(__file__).parents[1]
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """The calls of a stand-in for covey.run, in an empty working folder."""
+    made = []
+
+    def record(name, answer=None):
+        def call(*arguments):
+            made.append((name, *arguments))
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        return call
+
+    fake = types.ModuleType("covey.run")
+    for name in ("train", "resume", "evaluate", "chat"):
+        setattr(fake, name, record(name))
+    fake.generate = record("generate", ["first\x1b[2J", "second\nline"])
+    fake.record = record
+    monkeypatch.setitem(sys.modules, "covey.run", fake)
+    monkeypatch.setattr("covey.run", fake, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def run_folder(name="run", *overrides):
+    folder = Path(name)
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", overrides)))
+    return folder
+
+
+def in_a_process(*words, cwd=ROOT):
+    """Run `covey words` in a fresh interpreter; it ends its output with the heavy modules it imported."""
+    code = (
+        "import sys; from covey.cli import main; code = main(sys.argv[1:]);"
+        "print('imported', *sorted({'jax', 'flax', 'torch'} & sys.modules.keys())); sys.exit(code)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd, env=environment
+    )
+
+
+# --- help and mistakes, without JAX
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["recipes"], ["recipes", "quickstart"], ["train", "--help"]]
+)
+def test_help_needs_no_jax(words):
+    done = in_a_process(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("imported\n")
+    assert "\x1b" not in done.stdout  # no colours where no terminal is
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train"], "built-in recipes: arithmetic-smollm2"),
+        (["train", "quikstart"], "did you mean 'quickstart'?"),
+        (["train", "quickstart", "--grpo.num_generation", "8"], "did you mean --grpo.num-generations?"),
+        (["train", "typo.yaml"], "typo.yaml:2: there is no setting 'reward'\n  fix: did you mean 'rewards'?"),
+        (["train", "nowhere.yaml"], "there is no such recipe file"),
+        (["train", "quickstart", "--model.source", "./nowhere"], "./nowhere"),
+        (["train", "quickstart", "--rewards", "frst_letter"], "did you mean 'first_letter'?"),
+        (["train", "quickstart", "--evaluation.format", "sentense"], "did you mean 'sentence'?"),
+        (["train", "gsm8k-smollm2", "--data.path", "nowhere"], "data.path: there is no nowhere"),
+        (["train", "--resume", "nowhere"], "this is no run folder"),
+        (["eval", "./nowhere", "--recipe", "quickstart"], "./nowhere"),
+        (["generate", MODEL], "a word is missing"),
+        (["generate", MODEL, "hello", "--temprature", "0.1"], "did you mean --rollout.temperature?"),
+        (["chat", "./nowhere"], "./nowhere"),
+        (["recipes", "quikstart"], "did you mean 'quickstart'?"),
+        (["doctor", "now"], "one word too many"),
+    ],
+)
+def test_mistakes_need_no_jax(tmp_path, words, told):
+    (tmp_path / "typo.yaml").write_text("name: typo\nreward: [first_letter]\n")
+    done = in_a_process(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "imported\n"
+
+
+def test_help_of_every_command(capsys):
+    for name in cli.COMMANDS:
+        assert cli.main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"covey {name}")
+
+
+def test_train_help_lists_every_setting_with_its_value(capsys):
+    cli.main(["train", "--help", "quickstart"])
+    shown = capsys.readouterr().out
+    for path in recipe.strictyaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
+        assert f"--{path.replace('_', '-')} " in shown
+    assert "--training.max-steps 12" in shown
+    assert "--grpo.num-iterations 1 " in shown
+
+
+def test_recipes_lists_all_and_prints_one(capsys):
+    assert cli.main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in recipe.names())
+    assert cli.main(["recipes", "quickstart"]) == 0
+    assert capsys.readouterr().out == recipe.find("quickstart").read_text()
+
+
+def test_a_printed_recipe_runs(calls, capsys):
+    cli.main(["recipes", "quickstart"])
+    Path("mine.yaml").write_text(capsys.readouterr().out)
+    assert cli.main(["train", "mine.yaml"]) == 0
+    assert calls[0][1] == recipe.load("quickstart")
+
+
+# --- what reaches covey.run
+
+
+def test_train_hands_on_the_recipe_and_a_free_folder(calls):
+    run_folder("runs/quickstart-1")
+    assert cli.main(["train", "quickstart", "--max-steps", "3", "--seed=7"]) == 0
+    name, ready, out = calls[0]
+    assert (name, ready.training.max_steps, ready.seed, out) == ("train", 3, 7, Path("runs/quickstart-2"))
+
+
+def test_out_chooses_the_folder_and_a_taken_one_is_refused(calls, capsys):
+    assert cli.main(["train", "quickstart", "--out", "here"]) == 0
+    assert calls[0][2] == Path("here")
+    run_folder("here")
+    assert cli.main(["train", "quickstart", "--out", "here"]) == 2
+    assert "covey train --resume here" in capsys.readouterr().err
+    Path("other").mkdir()
+    Path("other/thing").touch()
+    assert cli.main(["train", "quickstart", "--out", "other"]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert len(calls) == 1
+
+
+def test_resume_takes_the_folder_alone(calls, capsys):
+    folder = run_folder()
+    assert cli.main(["train", "--resume", str(folder)]) == 0
+    assert calls == [("resume", folder)]
+    assert cli.main(["train", "--resume", str(folder), "--seed", "3"]) == 2
+    assert cli.main(["train", "quickstart", "--resume", str(folder)]) == 2
+    assert "keeps its recipe" in capsys.readouterr().err
+
+
+def test_eval_takes_the_recipe_of_the_run_or_the_named_one(calls, capsys):
+    run_folder("run", "--seed", "5")
+    assert cli.main(["eval", "run", "--evaluation.samples", "4"]) == 0
+    assert cli.main(["eval", MODEL, "--recipe", "quickstart", "--evaluation.prompts=7"]) == 0
+    (_, first, of_run), (_, second, named) = calls
+    assert (first, of_run.seed, of_run.evaluation.samples) == ("run", 5, 4)
+    assert (second, named.evaluation.prompts) == (MODEL, 7)
+    assert cli.main(["eval", MODEL]) == 2
+    assert "--recipe NAME" in capsys.readouterr().err
+
+
+def test_generate_starts_from_the_rollout_of_the_run(calls, capsys):
+    run_folder("run", "--rollout.temperature", "0.7")
+    assert cli.main(["generate", "run", "a=b --hello", "--n", "2", "--max-new-tokens", "9", "--seed", "3"]) == 0
+    name, source, prompt, count, rollout = calls[0]
+    assert (name, source, prompt, count) == ("generate", "run", "a=b --hello", 2)
+    assert (rollout.temperature, rollout.max_new_tokens, rollout.seed) == (0.7, 9, 3)
+    printed = capsys.readouterr().out
+    assert printed == "--- 1 of 2\nfirst\\x1b[2J\n--- 2 of 2\nsecond\nline\n"
+
+
+def test_generate_may_be_greedy_and_a_prompt_may_begin_with_dashes(calls):
+    assert cli.main(["generate", MODEL, "--temperature=0", "--", "--what?"]) == 0
+    assert (calls[0][2], calls[0][4].temperature) == ("--what?", 0.0)
+    assert cli.main(["generate", MODEL, "x", "--max-new-tokens", "0"]) == 2
+
+
+def test_chat(calls):
+    assert cli.main(["chat", MODEL, "--top-p", "0.9"]) == 0
+    assert (calls[0][1], calls[0][2].top_p) == (MODEL, 0.9)
+
+
+# --- exit codes
+
+
+def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
+    fake = sys.modules["covey.run"]
+    monkeypatch.setattr(fake, "train", fake.record("train", KeyboardInterrupt()))
+    assert cli.main(["train", "quickstart", "--out", "out"]) == 130
+    assert "--resume" not in capsys.readouterr().err
+
+    def stopped(ready, out):
+        run_folder(out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "train", stopped)
+    assert cli.main(["train", "quickstart", "--out", "out"]) == 130
+    assert "covey train --resume out" in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback(calls, monkeypatch):
+    fake = sys.modules["covey.run"]
+    monkeypatch.setattr(fake, "train", fake.record("train", ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "quickstart"])
+
+
+def test_a_reader_that_goes_away_is_no_defect():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "covey", "recipes", "quickstart"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_output_without_unicode_shows_escapes():
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "train", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0
+    assert b"\\u03bc" in done.stdout  # μ
+
+
+def test_doctor_reports_and_suggests(capsys, monkeypatch):
+    from covey.commands import doctor
+
+    monkeypatch.setitem(doctor.EXTRAS, "made-up", ("no_such_module", "nothing"))
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "jax" in shown
+    assert "pip install 'covey[made-up]'" in shown
+
+
+def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    assert cli.main(["doctor"]) == 2
+    assert "does not work" in capsys.readouterr().out
+
+
+def test_parsing_runs_nothing(calls):
+    for words in (["train", "quickstart"], ["chat", MODEL], ["eval", "nowhere"], ["doctor"]):
+        assert callable(cli.parse(words))
+    assert calls == []
+
+
+def test_options_of_sampling_commands_follow_their_seed():
+    from covey.commands.options import GenerateOptions
+
+    assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9

@@ -1,0 +1,332 @@
+"""Recipes: strict reading, overrides, ranges, and a round trip through YAML."""
+
+import dataclasses
+from typing import get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey import recipe, strictyaml
+from covey.configs import GRPOConfig, LoRAConfig, ModelOptions, RLTrainingConfig, RolloutConfig
+from covey.errors import RecipeError
+from covey.recipe import Recipe
+
+SMALL = """\
+name: small
+rewards: [first_letter]
+"""
+
+
+def refused(text: str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        recipe.parse(text, overrides, name="r.yaml")
+    return str(caught.value)
+
+
+# --- reading
+
+
+def test_a_number_with_an_exponent_and_no_point_is_a_number():
+    text = SMALL + "training: {actor_optimizer: {learning_rate: 1e-5, eps: 1E-8}}"
+    assert recipe.parse(text).training.actor_optimizer.learning_rate == 1e-5
+    assert recipe.parse(text).training.actor_optimizer.eps == 1e-8
+
+
+@pytest.mark.parametrize("word", ["no", "off", "yes", "1:30", "2024-01-01", "0x10", "010x", "<<", "="])
+def test_words_that_yaml_1_1_reads_as_something_else_stay_text(word):
+    assert recipe.parse(SMALL + f"description: {word}").description == word
+
+
+def test_a_leading_zero_does_not_mean_octal():
+    assert recipe.parse(SMALL + "seed: 010").seed == 10
+
+
+def test_a_key_given_twice_is_refused_with_both_lines():
+    assert refused(SMALL + "name: again") == "r.yaml:3: 'name' is given twice, first at r.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (SMALL + "grpo: [", 3),
+        (SMALL + "grpo:\n\t beta: 1", 4),
+        (SMALL + "a: b: c", 3),
+        (SMALL + "out: !!python/object/apply:os.system [echo]", 3),
+        (SMALL + "out: &x y", 3),
+        (SMALL + "out: *x", 3),
+        (SMALL + "? [a]\n: b", 3),
+        (SMALL + "seed: !!int x", 3),
+        (SMALL + "seed: " + "9" * 5000, 3),
+        (SMALL + "---\nname: second", 3),
+        ("- a\n- b", 1),
+        ("just text", 1),
+    ],
+)
+def test_what_is_not_plain_yaml_is_refused_with_its_line(text, line):
+    assert refused(text).startswith(f"r.yaml:{line}: ")
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: \x00"])
+def test_hostile_yaml_is_refused(text):
+    assert "not readable as YAML" in refused(text)
+
+
+def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
+    message = refused(
+        SMALL + "gropo:\n  beta: 1\ngrpo:\n  num_generation: 2\n  beta: yes\ntraining: {learning_rate: 1}"
+    )
+    assert "4 problems" in message
+    assert "r.yaml:3: there is no setting 'gropo'\n  fix: did you mean 'grpo'?" in message
+    assert "r.yaml:6: there is no setting 'num_generation' in grpo\n  fix: did you mean 'num_generations'?" in message
+    assert "r.yaml:7: grpo.beta is 'yes'\n  wanted: a finite number" in message
+    assert "r.yaml:8: there is no setting 'learning_rate' in training" in message
+    assert "it belongs elsewhere: training.actor_optimizer.learning_rate" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("seed: 1.5", "a whole number"),
+        ("seed: true", "a whole number"),
+        ("seed:", "a whole number"),
+        ("name: 3", "text"),
+        ("rewards: first_letter", "a list [a, b] of: text"),
+        ("grpo: 3", "a mapping (name: value)"),
+        ("grpo: {beta: .nan}", "a finite number"),
+        ("grpo: {beta: .inf}", "a finite number"),
+        ("grpo: {beta: '0.1'}", "a finite number"),
+        ("model: {remat: 1}", "true or false"),
+        ("data: {task: sums}", "first-letter, arithmetic, gsm8k, jsonl"),
+        ("training: {max_steps: many}", "a whole number (or null)"),
+    ],
+)
+def test_wrong_types_say_what_was_wanted(line, want):
+    text = "rewards: [a]\n" + line if not line.startswith(("name", "rewards")) else line
+    message = refused(text)
+    assert f"wanted: {want}" in message
+    assert message.startswith(f"r.yaml:{text.count(chr(10)) + 1}: ")
+
+
+def test_an_empty_section_keeps_its_defaults_and_an_int_does_for_a_float():
+    read = recipe.parse(SMALL + "grpo:\nrollout: {temperature: 1}")
+    assert read.grpo == GRPOConfig()
+    assert read.rollout.temperature == 1.0
+    assert isinstance(read.rollout.temperature, float)
+
+
+# --- overrides
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--grpo.num_generations", "4"],
+        ["--grpo.num-generations=4"],
+        ["grpo.num_generations=4"],
+        ["--num-generations", "4"],
+        ["--num_generations=9", "--num-generations", "4"],
+    ],
+)
+def test_an_override_can_be_written_in_several_ways(words):
+    assert recipe.parse(SMALL, words).grpo.num_generations == 4
+
+
+def test_overrides_are_read_as_the_type_of_their_field():
+    words = ["--learning-rate", "1e-5", "--data.path", "123", "--description", "a=b: [c", "--rewards", "one, two"]
+    words += ["--reward-weights", "[1, 0.5]", "--lora.targets", "q_proj", "--remat", "false", "--epsilon-high=null"]
+    read = recipe.parse(SMALL + "grpo: {epsilon_high: 0.3}", words)
+    assert read.training.actor_optimizer.learning_rate == 1e-5
+    assert (read.data.path, read.description) == ("123", "a=b: [c")
+    assert (read.rewards, read.grpo.reward_weights) == (("one", "two"), (1.0, 0.5))
+    assert (read.model.lora.targets, read.model.remat, read.grpo.epsilon_high) == (("q_proj",), False, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grpo.num_generation", "8"], "did you mean --grpo.num-generations?"),
+        (["--num-generation", "8"], "did you mean --grpo.num-generations?"),
+        (["--grop.beta", "8"], "did you mean --grpo.beta?"),
+        (["--grpo.zzz", "8"], "one of: --grpo.num-generations"),
+        (["--zzz", "8"], "covey train --help"),
+        (["--grpo", "8"], "there is no setting --grpo"),
+        (["--temperature", "1"], "--rollout.temperature, --evaluation.temperature"),
+        (["--beta"], "--beta has no value"),
+        (["--beta", "--seed", "3"], "--beta has no value"),
+        (["--beta", "low"], "--beta: grpo.beta is 'low'"),
+        (["--rollout.seed", "3"], "set seed instead"),
+        (["extra"], "'extra' is one word too many"),
+        (["--"], ""),
+    ],
+)
+def test_mistakes_in_overrides(words, message):
+    if message:
+        assert message in refused(SMALL, *words)
+    else:
+        assert recipe.parse(SMALL, words) == recipe.parse(SMALL)
+
+
+def test_an_override_does_not_hide_a_broken_section():
+    assert "grpo is 3" in refused(SMALL + "grpo: 3", "--grpo.beta", "0.1")
+
+
+# --- ranges and contradictions
+
+
+def test_all_problems_come_in_one_error_each_with_its_place():
+    text = SMALL + "rollout:\n  top_p: 0\n  kv_cache_size: 3\ndata: {task: gsm8k}\n"
+    message = refused(text, "--reward-weights", "1,2", "--num-generations=1")
+    assert message.startswith("5 problems")
+    for part in (
+        "r.yaml:4: rollout.top_p is 0.0\n  wanted: more than 0 and at most 1",
+        "r.yaml:5: rollout.kv_cache_size is 3, and a sample may have 768 tokens",
+        "r.yaml:6: data.task gsm8k needs data.path",
+        "--reward-weights: grpo.reward_weights has 2 numbers for 1 reward functions",
+        "--num-generations: grpo.num_generations is 1\n  wanted: at least 2",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("rewards=[]", "rewards is empty"),
+        ("rewards=a,a", "names a function twice"),
+        ("--rollout.temperature=0", "would be the same"),
+        ("--rollout.temperature=-1", "at least 0"),
+        ("name=../x", "it names a folder"),
+        ("lora.targets=q_pro", "did you mean 'q_proj'?"),
+        ("seed=-1", "at least 0"),
+        ("b1=1.0", "less than 1"),
+        ("max-steps=0", "at least 1"),
+        ("train-fraction=1.5", "at most 1"),
+    ],
+)
+def test_single_problems(override, part):
+    assert part in refused(SMALL, override)
+
+
+def test_lora_needs_something_to_train():
+    assert "nothing would be trained" in refused(SMALL, "lora.rank=4", "lora.targets=[]")
+
+
+def test_ranges_name_settings_that_exist_and_defaults_lie_within():
+    assert recipe.RANGES.keys() <= strictyaml.leaves(Recipe).keys()
+    recipe.validate(Recipe(rewards=("x",)))
+
+
+def test_every_number_has_a_range():
+    numbers = {path for path, kind in strictyaml.leaves(Recipe).items() if {int, float} & {kind, *get_args(kind)}}
+    others = {
+        "rollout.seed",
+        "rollout.kv_cache_size",
+        "grpo.reward_weights",
+    }  # hidden; against lengths; any sign will do
+    assert numbers - recipe.RANGES.keys() <= others
+
+
+# --- the tree
+
+
+def test_the_rollout_follows_the_seed_also_when_the_resolved_recipe_is_run_with_another():
+    first = recipe.parse(SMALL, ["--seed", "3"])
+    assert first.rollout.seed == 3
+    again = recipe.parse(recipe.to_yaml(first), ["--seed", "4"])
+    assert (again.seed, again.rollout.seed) == (4, 4)
+    assert again == dataclasses.replace(first, seed=4)
+
+
+def settings_of(kind, name=""):
+    """Values of a field of type `kind`, whether they make sense or not."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(
+            kind, **{n: settings_of(k, n) for n, k in hints.items() if (kind, n) != (RolloutConfig, "seed")}
+        )
+    if get_origin(kind) is tuple:
+        return st.lists(settings_of(get_args(kind)[0]), max_size=3).map(tuple)
+    if type(None) in get_args(kind):
+        return st.none() | settings_of(next(a for a in get_args(kind) if a is not type(None)))
+    if get_args(kind):
+        return st.sampled_from(get_args(kind))
+    floats = st.floats(allow_nan=False, allow_infinity=False)
+    return {str: st.text(), bool: st.booleans(), int: st.integers(), float: floats}[kind]
+
+
+@given(settings_of(Recipe))
+def test_what_is_written_is_read_back_equal(drawn):
+    written = recipe.to_yaml(drawn)
+    assert strictyaml.build(Recipe, strictyaml.read(written, "r.yaml")) == drawn
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-5", "yes", "null", "~", "", " x ", "1:30", "a\nb", "\x85", "\u2028", "#", "é", "- a", "\ud800"]
+)
+def test_awkward_text_survives(text):
+    drawn = Recipe(rewards=("r",), description=text)
+    assert recipe.parse(recipe.to_yaml(drawn)) == drawn
+
+
+def test_the_written_recipe_is_whole():
+    read = strictyaml.read(recipe.to_yaml(Recipe(rewards=("r",))), "r.yaml")
+    assert strictyaml.places(read).keys() == strictyaml.leaves(Recipe).keys() - recipe.HIDDEN.keys()
+
+
+# --- finding
+
+
+def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
+    assert {"quickstart", "arithmetic-smollm2", "gsm8k-smollm2"} <= set(recipe.names())
+    for name in recipe.names():
+        read = recipe.load(name, ["--data.path", str(tmp_path)])
+        assert read.name == name
+        assert read.description
+        assert read.needs
+        assert read.expect
+
+
+def test_the_needed_path_is_asked_for():
+    with pytest.raises(RecipeError, match=r"gsm8k-smollm2\.yaml:\d+: data.task gsm8k needs data.path"):
+        recipe.load("gsm8k-smollm2")
+
+
+def test_a_file_or_a_run_folder_is_a_recipe(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    assert recipe.load(tmp_path / "recipe.yaml") == recipe.load(tmp_path) == recipe.parse(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("quikstart", "did you mean 'quickstart'?"),
+        ("recipies/mine.yaml", "recipies/mine.yaml: there is no such recipe file"),
+        ("{}/recip.yaml", "did you mean 'recipe.yaml'?"),
+        ("{}/bytes.yaml", "cannot be read"),
+    ],
+)
+def test_wrong_names_and_paths(tmp_path, source, part):
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(source.format(tmp_path))
+    assert part in str(caught.value)
+
+
+def test_parts_of_a_recipe_are_checked_alike():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        rollout: RolloutConfig
+
+    with pytest.raises(RecipeError, match=r"rollout\.max_new_tokens is 0"):
+        recipe.validate(Part(RolloutConfig(max_new_tokens=0)))
+
+
+def test_python_gives_the_same_errors_as_yaml():
+    broken = Recipe(
+        rewards=("r",),
+        model=ModelOptions(lora=LoRAConfig(rank=-1)),
+        training=RLTrainingConfig(prompts_per_step=0),
+    )
+    with pytest.raises(RecipeError, match=r"(?s)model.lora.rank is -1.*training.prompts_per_step is 0"):
+        recipe.validate(broken)

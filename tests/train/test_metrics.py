@@ -1,0 +1,167 @@
+"""The run folder's files: strict JSON, full precision, and rows that survive being killed and resumed."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.errors import ResumeError
+from covey.train import metrics
+from covey.train.metrics import MetricsWriter
+from covey.types import Completion, FinishReason, Group
+
+
+def a_group(text="Rain falls."):
+    tokens = np.array([5, 6, 2], np.int32)
+    logps = np.zeros(3, np.float32)
+    stopped = Completion(tokens, logps, logps, FinishReason.STOP, text)
+    cut = Completion(tokens[:2], logps[:2], logps[:2], FinishReason.LENGTH, "")
+    return Group(
+        prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}],
+        prompt_tokens=np.arange(4, dtype=np.int32),
+        completions=(stopped, cut),
+        rewards=np.array([0.7, math.nan]),
+        rewards_by_function={"letter": np.array([0.7, math.nan])},
+        advantages=np.array([0.1, 0.0], np.float32),
+    )
+
+
+def strictly(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def write(folder, steps, **options):
+    with MetricsWriter(folder, **options) as writer:
+        for step in steps:
+            writer.step({"step": step, "reward": step / 3})
+            writer.samples(step, [a_group()])
+
+
+def test_a_row_holds_every_completion_and_unscored_is_null(tmp_path):
+    write(tmp_path, [1])
+    first, second = map(strictly, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert first == {
+        "step": 1,
+        "group": 0,
+        "sample": 0,
+        "prompt": "system: Be brief.\nuser: Rain?",
+        "text": "Rain falls.",
+        "rewards": {"letter": 0.7},
+        "reward": 0.7,
+        "advantage": float(np.float32(0.1)),
+        "finish": "stop",
+        "prompt_length": 4,
+        "length": 3,
+    }
+    assert (second["reward"], second["rewards"], second["finish"], second["length"]) == (
+        None,
+        {"letter": None},
+        "length",
+        2,
+    )
+
+
+@given(st.floats())
+def test_numbers_keep_every_bit_and_json_stays_strict(value):
+    for kept in (value, np.float64(value)):
+        read = strictly(metrics.line({"step": 1, "x": kept}))["x"]
+        assert read == value if math.isfinite(value) else read is None
+
+
+def test_arrays_and_scalars_of_numpy_and_jax_become_numbers():
+    import jax.numpy as jnp
+
+    row = {
+        "a": np.float32(0.1),
+        "b": np.int64(3),
+        "c": jnp.float32(0.1),
+        "d": np.array([1.0, np.inf]),
+        "e": np.bool_(True),
+    }
+    same = float(np.float32(0.1))
+    assert strictly(metrics.line(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
+
+
+@given(st.text(st.characters()))
+def test_any_text_of_a_model_is_one_readable_line(text):
+    written = metrics.line({"text": text})
+    assert written.count(b"\n") == 1
+    assert strictly(written.decode()) == {"text": text}
+
+
+def test_letters_are_written_as_letters():
+    assert "é → ⏎".encode() in metrics.line({"text": "é → ⏎"})
+
+
+def test_rows_are_on_disk_before_the_next_step(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.step({"step": 1})
+    writer.samples(1, [a_group()])
+    assert len(list(metrics.read_rows(tmp_path / "metrics.jsonl"))) == 1
+    assert len(list(metrics.read_rows(tmp_path / "samples.jsonl"))) == 2
+    writer.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "rew', b'{"step": 4}', b'{"step": 3', b"\x00\x00"])
+def test_resume_drops_later_rows_and_a_torn_one(tmp_path, tail):
+    write(tmp_path / "straight", range(1, 7))
+    write(tmp_path / "resumed", range(1, 4))
+    with (tmp_path / "resumed" / "metrics.jsonl").open("ab") as file:
+        file.write(tail)
+    write(tmp_path / "resumed", range(3, 7), resume_at=2)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_resume_keeps_everything_up_to_its_step(tmp_path):
+    write(tmp_path, [1, 2])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    write(tmp_path, [], resume_at=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    write(tmp_path, [], resume_at=0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_resume_without_files_starts_them(tmp_path):
+    write(tmp_path / "new", [1], resume_at=0)
+    assert [row["step"] for row in metrics.read_rows(tmp_path / "new" / "metrics.jsonl")] == [1]
+
+
+def test_a_new_run_does_not_append_to_another(tmp_path):
+    write(tmp_path, [1])
+    with pytest.raises(ResumeError, match="rows of another run"):
+        MetricsWriter(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["not json", "[1]", '{"reward": 1}', '{"step": null}'])
+def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path, broken):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n' + broken + '\n{"step": 2}\n')
+    before = file.read_bytes()
+    with pytest.raises(ResumeError, match=r"metrics\.jsonl:2"):
+        MetricsWriter(tmp_path, resume_at=1)
+    assert file.read_bytes() == before
+
+
+def test_a_torn_last_row_is_not_read(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1}\n{"step"')
+    assert list(metrics.read_rows(tmp_path / "m")) == [{"step": 1}]
+
+
+def test_summary_is_replaced_whole(tmp_path, monkeypatch):
+    metrics.write_summary(tmp_path, {"before": {"accuracy": 0.2}})
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        metrics.write_summary(tmp_path, {"before": {"accuracy": np.float32(0.5)}})
+    assert strictly((tmp_path / "summary.json").read_text()) == {"before": {"accuracy": 0.2}}
+    monkeypatch.undo()
+    metrics.write_summary(tmp_path, {"after": {"accuracy": math.nan}})
+    assert strictly((tmp_path / "summary.json").read_text()) == {"after": {"accuracy": None}}

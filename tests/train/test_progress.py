@@ -1,0 +1,167 @@
+"""The terminal view: the same story with and without a terminal, and no way for model text to take it over."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from covey.train.progress import Progress, SampleLine, excerpt, printable, sparkline
+
+SAMPLES = [
+    SampleLine("about rain", "Rain falls.", 1.0),
+    SampleLine("about rain", "\x1b[31mred\x07", 0.0),
+    SampleLine("about snow", "[bold]Snow[/bold]", 1.0),
+    SampleLine("about snow", "Soft.", 1.0),
+]
+
+
+def row(step, **more):
+    given = {"reward": 0.75, "frac_reward_zero_std": 0.5, "completions/mean_length": 10.0, "kl": 0.01, "step_time": 2.0}
+    given |= {"reward_error": 0.25, "tokens_per_second": 20.0}
+    return {"step": step} | given | more
+
+
+def story(console, steps=(1, 2)):
+    with Progress(10, console) as progress:
+        progress.phase("loading")
+        progress.evaluation("before", {"accuracy": 0.19, "format": 0.9, "reward": None, "samples": 100})
+        for step in steps:
+            progress.step(row(step), SAMPLES)
+        progress.done(
+            {"before": {"accuracy": 0.19}, "after": {"accuracy": 0.75}, "steps": 10, "seconds": 150.2}, "runs/a b"
+        )
+    return console.file.getvalue()
+
+
+def plain():
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def terminal(**options):
+    return Console(file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={}, **options)
+
+
+def test_without_a_terminal_every_step_is_one_plain_line():
+    shown = story(plain())
+    lines = shown.splitlines()
+    assert lines[0].endswith("s] loading")
+    assert lines[1] == "before: accuracy 19.0%  format 90.0%  (100 samples)"
+    assert lines[2] == "step 1/10  reward 0.750 ±0.250  informative 50%  length 10  kl 0.0100  tokens/s 20  left 18s"
+    assert lines[3] == "  best  +1.00  about rain  →  Rain falls."
+    assert lines[4] == "  worst +0.00  about rain  →  \\x1b[31mred\\x07"
+    assert lines[5].startswith("step 2/10")
+    assert "accuracy     19.0% → 75.0%" in shown
+    assert "steps        10 in 2m30s" in shown
+    assert "covey chat 'runs/a b'" in shown
+    assert "\x1b" not in shown
+
+
+def test_markup_of_the_model_is_shown_not_obeyed():
+    console = plain()
+    with Progress(1, console) as progress:
+        progress.step(row(1), [SampleLine("p", "[red]x[/red] [/]", 1.0)])
+    assert "[red]x[/red] [/]" in console.file.getvalue()
+
+
+def test_a_terminal_shows_the_same_facts_live():
+    shown = story(terminal())
+    for fact in ("loading", "1/10", "2/10", "0.750 ±0.250", "Rain falls.", "19.0% → 75.0%", "\\x1b[31mred\\x07"):
+        assert fact in shown
+    assert "\x1b[31mred" not in shown
+
+
+def test_colours_can_be_turned_off():
+    assert "\x1b[3" not in story(terminal(no_color=True))
+
+
+def test_the_live_view_ends_when_the_run_fails():
+    progress = Progress(3, terminal())
+    with pytest.raises(ZeroDivisionError), progress:
+        raise ZeroDivisionError
+    assert not progress._live.is_started
+
+
+def test_a_row_with_little_in_it_is_shown_too():
+    console = plain()
+    with Progress(3, console) as progress:
+        progress.step({"step": 3})
+        progress.done({})
+    assert console.file.getvalue().startswith("step 3/3\n")
+
+
+def test_unscored_samples_do_not_spoil_the_line():
+    console = plain()
+    with Progress(3, console) as progress:
+        progress.step(row(1, reward=math.nan), [SampleLine("p", "x", math.nan), SampleLine("q", "y", 1.0)])
+    assert "best  +1.00  q  →  y" in console.file.getvalue()
+
+
+def test_samples_come_now_and_then():
+    console = plain()
+    with Progress(12, console) as progress:
+        for step in range(1, 13):
+            progress.step(row(step), SAMPLES)
+    lines = console.file.getvalue().splitlines()
+    after = [lines[i - 1].split()[1] for i, line in enumerate(lines) if line.startswith("  best")]
+    assert after == ["1/12", "5/12", "10/12", "12/12"]
+
+
+def test_a_log_is_told_of_a_phase_once_between_evaluations():
+    console = plain()
+    with Progress(3, console) as progress:
+        for step in (1, 2):
+            progress.phase("rollout")
+            progress.phase("update")
+            progress.step({"step": step})
+        progress.evaluation("after", {})
+        progress.phase("rollout")
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[-1] for line in lines] == ["rollout", "update", "1/3", "2/3", "after:", "rollout"]
+
+
+def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
+    console, now = plain(), 0.0
+    monkeypatch.setattr("covey.train.progress.time.monotonic", lambda: now)
+    with Progress(3, console) as progress:
+        progress.phase("evaluating")
+        for done in range(1, 41):
+            now = float(done)
+            progress.advance(done, 40)
+    assert console.file.getvalue().splitlines() == [
+        "[   0.0s] evaluating",
+        "[  15.0s] evaluating 15/40",
+        "[  30.0s] evaluating 30/40",
+    ]
+    monkeypatch.undo()
+    console = terminal()
+    with Progress(3, console) as progress:
+        progress.phase("evaluating")
+        progress.advance(3, 40)
+    assert "evaluating 3/40" in console.file.getvalue()
+
+
+def test_time_left_forgets_the_step_that_compiled():
+    console = plain()
+    with Progress(10, console) as progress:
+        for step, seconds in enumerate((60.0, 2.0, 2.0), start=1):
+            progress.step(row(step, step_time=seconds))
+    assert console.file.getvalue().splitlines()[-1].endswith("left 14s")
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([1.0, math.nan, 0.0], "█▁")],
+)
+def test_sparkline(values, drawn):
+    assert sparkline(values) == drawn
+
+
+def test_a_long_sparkline_is_averaged():
+    assert sparkline([0.0] * 500 + [1.0] * 500, width=4) == "▁▁██"
+
+
+def test_what_cannot_be_seen_is_escaped():
+    assert printable("a\u202eb\u200b\x9b2J\ud800é") == "a\\u202eb\\u200b\\x9b2J\\ud800é"
+    assert printable("a\nb", keep="\n") == "a\nb"
+    assert excerpt("x" * 500, width=10) == "xxxxx … xxxxx"
