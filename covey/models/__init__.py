@@ -1,0 +1,1 @@
+"""The decoder and its families, and where weights come from."""

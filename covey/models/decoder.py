@@ -1,0 +1,179 @@
+"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart (`rl.logprobs`, the sampler).
+
+Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list: decoding unrolls over it,
+training unrolls or scans, and recomputes each layer in the backward pass unless told not to.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from covey.models.attention import Attend
+from covey.models.config import ModelConfig
+from covey.models.layers import MLP, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate
+
+
+class Embedding(nnx.Module):
+    """A table of one row a token, [V, D]; also the shape in which the head is stored."""
+
+    def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02).astype(param_dtype))
+
+
+class Attention(nnx.Module):
+    """Projections, rotation, and whatever `attend` does with them."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        c, linear = config, partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.q_proj = linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        norm = partial(RMSNorm, c.head_dim, c.norm_eps, c.norm_offset, param_dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if c.qk_norm else (None, None)
+        self.config = config
+
+    def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
+        c = self.config
+        heads = lambda y: y.reshape(*x.shape[:-1], -1, c.head_dim)  # noqa: E731
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        q, k = rotate(q, rope) * jnp.asarray(scale, x.dtype), rotate(k, rope)
+        mixed, cache = attend(q, k, v, cache, window=window, softcap=c.attn_softcap)
+        return self.o_proj(mixed.reshape(*x.shape[:-1], -1)), cache
+
+
+class Layer(nnx.Module):
+    """One block: attention and MLP, each with its norms and residual."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, config.norm_offset, param_dtype)
+        self.attn_norm, self.mlp_norm = norm(), norm()
+        self.post_attn_norm, self.post_mlp_norm = (norm(), norm()) if config.post_norms else (None, None)
+        self.attn = Attention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
+        mixed, cache = self.attn(self.attn_norm(x), rope, attend, cache, window)
+        x = x + (mixed if self.post_attn_norm is None else self.post_attn_norm(mixed))
+        out = self.mlp(self.mlp_norm(x))
+        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out)), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer.
+
+    Args:
+        config: the architecture.
+        rngs: source of the random initial weights.
+        param_dtype: type of the weights in memory.
+        compute_dtype: type of the operands of products.
+        remat: recompute layers in the backward pass.
+        scan_layers: run layers as a scan when there is no cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike = jnp.float32,
+        remat: bool = True,
+        scan_layers: bool = False,
+    ):
+        self.config, self.dtype = config, jnp.dtype(compute_dtype)
+        self.remat, self.scan_layers = remat, scan_layers
+        make = {"param_dtype": jnp.dtype(param_dtype), "rngs": rngs}
+        self.embed = Embedding(config, **make)
+        self.layers = nnx.List([Layer(config, dtype=self.dtype, **make) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, make["param_dtype"])
+        self.head = None if config.tie_embeddings else Embedding(config, **make)
+
+    @property
+    def head_weight(self) -> Float[Array, "V D"]:
+        """The table that turns hidden states into logits: the head's own, or the embedding when they are tied."""
+        return (self.embed if self.head is None else self.head).embedding[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        cache: Sequence[Any] | None = None,
+    ) -> tuple[Float[Array, "B T D"], list[Any]]:
+        """Hidden states after the final norm, and each layer's new cache as `attend` returned it."""
+        c = self.config
+        x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self._stream_dtype)
+        x = x * jnp.asarray(c.embed_scale, x.dtype)
+        ropes = [
+            rope_tables(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)),
+            rope_tables(positions, rope_frequencies(c.head_dim, c.local_rope_theta or c.rope_theta, None)),
+        ]
+        if cache is None and self.scan_layers:
+            return self.norm(self._scan(x, ropes, attend)), []
+        caches = []
+        for index, layer in enumerate(self.layers):
+            window = c.window(index)
+            rope = ropes[c.local_rope_theta is not None and window is not None]
+            run = _rematerialised(layer) if self.remat and cache is None else layer
+            x, new = run(x, rope, attend, None if cache is None else cache[index], window)
+            caches.append(new)
+        return self.norm(x), caches
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Logits in float32, soft-capped where the family does so. Only for a few positions: it makes [.., V]."""
+        return head_logits(self.head_weight, hidden, self.dtype, self.config.final_softcap)
+
+    @property
+    def _stream_dtype(self) -> DTypeLike:
+        # Weights in float32 keep the residual stream in float32 even when the products run in bfloat16.
+        return self.embed.embedding[...].dtype
+
+    def _scan(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
+        graph, _ = nnx.split(self.layers[0])
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[nnx.split(layer)[1] for layer in self.layers])
+        c, far = self.config, jnp.iinfo(jnp.int32).max
+        windows = [c.window(i) for i in range(c.num_layers)]
+        local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
+        spans = jnp.array([far if w is None else w for w in windows], jnp.int32)
+
+        def body(x: Array, per_layer: Any) -> tuple[Array, None]:
+            state, is_local, span = per_layer
+            rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
+            out, _ = nnx.merge(graph, state)(x, rope, attend, None, None if c.windows is None else span)
+            return out, None
+
+        return jax.lax.scan(jax.checkpoint(body) if self.remat else body, x, (stacked, local, spans))[0]
+
+
+def head_logits(
+    weight: Float[Array, "V D"], hidden: Float[Array, "... D"], dtype: DTypeLike, softcap: float | None
+) -> Float[Array, "... V"]:
+    """hidden · weightᵀ accumulated in float32, then softcap · tanh(logits / softcap) where there is one."""
+    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+    logits = jax.lax.dot_general(
+        hidden.astype(dtype), weight.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
+    )
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _rematerialised(layer: Layer) -> Any:
+    """`layer` as a call that keeps only its input for the backward pass."""
+    graph, state = nnx.split(layer)
+
+    def run(x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
+        inner = lambda state, x, rope: nnx.merge(graph, state)(x, rope, attend, cache, window)  # noqa: E731
+        return jax.checkpoint(inner)(state, x, rope)
+
+    return run

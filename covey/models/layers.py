@@ -1,0 +1,139 @@
+"""The pieces of a decoder block: products, norms, rotary positions, the gated MLP.
+
+Products accumulate in float32 whatever their operands' type, in the forward and in both backward products; written any other
+way, bfloat16 weights are upcast whole on CPU. Norms and rotations run in float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from covey.models.config import ModelConfig, RopeScaling
+
+
+def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
+    # A float32 product means float32: accelerators would otherwise round its operands to TF32 or bfloat16.
+    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    return jax.lax.dot_general(
+        a.astype(dtype), b.astype(dtype), (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project(x: Float[Array, "... n_in"], kernel: Float[Array, "n_in n_out"], dtype: DTypeLike) -> Array:
+    """`x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`."""
+    return _dot(x, kernel, ((x.ndim - 1,), (0,)), dtype).astype(x.dtype)
+
+
+def _project_forward(x: Array, kernel: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+    return project(x, kernel, dtype), (x, kernel)
+
+
+def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    leading = tuple(range(x.ndim - 1))
+    grad_x = _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(x.dtype)
+    grad_kernel = _dot(x, grad, (leading, leading), dtype).astype(kernel.dtype)
+    return grad_x, grad_kernel
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+class LoRA(nnx.Module):
+    """A low-rank addition to one projection: `scale · x A B` (Hu et al., 2021), B starting at zero.
+
+    A starts uniform in ±1/sqrt(n_in), the Hugging Face PEFT default.
+    """
+
+    def __init__(self, n_in: int, n_out: int, rank: int, alpha: float, *, rngs: nnx.Rngs):
+        bound = n_in**-0.5
+        self.a = nnx.LoRAParam(jax.random.uniform(rngs.params(), (n_in, rank), jnp.float32, -bound, bound))
+        self.b = nnx.LoRAParam(jnp.zeros((rank, n_out), jnp.float32))
+        self.scale = alpha / rank
+
+    def __call__(self, x: Float[Array, "... n_in"], dtype: DTypeLike) -> Array:
+        return project(project(x, self.a[...], dtype), self.b[...], dtype) * jnp.asarray(self.scale, x.dtype)
+
+
+class Linear(nnx.Module):
+    """`x W (+ b) (+ LoRA)`, the kernel stored [n_in, n_out]."""
+
+    def __init__(
+        self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
+        self.kernel = nnx.Param(kernel.astype(param_dtype))
+        self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
+        self.lora: LoRA | None = nnx.data(None)
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "... n_in"]) -> Array:
+        out = project(x, self.kernel[...], self.dtype)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(x.dtype)
+        return out if self.lora is None else out + self.lora(x, self.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (Zhang & Sennrich, 2019): x / rms(x) · (scale + offset), in float32."""
+
+    def __init__(self, width: int, eps: float, offset: float, param_dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, param_dtype))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: Float[Array, "... width"]) -> Array:
+        full = x.astype(jnp.float32)
+        full = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + self.eps)
+        return (full * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, "half"]:
+    """Radians per position for each pair of a head's numbers (Su et al., 2021), stretched as `scaling` says."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = jnp.clip(blend, 0.0, 1.0)
+    return frequency * (blend + (1 - blend) / scaling.factor)
+
+
+Rope = tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]
+"""Cosines and sines for every position, broadcast over heads."""
+
+
+def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"]) -> Rope:
+    """Cosine and sine of position × frequency."""
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
+    """Rotates the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints."""
+    cos, sin = rope
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        linear = partial(Linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Array:
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
