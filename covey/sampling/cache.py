@@ -1,0 +1,138 @@
+"""Slots: the key/value cache of the completions being decoded, and how prompts come in and finished ones go out.
+
+A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer a layer: a decode step then
+reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows between chunks of steps and
+the slot axis shrinks when the batch runs dry; inside a step both are fixed.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from covey.models.attention import Attend, attention
+
+LayerCache = tuple[Float[Array, "S K W T"], Float[Array, "S K T W"]]
+
+
+class Slots(NamedTuple):
+    """State of the decode loop on the device.
+
+    Attributes:
+        cache: per layer, keys and values.
+        length: tokens in the cache; also the position of the next one.
+        token: the last token drawn, not yet in the cache.
+        drawn: tokens drawn so far.
+        limit: tokens the completion may have.
+        key: the sample's random key; the token's index is folded in at each draw.
+        active: still being decoded.
+    """
+
+    cache: list[LayerCache]
+    length: Int[Array, "S"]
+    token: Int[Array, "S"]
+    drawn: Int[Array, "S"]
+    limit: Int[Array, "S"]
+    key: Array
+    active: Bool[Array, "S"]
+
+
+class Prefix(NamedTuple):
+    """Prefilled prompts: their caches, the logits after their last token, and their lengths."""
+
+    cache: list[LayerCache]
+    logits: Float[Array, "P V"]
+    length: Int[Array, "P"]
+
+
+def empty_slots(slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any) -> Slots:
+    """Slots with nothing in them."""
+    none = partial(jnp.zeros, (slots,))  # called for each: donated buffers must not be shared
+    cache = [
+        (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
+        for _ in range(layers)
+    ]
+    counts = [none(jnp.int32) for _ in range(4)]
+    return Slots(cache, *counts, jnp.zeros((slots, 2), jnp.uint32), none(bool))
+
+
+def prefilling(length: Int[Array, "P"]) -> Attend:
+    """Causal attention over right-padded prompts that hands back each layer's keys and values in cache layout."""
+
+    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+        time = jnp.arange(q.shape[1])
+        allowed = (time[:, None] >= time[None, :]) & (time < length[:, None])[:, None, :]
+        if window is not None:
+            allowed = allowed & (time[:, None] - time[None, :] < window)
+        return attention(q, k, v, allowed, softcap), (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+
+    return attend
+
+
+def decoding(length: Int[Array, "S"]) -> Attend:
+    """One new token a slot: its key and value are written at `length`, then it attends to everything up to itself."""
+
+    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+        keys, values = cache
+        slots = jnp.arange(length.shape[0])
+        keys = keys.at[slots, :, :, length].set(k[:, 0].astype(keys.dtype))
+        values = values.at[slots, :, length].set(v[:, 0].astype(values.dtype))
+        seen = jnp.arange(keys.shape[-1])[None, :] <= length[:, None]
+        if window is not None:
+            seen = seen & (length[:, None] - jnp.arange(keys.shape[-1])[None, :] < window)
+        return _attend_cached(q[:, 0], keys, values, seen, softcap)[:, None], (keys, values)
+
+    return attend
+
+
+def _attend_cached(
+    q: Float[Array, "S H W"],
+    keys: Float[Array, "S K W T"],
+    values: Float[Array, "S K T W"],
+    seen: Bool[Array, "S T"],
+    softcap: float | None,
+) -> Float[Array, "S H W"]:
+    slots, heads, width = q.shape
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(slots, keys.shape[1], -1, width).astype(keys.dtype)
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = product("skgw,skwt->skgt", grouped, keys)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)
+
+
+def admit(slots: Slots, prefix: Prefix, source: Int[Array, "S"], taken: Bool[Array, "S"]) -> list[LayerCache]:
+    """The caches with prompt `source[s]` of `prefix` copied to the front of every slot that is `taken`."""
+    rows = taken[:, None, None, None]
+
+    def place(held: LayerCache, new: LayerCache) -> LayerCache:
+        (keys, values), (new_keys, new_values) = held, new
+        time = min(new_keys.shape[-1], keys.shape[-1])
+        front_keys = jnp.where(rows, new_keys[source, ..., :time].astype(keys.dtype), keys[..., :time])
+        front_values = jnp.where(rows, new_values[source, :, :time].astype(values.dtype), values[:, :, :time])
+        return keys.at[..., :time].set(front_keys), values.at[:, :, :time].set(front_values)
+
+    return [place(held, new) for held, new in zip(slots.cache, prefix.cache, strict=True)]
+
+
+@partial(jax.jit, static_argnames=("time",))
+def resize_time(cache: list[LayerCache], time: int) -> list[LayerCache]:
+    """The same caches with room for `time` tokens a slot; what lies beyond is cut."""
+
+    def fit(x: Array, axis: int) -> Array:
+        grow = [(0, 0)] * x.ndim
+        grow[axis] = (0, max(0, time - x.shape[axis]))
+        return jax.lax.slice_in_dim(jnp.pad(x, grow), 0, time, axis=axis)
+
+    return [(fit(keys, 3), fit(values, 2)) for keys, values in cache]
+
+
+@jax.jit
+def keep_slots(slots: Slots, rows: Int[Array, "n"]) -> Slots:
+    """Only the slots in `rows`, in that order."""
+    return jax.tree.map(lambda x: x[rows], slots)

@@ -1,0 +1,136 @@
+"""From logits to a drawn token: temperature, top-k, top-p, and one uniform number turned into a token by inverse CDF.
+
+Nothing here sorts the vocabulary. Top-k looks only into the blocks that can hold the k largest logits, top-p finds its threshold by
+bisection, and the draw walks a two-level cumulative sum. The order is temperature, then top-k, then top-p over what top-k left, as
+in Hugging Face generation. Tokens that tie with the last one kept are kept too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from covey.configs import RolloutConfig
+
+BLOCK = 128
+_LOWEST = jnp.finfo(jnp.float32).min
+
+
+@dataclass(frozen=True)
+class Warp:
+    """What shapes the distribution, hashable: a compiled program is made for each. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> "Warp":
+        return cls(float(config.temperature), float(config.top_p), int(config.top_k))
+
+    @property
+    def scale(self) -> float:
+        """The temperature at which log-probs are reported: 1 when decoding greedily, where dividing by 0 means nothing."""
+        return self.temperature if self.temperature > 0 else 1.0
+
+
+Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
+"""Tokens; log-softmax(logits / temperature) at them; their log-probability under the truncated distribution."""
+
+
+def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp) -> Draw:
+    """Draws one token a row. `uniform` lies in [0, 1) and is the only randomness."""
+    scaled = logits.astype(jnp.float32) / warp.scale
+    total = jax.nn.logsumexp(scaled, axis=-1)
+    if warp.temperature == 0:
+        token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+        return token, _at(scaled, token) - total, jnp.zeros_like(total)
+    kept = truncated(scaled, warp)
+    kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
+    mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
+    token = inverse_cdf(mass, uniform)
+    chosen = _at(scaled, token)
+    return token, chosen - total, chosen - kept_total
+
+
+def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
+    """Logits with everything outside top-k and then outside top-p lowered to the least float; the same array when both are off."""
+    if 0 < warp.top_k < scaled.shape[-1]:
+        scaled = jnp.where(scaled >= kth_largest(scaled, warp.top_k)[:, None], scaled, _LOWEST)
+    if warp.top_p < 1:
+        scaled = jnp.where(scaled >= nucleus_threshold(scaled, warp.top_p)[:, None], scaled, _LOWEST)
+    return scaled
+
+
+def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
+    """The first token whose cumulative mass exceeds uniform · total; never one without mass.
+
+    Blocks of tokens first, tokens of the chosen block second: two short cumulative sums instead of one over the vocabulary.
+    """
+    blocks = _blocks(mass, 0.0)
+    sums = blocks.sum(-1)
+    block, rest = _step_down(sums, uniform * sums.sum(-1))
+    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token, _ = _step_down(inner, rest)
+    return (block * BLOCK + token).astype(jnp.int32)
+
+
+def _step_down(mass: Float[Array, "S n"], target: Float[Array, "S"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """Index of the first entry whose cumulative mass exceeds `target`, and what is left of `target` inside it."""
+    cumulative = jnp.cumsum(mass, axis=-1)
+    # Rounding can leave the target at or past the end, or make a cumulative sum step over an empty entry.
+    over = (cumulative > target[:, None]) & (mass > 0)
+    last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
+    index = jnp.where(over.any(-1), jnp.argmax(over, axis=-1), last)
+    before = _at(cumulative, index) - _at(mass, index)
+    return index, jnp.clip(target - before, 0.0, None)
+
+
+def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
+    """The k-th largest value of each row, exactly.
+
+    The k largest lie in the k blocks with the largest maxima, so only those are searched.
+    """
+    blocks = _blocks(values, _LOWEST)
+    if k < blocks.shape[1]:
+        _, best = jax.lax.top_k(blocks.max(-1), k)
+        blocks = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
+    return jax.lax.top_k(blocks.reshape(values.shape[0], -1), k)[0][:, -1]
+
+
+def nucleus_threshold(logits: Float[Array, "S V"], top_p: float) -> Float[Array, "S"]:
+    """The largest threshold t such that softmax mass of {logits ≥ t} is at least `top_p` (Holtzman et al., 2020).
+
+    Bisection over the float32 bit patterns: 32 halvings end on the exact boundary.
+    """
+    mass = jax.nn.softmax(logits, axis=-1)
+    ordered = _ordered_bits(logits)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.where(ordered >= middle[:, None], mass, 0.0).sum(-1) >= top_p
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    top = ordered.max(-1)
+    # Masses sum to 1 only up to rounding: the lowest bound is "keep everything", whatever that sum is.
+    low, _ = jax.lax.fori_loop(0, 32, halve, (ordered.min(-1), top + 1))
+    return jnp.min(jnp.where(ordered >= low[:, None], logits, jnp.inf), axis=-1)
+
+
+def _ordered_bits(values: Float[Array, "S V"]) -> Array:
+    """Unsigned integers in the order of the floats they stand for."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def _blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
+    rows, size = values.shape
+    padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=fill)
+    return padded.reshape(rows, -1, BLOCK)
+
+
+def _at(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]

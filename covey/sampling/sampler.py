@@ -1,0 +1,387 @@
+"""Sampling completions: slots that are refilled while others go on.
+
+A prompt is prefilled once; its keys and values are copied into the slot of each of its samples. Decode steps run in chunks on the
+device; between chunks the host takes out what is finished and admits what waits. When nothing waits any more, the batch shrinks
+with the samples that are left. Policy is plain Python here; the arithmetic is in `cache` and `logits`.
+
+The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same sample is drawn
+in any slot, batch, order or chunk size.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from covey.configs import RolloutConfig
+from covey.errors import DataError
+from covey.models.decoder import Decoder
+from covey.sampling.cache import Prefix, Slots, admit, decoding, empty_slots, keep_slots, prefilling, resize_time
+from covey.sampling.logits import Warp, draw
+from covey.types import Completion, FinishReason
+
+PREFILL_BATCH = 8
+SMALLEST_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be sampled `samples` times.
+
+    Attributes:
+        prompt: int32 [n] tokens.
+        samples: how many completions.
+        index: the prompt's number in the step; with `step` and the sample's number it seeds the noise.
+        step: the training step (or any other number that tells calls apart).
+    """
+
+    prompt: np.ndarray
+    samples: int
+    index: int
+    step: int = 0
+
+
+@dataclass
+class SamplerStats:
+    """What the last call cost.
+
+    Attributes:
+        tokens: completion tokens that were kept.
+        slot_steps: decode steps × slots, used or not.
+        chunks: calls of the decode program.
+        prompt_tokens: prompt tokens prefilled, and `prefill_cells` with their padding.
+    """
+
+    tokens: int = 0
+    slot_steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    prefill_cells: int = 0
+
+    @property
+    def waste(self) -> float:
+        """Share of the decode work that gave no token."""
+        return 1.0 - self.tokens / max(self.slot_steps, self.tokens, 1)
+
+
+class _Sample(NamedTuple):
+    """A completion on its way: which request, which of its samples, and where its tokens gather."""
+
+    request: int
+    number: int
+    tokens: list[np.ndarray]
+
+
+class Sampler:
+    """Batched generation from a decoder.
+
+    Args:
+        graph: the decoder's `nnx.GraphDef`; its state comes with every call, so that new weights need no new sampler.
+        stop_ids: tokens that end a completion; each is kept as its last token.
+        config: lengths, temperature, truncation, slots, seed.
+    """
+
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig):
+        self.graph, self.config = graph, config
+        self.stop_ids = tuple(sorted(stop_ids))
+        self.stats = SamplerStats()
+        self._prefill = jax.jit(partial(_prefill, graph))
+        self._admit = jax.jit(partial(_admit, self.stop_ids), static_argnames=("warp",), donate_argnums=(0,))
+        self._decode = jax.jit(
+            partial(_decode, graph, self.stop_ids), static_argnames=("warp", "steps"), donate_argnums=(1,)
+        )
+
+    def generate(
+        self,
+        params: Any,
+        requests: Sequence[Request],
+        *,
+        config: RolloutConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """All completions, by request and sample, without their text.
+
+        Args:
+            params: the decoder's state.
+            requests: prompts; lengths may differ.
+            config: settings for this call in place of the sampler's own.
+            progress: called with (finished, total) samples after each chunk.
+
+        Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
+        """
+        config = config or self.config
+        self.stats = SamplerStats()
+        run = _Run(self, params, requests, config)
+        for finished in run.chunks():
+            if progress is not None:
+                progress(finished, run.total)
+        return run.completions()
+
+
+@dataclass
+class _Run:
+    """One call of `generate`: the queue, the slots, and what came out."""
+
+    sampler: Sampler
+    params: Any
+    requests: Sequence[Request]
+    config: RolloutConfig
+    waiting: deque[_Sample] = field(default_factory=deque)
+    done: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, request in enumerate(self.requests):
+            _check(request, number, self.config)
+            self.waiting.extend(_Sample(number, sample, []) for sample in range(request.samples))
+        self.total = len(self.waiting)
+        self.warp = Warp.of(self.config)
+        self.keys = self._sample_keys()
+        self.width = bucket(max((len(r.prompt) for r in self.requests), default=1))
+        self.prefix: Prefix | None = None
+        self.prefix_first = self.prefix_end = 0
+        size = min(self.config.slots, _power_of_two(self.total))
+        model = nnx.merge(self.sampler.graph, self.params)
+        c = model.config
+        self.time = bucket(self.width + self.config.decode_chunk)
+        dtype = model.head_weight.dtype
+        self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
+        self.held: list[_Sample | None] = [None] * size
+        self.lengths = np.zeros(size, np.int64)
+
+    def chunks(self) -> Iterator[int]:
+        """Admits, decodes and collects until every sample is done; yields how many are."""
+        while self.waiting or any(self.held):
+            self._admit_waiting()
+            if not any(self.held):
+                continue  # every sample admitted was finished by its first token
+            self._shrink()
+            self._grow()
+            self._decode_chunk()
+            yield len(self.done)
+
+    def completions(self) -> list[list[Completion]]:
+        """The tokens gathered, as completions in the order of the requests."""
+        return [
+            [self._completion(self.done[number, sample]) for sample in range(request.samples)]
+            for number, request in enumerate(self.requests)
+        ]
+
+    def _completion(self, parts: list[np.ndarray]) -> Completion:
+        token, logps, sampler_logps = np.concatenate(parts, axis=1)
+        tokens = token.astype(np.int32)
+        stopped = int(tokens[-1]) in self.sampler.stop_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Completion(tokens, logps.astype(np.float32), sampler_logps.astype(np.float32), reason)
+
+    def _sample_keys(self) -> np.ndarray:
+        rows = [(r.step, r.index, s) for r in self.requests for s in range(r.samples)]
+        folded = np.zeros((_power_of_two(max(len(rows), 1)), 3), np.uint32)
+        folded[: len(rows)] = np.asarray(rows, np.uint32).reshape(-1, 3)
+        return np.asarray(_fold(self.config.seed, folded))
+
+    def _key(self, sample: _Sample) -> np.ndarray:
+        before = sum(r.samples for r in self.requests[: sample.request])
+        return self.keys[before + sample.number]
+
+    def _admit_waiting(self) -> None:
+        """Fills free slots from the queue, one prefilled batch of prompts at a time."""
+        while self.waiting and None in self.held:
+            if self.waiting[0].request >= self.prefix_end:
+                self._prefill_next(self.waiting[0].request)
+            placed = {}
+            for slot, held in enumerate(self.held):
+                if held is None and self.waiting and self.waiting[0].request < self.prefix_end:
+                    placed[slot] = self.waiting.popleft()
+            self._place(placed)
+
+    def _prefill_next(self, first: int) -> None:
+        batch = self.requests[first : first + PREFILL_BATCH]
+        tokens = np.zeros((PREFILL_BATCH, self.width), np.int32)
+        lengths = np.ones(PREFILL_BATCH, np.int32)
+        for row, request in enumerate(batch):
+            tokens[row, : len(request.prompt)] = request.prompt
+            lengths[row] = len(request.prompt)
+        self.prefix = self.sampler._prefill(self.params, tokens, lengths)
+        self.prefix_first, self.prefix_end = first, first + len(batch)
+        self.sampler.stats.prompt_tokens += sum(len(r.prompt) for r in batch)
+        self.sampler.stats.prefill_cells += tokens.size
+
+    def _place(self, placed: dict[int, _Sample]) -> None:
+        size = len(self.held)
+        source, taken = np.zeros(size, np.int32), np.zeros(size, bool)
+        keys = np.zeros((size, 2), np.uint32)
+        for slot, sample in placed.items():
+            source[slot], taken[slot], keys[slot] = sample.request - self.prefix_first, True, self._key(sample)
+            self.held[slot] = sample
+            self.lengths[slot] = len(self.requests[sample.request].prompt)
+        limit = np.int32(self.config.max_new_tokens)
+        self.slots, drawn = self.sampler._admit(self.slots, self.prefix, source, taken, keys, limit, warp=self.warp)
+        self._collect(drawn, taken[None])
+
+    def _decode_chunk(self) -> None:
+        steps = self.config.decode_chunk
+        self.slots, drawn, valid, used = self.sampler._decode(
+            self.params, self.slots, warp=self.warp, steps=steps
+        )
+        valid = np.asarray(valid)
+        self.sampler.stats.slot_steps += int(used) * len(self.held)
+        self.sampler.stats.chunks += 1
+        self.lengths += valid.sum(0)
+        self._collect(drawn, valid)
+
+    def _collect(self, drawn: Any, valid: np.ndarray) -> None:
+        """Moves the new tokens to their samples, and finished samples out of their slots."""
+        drawn = np.stack([np.asarray(x, np.float64) for x in drawn])  # [3, steps, S]; token ids are exact in float64
+        active = np.asarray(self.slots.active)
+        for slot, sample in enumerate(self.held):
+            if sample is None:
+                continue
+            new = drawn[:, valid[:, slot], slot]
+            self.sampler.stats.tokens += new.shape[1]
+            if new.size:
+                sample.tokens.append(new)
+            if not active[slot]:
+                self.done[sample.request, sample.number] = sample.tokens
+                self.held[slot] = None
+
+    def _grow(self) -> None:
+        """Room for the next chunk: the longest live sample plus the steps of the chunk."""
+        longest = max(int(self.lengths[s]) for s, held in enumerate(self.held) if held is not None)
+        time = bucket(longest + self.config.decode_chunk)
+        if time > self.time:
+            self.slots = self.slots._replace(cache=resize_time(self.slots.cache, time))
+            self.time = time
+
+    def _shrink(self) -> None:
+        """Fewer slots once nothing waits and at most half of them are in use."""
+        live = [slot for slot, held in enumerate(self.held) if held is not None]
+        size = max(_power_of_two(len(live)), SMALLEST_BATCH)
+        if self.waiting or size >= len(self.held):
+            return
+        rows = np.array((live + [s for s in range(len(self.held)) if s not in live])[:size])
+        self.slots = keep_slots(self.slots, rows)
+        self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
+
+
+def _prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
+    model = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, cache = model(tokens, positions, prefilling(length), [None] * model.config.num_layers)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    return Prefix(cache, model.logits(last), length)
+
+
+def _admit(
+    stop_ids: tuple[int, ...],
+    slots: Slots,
+    prefix: Prefix,
+    source: Int[Array, "S"],
+    taken: Any,
+    keys: Array,
+    limit: Array,
+    *,
+    warp: Warp,
+) -> tuple[Slots, tuple[Array, ...]]:
+    """Puts prompts into the slots that are `taken` and draws the first token of each."""
+    keys = jnp.where(taken[:, None], keys, slots.key)
+    zero = jnp.zeros_like(slots.drawn)
+    token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
+    going = ~_stops(token, stop_ids) & (limit > 1)
+    pick = partial(jnp.where, taken)
+    new = Slots(
+        cache=admit(slots, prefix, source, taken),
+        length=pick(prefix.length[source], slots.length),
+        token=pick(token, slots.token),
+        drawn=pick(zero + 1, slots.drawn),
+        limit=pick(zero + limit, slots.limit),
+        key=keys,
+        active=pick(going, slots.active),
+    )
+    return new, (token[None], logp[None], sampler_logp[None])
+
+
+def _decode(
+    graph: Any, stop_ids: tuple[int, ...], params: Any, slots: Slots, *, warp: Warp, steps: int
+) -> tuple[Slots, tuple[Array, ...], Array, Array]:
+    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made."""
+    model = nnx.merge(graph, params)
+    size = slots.token.shape[0]
+    blank = jnp.zeros((steps, size))
+    out = (jnp.zeros((steps, size), jnp.int32), blank, blank)
+
+    def going(carry: Any) -> Array:
+        step, slots, _, _ = carry
+        return (step < steps) & slots.active.any()
+
+    def body(carry: Any) -> Any:
+        step, slots, out, valid = carry
+        hidden, cache = model(slots.token[:, None], slots.length[:, None], decoding(slots.length), slots.cache)
+        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp)
+        was = slots.active
+        count = slots.drawn + was
+        after = Slots(
+            cache=cache,
+            length=slots.length + was,
+            token=jnp.where(was, drawn[0], slots.token),
+            drawn=count,
+            limit=slots.limit,
+            key=slots.key,
+            active=was & ~_stops(drawn[0], stop_ids) & (count < slots.limit),
+        )
+        out = tuple(buffer.at[step].set(new) for buffer, new in zip(out, drawn, strict=True))
+        return step + 1, after, out, valid.at[step].set(was)
+
+    start = (jnp.int32(0), slots, out, jnp.zeros((steps, size), bool))
+    used, slots, out, valid = jax.lax.while_loop(going, body, start)
+    return slots, out, valid, used
+
+
+def _noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:
+    """One number in [0, 1) a slot, from the sample's key and the token's index."""
+    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
+
+
+@jax.jit
+def _fold(seed: int, rows: Int[Array, "n 3"]) -> Array:
+    """The key of each (step, prompt index, sample index) under the run's seed."""
+    base = jax.random.PRNGKey(seed)
+    fold = jax.random.fold_in
+    return jax.vmap(lambda row: fold(fold(fold(base, row[0]), row[1]), row[2]))(rows)
+
+
+def _stops(token: Int[Array, "S"], stop_ids: tuple[int, ...]) -> Array:
+    return jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(token, dtype=bool)
+
+
+def _check(request: Request, number: int, config: RolloutConfig) -> None:
+    size = len(request.prompt)
+    if size == 0:
+        raise DataError(f"prompt {number} has no tokens", want="at least one token")
+    if size > config.max_prompt_length:
+        raise DataError(
+            f"prompt {number} has {size} tokens",
+            want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
+            fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
+        )
+
+
+def bucket(length: int, smallest: int = 64) -> int:
+    """The length a buffer gets: powers of two from 64, and from 256 on also the halves between them."""
+    size = smallest
+    while size < length:
+        half = size + size // 2
+        if size >= 256 and half >= length:
+            return half
+        size *= 2
+    return size
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
