@@ -1,0 +1,56 @@
+"""The numbers of a step under the names people look for (see TRL's and Tunix's logs)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from covey.rl.advantages import informative
+from covey.sampling.sampler import SamplerStats
+from covey.types import FinishReason, Group
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, group spread, lengths and cut-off share of a step's groups.
+
+    `reward` and `rewards/<fn>/mean` average over samples; `reward_std` is the mean over groups of the standard deviation within a group
+    (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group means.
+    """
+    rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
+    means = np.nanmean(rewards, axis=1)
+    lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
+    cut = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
+    metrics = {
+        "reward": float(np.nanmean(rewards)),
+        "reward_std": float(np.mean([_std(row) for row in rewards])),
+        "reward_error": float(_std(means) / np.sqrt(len(means))),
+        "frac_reward_zero_std": float(np.mean([not informative(row) for row in rewards])),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(cut.mean()),
+    }
+    for name in groups[0].rewards_by_function:
+        values = np.concatenate([g.rewards_by_function[name] for g in groups])
+        scored = values[~np.isnan(values)]
+        metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
+        metrics[f"rewards/{name}/std"] = _std(scored)
+    return metrics
+
+
+def work_metrics(stats: SamplerStats, seconds: Mapping[str, float], row_waste: float) -> dict[str, Any]:
+    """Tokens, padding and time of a step; `seconds` by phase."""
+    total = sum(seconds.values())
+    return {
+        "num_tokens": stats.tokens + stats.prompt_tokens,
+        "waste/rollout": stats.waste,
+        "waste/rows": row_waste,
+        "tokens_per_second": stats.tokens / total,
+        "step_time": total,
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+    }
+
+
+def _std(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.std(ddof=1)) if values.size > 1 else 0.0

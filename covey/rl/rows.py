@@ -1,0 +1,216 @@
+"""Ragged groups on the host become rows on the device: one group, one row.
+
+A row holds a prompt once and its completions end to end behind it. Positions restart behind the prompt for each completion, and a token
+may attend to its own group's prompt and to its own completion's past, so that each sample is computed as if it were alone. Short
+groups share a row; a group too long for one is split and its prompt repeated. Lengths come from a small set of buckets.
+
+A completion's last token is scored but never fed: nothing is predicted from it. Hence a row has two parts, the *inputs* (prompt and
+completions without their last tokens) and the *scored* tokens, each with the input position that predicts it. The first tokens of
+all completions of a group are predicted from the one last prompt token.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from covey.models.attention import Attend, masked
+from covey.types import Group
+
+Tree = TypeVar("Tree")
+
+ROW_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Row lengths; above the last, multiples of it."""
+
+
+class Rows(NamedTuple):
+    """A batch of rows, a pytree of arrays (NumPy on the host).
+
+    Attributes:
+        tokens, positions: the inputs.
+        group: which group a token belongs to, counted from 1 in each row; 0 is padding.
+        sample: which completion, counted from 1 in each row; 0 is a prompt.
+        source: for each scored token, the input position whose hidden state predicts it.
+        target: the scored token.
+        owner: for each scored token, its completion's number in the row (as in `sample`); 0 is padding.
+        index: number of that completion in the step, and its token's place in it, to bring results home; -1 is padding.
+    """
+
+    tokens: Int[Array, "R L"]
+    positions: Int[Array, "R L"]
+    group: Int[Array, "R L"]
+    sample: Int[Array, "R L"]
+    source: Int[Array, "R M"]
+    target: Int[Array, "R M"]
+    owner: Int[Array, "R M"]
+    index: Int[Array, "R M 2"]
+
+    @property
+    def scored(self) -> Bool[Array, "R M"]:
+        """True where a scored token is not padding."""
+        return self.owner > 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A prompt and those of its completions that go into one row; numbers are the completions' in the step."""
+
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Room it takes: its inputs, or its scored tokens where many short completions make those the more."""
+        return _room(self.prompt, self.completions)
+
+
+def pack(
+    groups: Sequence[Group], row_length: int = 1024, packing: Literal["groups", "dense"] = "groups"
+) -> Rows:
+    """Lays groups out as rows.
+
+    Args:
+        groups: their completions are numbered in order, group after group.
+        row_length: most tokens in a row, raised to the longest single sample.
+        packing: "groups", or "dense" for one sample a row (the oracle of the other).
+
+    Returns:
+        NumPy `Rows` with M = L, a bucket, so that few shapes occur.
+    """
+    pieces = list(_pieces(groups, row_length, packing))
+    capacity = _bucket(max([p.size for p in pieces], default=1))
+    if packing == "groups":
+        capacity = _cheapest(pieces, capacity, max(capacity, _bucket(row_length)))
+    bins = [[p] for p in pieces] if packing == "dense" else _first_fit(pieces, capacity)
+    rows = [_fill(b, capacity) for b in bins]
+    return Rows(*(np.stack(parts) for parts in zip(*rows, strict=True)))
+
+
+def unpack(rows: Rows, values: Float[Array, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
+    """Per-token values back in the order of the step: one float32 array a completion, `lengths[i]` long."""
+    out = [np.zeros(n, np.float32) for n in lengths]
+    number, place = rows.index[..., 0], rows.index[..., 1]
+    flat = np.asarray(values)
+    for row, column in zip(*np.nonzero(number >= 0), strict=True):
+        out[number[row, column]][place[row, column]] = flat[row, column]
+    return out
+
+
+def spread(rows: Rows, per_sample: np.ndarray) -> Float[Array, "R M"]:
+    """A value a completion, laid at each of its scored tokens; 0 at padding."""
+    number = rows.index[..., 0]
+    return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
+
+
+def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[Array, "R M"]:
+    """Values a token, one array a completion, laid at the scored tokens; 0 at padding. The inverse of `unpack`."""
+    starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
+    flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
+    number, place = rows.index[..., 0], rows.index[..., 1]
+    return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -1)], np.float32(0))
+
+
+def tree_attention(rows: Rows) -> Attend:
+    """The `Attend` of a batch of rows: a token sees its group's prompt and its own completion, never what comes later."""
+    length = rows.tokens.shape[1]
+    earlier = jnp.tril(jnp.ones((length, length), bool))
+    same_group = (rows.group[:, :, None] == rows.group[:, None, :]) & (rows.group[:, :, None] > 0)
+    visible = (rows.sample[:, None, :] == 0) | (rows.sample[:, :, None] == rows.sample[:, None, :])
+    return masked(earlier & same_group & visible, rows.positions)
+
+
+def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
+    """Slices of `size` rows of every array; the last is filled up with zeros, which are padding, so that one shape serves all."""
+    count = jax.tree.leaves(tree)[0].shape[0]
+
+    def cut(start: int, x: np.ndarray) -> np.ndarray:
+        part = x[start : start + size]
+        return np.pad(part, [(0, size - len(part))] + [(0, 0)] * (x.ndim - 1))
+
+    for start in range(0, count, size):
+        yield jax.tree.map(partial(cut, start), tree)
+
+
+def padding_waste(rows: Rows) -> float:
+    """Share of input positions that hold padding."""
+    return float(np.mean(rows.group == 0))
+
+
+def _pieces(groups: Sequence[Group], row_length: int, packing: str) -> Iterator[_Piece]:
+    number = 0
+    for group in groups:
+        prompt, tokens = np.asarray(group.prompt_tokens), [np.asarray(c.tokens) for c in group.completions]
+        numbers = range(number, number + len(tokens))
+        number += len(tokens)
+        taken: list[int] = []
+        for i, completion in enumerate(tokens):
+            full = _room(prompt, [*(tokens[j] for j in taken), completion]) > row_length
+            if taken and (packing == "dense" or full):
+                yield _Piece(prompt, tuple(tokens[j] for j in taken), tuple(numbers[j] for j in taken))
+                taken = []
+            taken.append(i)
+        if taken:
+            yield _Piece(prompt, tuple(tokens[j] for j in taken), tuple(numbers[j] for j in taken))
+
+
+def _room(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> int:
+    inputs = len(prompt) + sum(max(len(c) - 1, 0) for c in completions)
+    return max(inputs, sum(len(c) for c in completions))
+
+
+def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int) -> int:
+    """The bucket whose rows cost least: padded tokens, plus the square that attention pays."""
+    lengths = [b for b in ROW_BUCKETS if smallest <= b <= largest] or [smallest]
+    return min(lengths, key=lambda n: len(_first_fit(pieces, n)) * n * (1 + n / 4096))
+
+
+def _first_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:
+    """First-fit decreasing: near-minimal rows (Johnson, 1973)."""
+    bins: list[list[_Piece]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=lambda p: -p.size):
+        place = next((i for i, free in enumerate(room) if free >= piece.size), None)
+        if place is None:
+            bins.append([])
+            room.append(capacity)
+            place = len(bins) - 1
+        bins[place].append(piece)
+        room[place] -= piece.size
+    return bins
+
+
+def _fill(pieces: Sequence[_Piece], length: int) -> Rows:
+    row = Rows(*(np.zeros(length, np.int32) for _ in range(7)), np.full((length, 2), -1, np.int32))
+    at = out = owner = 0
+    for group, piece in enumerate(pieces, start=1):
+        prompt = len(piece.prompt)
+        at = _write(row, at, piece.prompt, 0, group, 0)
+        last_of_prompt = at - 1
+        for completion, number in zip(piece.completions, piece.numbers, strict=True):
+            owner += 1
+            start, end = at, out + len(completion)
+            at = _write(row, at, completion[:-1], prompt, group, owner)
+            row.source[out:end] = [last_of_prompt, *range(start, at)][: len(completion)]
+            row.target[out:end] = completion
+            row.owner[out:end] = owner
+            row.index[out:end, 0], row.index[out:end, 1] = number, np.arange(len(completion))
+            out = end
+    return row
+
+
+def _write(row: Rows, at: int, tokens: np.ndarray, position: int, group: int, sample: int) -> int:
+    end = at + len(tokens)
+    row.tokens[at:end], row.positions[at:end] = tokens, position + np.arange(len(tokens))
+    row.group[at:end], row.sample[at:end] = group, sample
+    return end
+
+
+def _bucket(length: int) -> int:
+    step = ROW_BUCKETS[-1]
+    return next((b for b in ROW_BUCKETS if b >= length), -(-length // step) * step)
