@@ -141,10 +141,10 @@ class RLTrainingConfig:
     """Checkpoints kept."""
     packing: Literal["groups", "dense"] = "groups"
     """groups: prompt once, completions behind it. dense: one sample a row (the oracle)."""
-    row_length: int = 1024
-    """Longest row in tokens; shorter buckets are used where they fit, a longer sample raises it."""
-    rows_per_micro_batch: int = 1
-    """Rows in one forward-backward; gradients do not depend on it."""
+    row_length: int = 512
+    """Longest row in tokens; shorter ones are used where they fit, and a longer sample raises it."""
+    tokens_per_micro_batch: int = 1024
+    """Tokens in one forward-backward, in whole rows and at least one a device; changes speed and memory, never the gradient."""
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ RANGES = {
     "training.checkpoint_every_n_steps": "[0, inf)",
     "training.max_to_keep": "[1, inf)",
     "training.row_length": "[1, inf)",
-    "training.rows_per_micro_batch": "[1, inf)",
+    "training.tokens_per_micro_batch": "[1, inf)",
     "evaluation.prompts": "[0, inf)",
     "evaluation.samples": "[1, inf)",
     "evaluation.temperature": "[0, inf)",

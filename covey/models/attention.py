@@ -3,6 +3,7 @@
 Training, prefill and decoding differ only in the `Attend` they pass: `masked` here, and the cached ones of `sampling.cache`.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -29,18 +30,24 @@ def attention(
     allowed: Bool[Array, "B T U"],
     softcap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Grouped-query attention with the softmax in float32. A query that may look at nothing returns a finite mixture."""
+    """Grouped-query attention with the softmax in float32. A query that may look at nothing returns a finite mixture.
+
+    The heads of a group stand beside the queries in one product, and the softmax's division comes after the mixing: the scores,
+    the largest array by far, are then never transposed nor divided (twice the speed on CPU).
+    """
     batch, time, heads, width = q.shape
-    kv_heads = k.shape[2]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("btkgw,bukw->bkgtu", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+    kv_heads, precision = k.shape[2], jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    grouped = q.reshape(batch, time, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+    stacked = grouped.reshape(batch, kv_heads, -1, width)
+    scores = product(stacked, k.transpose(0, 2, 3, 1)).reshape(*grouped.shape[:-1], -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("bkgtu,bukw->btkgw", weights, v, precision=precision, preferred_element_type=jnp.float32)
-    return mixed.reshape(batch, time, heads, width).astype(q.dtype)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    mixed = product(weights.astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[1]), v.transpose(0, 2, 1, 3))
+    mixed = mixed.reshape(grouped.shape) / weights.sum(axis=-1)[..., None]
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, width).astype(q.dtype)
 
 
 def masked(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]) -> Attend:

@@ -1,7 +1,8 @@
-"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy as one function over chunks of tokens.
+"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy as one function over blocks of tokens × vocabulary.
 
-The backward pass recomputes each chunk, so memory holds one [chunk, V] block at a time whatever the number of tokens. Temperature,
-soft-cap and the weights' type are inside the chunk, and nothing outside needs to know. This is the only path.
+The forward keeps a running maximum and running sums over the vocabulary's blocks (the online softmax of Milakov & Gimelshein, 2018);
+the backward computes each block again from the log-normaliser. Memory holds a few blocks, whatever the number of tokens and the size of
+the vocabulary. Temperature, soft-cap and the weights' type are inside, and nothing outside needs to know. This is the only path.
 
 Scored tokens stand at the front of each row; chunks behind the last of them are never computed, in either direction.
 """
@@ -18,8 +19,10 @@ from jaxtyping import Array, Float, Int
 from covey.models.decoder import head_logits
 from covey.rl.rows import Rows, tree_attention
 
-CHUNK = 256
+CHUNK = 1024
 """Tokens whose logits exist at one time, over all rows of the batch."""
+BLOCK = 4096
+"""Entries of the vocabulary whose logits exist at one time."""
 
 
 class TokenScores(NamedTuple):
@@ -36,9 +39,10 @@ class Head(NamedTuple):
     softcap: float | None
     dtype: DTypeLike
     chunk: int = CHUNK
+    block: int = BLOCK
 
 
-def row_scores(graph: Any, params: Any, rows: Rows, temperature: float, chunk: int = CHUNK) -> TokenScores:
+def row_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenScores:
     """Log-probs and entropies of the scored tokens of `rows`, the log-softmax taken of logits / temperature.
 
     Args:
@@ -48,22 +52,11 @@ def row_scores(graph: Any, params: Any, rows: Rows, temperature: float, chunk: i
     model = nnx.merge(graph, params)
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
     picked = jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
-    head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype, chunk)
+    head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
     scored = rows.scored.sum(axis=1).max()
     logps, entropy = chunked_scores(head, model.head_weight, picked, rows.target, scored)
     keep = rows.scored
     return TokenScores(jnp.where(keep, logps, 0.0), jnp.where(keep, entropy, 0.0))
-
-
-def scores(
-    head: Head, weight: Float[Array, "V D"], hidden: Float[Array, "R C D"], target: Int[Array, "R C"]
-) -> tuple[Float[Array, "R C"], Float[Array, "R C"]]:
-    """Log-probs of `target` and entropies, all at once: the arithmetic of one chunk, and the oracle of `chunked_scores`."""
-    logits = head_logits(weight, hidden, head.dtype, head.softcap) / head.temperature
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    mean_logit = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
-    return chosen - total, total - mean_logit
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,42 +67,125 @@ def chunked_scores(
     target: Int[Array, "R M"],
     scored: Int[Array, ""],
 ) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
-    """`scores` in chunks over M. Only the first `scored` columns are computed; the rest are 0 and pass no gradient."""
-    step = _step(head, hidden)
+    """Log-prob of `target` and entropy of softmax(softcap(hidden · weightᵀ) / temperature) at each token.
 
-    def body(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        part = scores(head, weight, _cut(hidden, i, step), _cut(target, i, step))
-        return jax.tree.map(lambda whole, new: _paste(whole, new, i, step), out, part)
-
-    blank = jnp.zeros(target.shape, jnp.float32)
-    return jax.lax.fori_loop(0, -(-scored // step), body, (blank, blank))
+    Only the first `scored` columns are computed; the chunks behind them are 0 and pass no gradient.
+    """
+    return _forward(head, weight, hidden, target, scored)[0]
 
 
 def _forward(head: Head, weight: Array, hidden: Array, target: Array, scored: Array) -> tuple[Any, Any]:
-    return chunked_scores(head, weight, hidden, target, scored), (weight, hidden, target, scored)
+    step = _step(head, hidden)
+
+    def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
+        part = _normalise(head, weight, _cut(hidden, i, step), _cut(target, i, step))
+        return tuple(_paste(whole, new, i, step) for whole, new in zip(out, part, strict=True))
+
+    blank = jnp.zeros(target.shape, jnp.float32)
+    logps, entropy, total = jax.lax.fori_loop(0, -(-scored // step), body, (blank, blank, blank))
+    return (logps, entropy), (weight, hidden, target, scored, total, entropy)
+
+
+def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple[Array, Array, Array]:
+    """Log-probs, entropies and log-normalisers of one chunk of tokens, block by block over the vocabulary."""
+
+    def body(b: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        top, mass, weighted, chosen = carry
+        logits, column, fresh = _block_logits(head, weight, hidden, b)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
+        share = jnp.where(fresh, jnp.exp(logits - new_top[..., None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        hit = fresh & (column == target[..., None])
+        return (
+            new_top,
+            mass * shrink + share.sum(-1),
+            weighted * shrink + (share * logits).sum(-1),
+            chosen + jnp.where(hit, logits, 0.0).sum(-1),
+        )
+
+    none = jnp.zeros(target.shape, jnp.float32)
+    start = (jnp.full(target.shape, -jnp.inf), none, none, none)
+    top, mass, weighted, chosen = jax.lax.fori_loop(0, _blocks(head, weight), body, start)
+    total = top + jnp.log(mass)
+    return chosen - total, total - weighted / mass, total
 
 
 def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
-    weight, hidden, target, scored = saved
+    weight, hidden, target, scored, total, entropy = saved
     step = _step(head, hidden)
 
-    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_weight, grad_hidden = carry
-        chunk = partial(scores, head, target=_cut(target, i, step))
-        _, pull = jax.vjp(lambda w, h: chunk(w, h), weight, _cut(hidden, i, step))
-        new_weight, new_hidden = pull(tuple(_cut(g, i, step) for g in grads))
-        return grad_weight + new_weight.astype(jnp.float32), _paste(grad_hidden, new_hidden, i, step)
+        local = [_cut(x, i, step) for x in (hidden, target, total, entropy, *grads)]
+        start = (grad_weight, jnp.zeros(local[0].shape, jnp.float32))
+        body = partial(_block_backward, head, weight, *local)
+        grad_weight, new_hidden = jax.lax.fori_loop(0, _blocks(head, weight), body, start)
+        return grad_weight, _paste(grad_hidden, new_hidden, i, step)
 
     start = (jnp.zeros(weight.shape, jnp.float32), jnp.zeros_like(hidden))
-    grad_weight, grad_hidden = jax.lax.fori_loop(0, -(-scored // step), body, start)
+    grad_weight, grad_hidden = jax.lax.fori_loop(0, -(-scored // step), chunk, start)
     return grad_weight.astype(weight.dtype), grad_hidden, None, None
+
+
+def _block_backward(
+    head: Head,
+    weight: Array,
+    hidden: Array,
+    target: Array,
+    total: Array,
+    entropy: Array,
+    grad_logp: Array,
+    grad_entropy: Array,
+    b: Array,
+    carry: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """Adds one block's part to the gradients of the weight and of the chunk's hidden states.
+
+    With p the softmax and z the scaled logits: ∂logp/∂z = onehot − p and ∂H/∂z = −p · (z − log-normaliser + H).
+    """
+    grad_weight, grad_hidden = carry
+    (logits, pull), (column, fresh) = _block_with_pull(head, weight, hidden, b)
+    logp = logits - total[..., None]
+    p = jnp.where(fresh, jnp.exp(logp), 0.0)
+    grad = jnp.where(fresh & (column == target[..., None]), grad_logp[..., None], 0.0)
+    grad = grad - p * (grad_logp[..., None] + grad_entropy[..., None] * (logp + entropy[..., None]))
+    new_weight, new_hidden = pull(grad)
+    start = _block_start(head, weight, b)
+    held = jax.lax.dynamic_slice_in_dim(grad_weight, start, new_weight.shape[0], axis=0)
+    grad_weight = jax.lax.dynamic_update_slice_in_dim(grad_weight, held + new_weight.astype(jnp.float32), start, axis=0)
+    return grad_weight, grad_hidden + new_hidden.astype(jnp.float32)
 
 
 chunked_scores.defvjp(_forward, _backward)
 
 
+def _block_logits(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Array, Array, Array]:
+    (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
+    return logits, column, fresh
+
+
+def _block_with_pull(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
+    """Scaled logits of vocabulary block `b` with their pull-back, each one's token, and whether no earlier block had it.
+
+    The last block is moved back to end with the vocabulary, so that all are of one size.
+    """
+    start, size = _block_start(head, weight, b), min(head.block, weight.shape[0])
+    part = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=0)
+    scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
+    column = start + jnp.arange(size)
+    return jax.vjp(scaled, part, hidden), (column, column >= b * head.block)
+
+
+def _block_start(head: Head, weight: Array, b: Array) -> Array:
+    return jnp.maximum(jnp.minimum(b * head.block, weight.shape[0] - head.block), 0)
+
+
+def _blocks(head: Head, weight: Array) -> int:
+    return -(-weight.shape[0] // head.block)
+
+
 def _step(head: Head, hidden: Array) -> int:
-    """Columns in a chunk: a divisor of M (a power of two), so that no chunk is cut short."""
+    """Columns in a chunk: a power of two that divides M, so that no chunk is cut short."""
     rows, columns = hidden.shape[:2]
     step = min(columns & -columns, max(8, head.chunk // rows))
     return 1 << (step.bit_length() - 1)

@@ -71,7 +71,10 @@ class _Piece:
 
 
 def pack(
-    groups: Sequence[Group], row_length: int = 1024, packing: Literal["groups", "dense"] = "groups"
+    groups: Sequence[Group],
+    row_length: int = 512,
+    packing: Literal["groups", "dense"] = "groups",
+    micro_batch: int = 1,
 ) -> Rows:
     """Lays groups out as rows.
 
@@ -79,6 +82,7 @@ def pack(
         groups: their completions are numbered in order, group after group.
         row_length: most tokens in a row, raised to the longest single sample.
         packing: "groups", or "dense" for one sample a row (the oracle of the other).
+        micro_batch: tokens that will be computed at once; the row length is chosen so that few of them are padding.
 
     Returns:
         NumPy `Rows` with M = L, a bucket, so that few shapes occur.
@@ -86,7 +90,7 @@ def pack(
     pieces = list(_pieces(groups, row_length, packing))
     capacity = _bucket(max([p.size for p in pieces], default=1))
     if packing == "groups":
-        capacity = _cheapest(pieces, capacity, max(capacity, _bucket(row_length)))
+        capacity = _cheapest(pieces, capacity, max(capacity, _bucket(row_length)), micro_batch)
     bins = [[p] for p in pieces] if packing == "dense" else _first_fit(pieces, capacity)
     rows = [_fill(b, capacity) for b in bins]
     return Rows(*(np.stack(parts) for parts in zip(*rows, strict=True)))
@@ -164,10 +168,20 @@ def _room(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> int:
     return max(inputs, sum(len(c) for c in completions))
 
 
-def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int) -> int:
-    """The bucket whose rows cost least: padded tokens, plus the square that attention pays."""
+def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int, micro_batch: int) -> int:
+    """The bucket whose rows cost least: tokens, those of filled-up micro-batches included, and the square that attention pays."""
     lengths = [b for b in ROW_BUCKETS if smallest <= b <= largest] or [smallest]
-    return min(lengths, key=lambda n: len(_first_fit(pieces, n)) * n * (1 + n / 4096))
+
+    def cost(length: int) -> float:
+        count, together = len(_first_fit(pieces, length)), rows_together(length, micro_batch)
+        return -(-count // together) * together * length * (1 + length / 4096)
+
+    return min(lengths, key=cost)
+
+
+def rows_together(length: int, micro_batch: int, ways: int = 1) -> int:
+    """Rows of `length` tokens in a micro-batch of about `micro_batch` tokens: a multiple of `ways`, and at least that."""
+    return max(micro_batch // (length * ways), 1) * ways
 
 
 def _first_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:

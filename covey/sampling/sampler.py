@@ -143,13 +143,14 @@ class _Run:
         self.total = len(self.waiting)
         self.warp = Warp.of(self.config)
         self.keys = self._sample_keys()
-        self.width = bucket(max((len(r.prompt) for r in self.requests), default=1))
+        longest = max((len(r.prompt) for r in self.requests), default=1)
+        self.width = bucket(longest)
         self.prefix: Prefix | None = None
         self.prefix_first = self.prefix_end = 0
         size = min(self.config.slots, _power_of_two(self.total))
         model = nnx.merge(self.sampler.graph, self.params)
         c = model.config
-        self.time = bucket(self.width + self.config.decode_chunk)
+        self.time = bucket(longest + self.config.decode_chunk)
         dtype = model.head_weight.dtype
         self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
         self.held: list[_Sample | None] = [None] * size
@@ -369,6 +370,13 @@ def _check(request: Request, number: int, config: RolloutConfig) -> None:
             f"prompt {number} has {size} tokens",
             want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
             fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
+        )
+    needed = size + config.max_new_tokens
+    if config.kv_cache_size is not None and needed > config.kv_cache_size:
+        raise DataError(
+            f"prompt {number} and its answer may need {needed} tokens",
+            want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
+            fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
         )
 
 

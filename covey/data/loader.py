@@ -1,0 +1,113 @@
+"""Batches of prompts without end, in an order that a seed fixes and a checkpoint can return to.
+
+Each epoch is shuffled anew (by grain, from the seed), and epochs are joined before they are cut into batches: no row is
+dropped, no batch is short, and data smaller than a batch is repeated inside it. The position alone says where the
+stream stands, so the state carries a fingerprint of everything that decides what comes there.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from covey.data.rows import Row, as_rows
+from covey.errors import DataError, ResumeError
+
+State = dict[str, Any]
+"""JSON-able: `position` in rows, and `fingerprint`."""
+
+
+class PromptLoader:
+    """An iterator over batches of rows.
+
+    Attributes:
+        rows: the data.
+        prompts_per_step: rows in a batch.
+        position: rows handed out so far, over all epochs: the number of the next row in the stream.
+    """
+
+    def __init__(
+        self, data: Any, prompts_per_step: int, *, seed: int = 0, shuffle: bool = True, num_epochs: int | None = None
+    ):
+        """Args:
+        data: any form that `as_rows` takes.
+        prompts_per_step: rows in a batch: P.
+        seed: of the order.
+        shuffle: whether each epoch gets its own order; otherwise all have the data's.
+        num_epochs: ends after so many, with a short batch if need be; endless when not set.
+        """
+        if prompts_per_step < 1:
+            raise DataError(f"prompts_per_step is {prompts_per_step}", want="at least 1")
+        self.rows = as_rows(data)
+        self.prompts_per_step = prompts_per_step
+        self.position = 0
+        self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
+
+    def __len__(self) -> int:
+        """Batches in one epoch, rounded up."""
+        return -(-len(self.rows) // self.prompts_per_step)
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        return self
+
+    def __next__(self) -> list[Row]:
+        stop = min(self.position + self.prompts_per_step, len(self._order))
+        if self.position >= stop:
+            raise StopIteration
+        batch = [self.rows[int(self._order[i])] for i in range(self.position, stop)]
+        self.position = stop
+        return batch
+
+    def state(self) -> State:
+        """Where the stream stands, for a checkpoint."""
+        return {"position": self.position, "fingerprint": dict(self.fingerprint)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`.
+
+        Raises:
+            ResumeError: the state is malformed, or data, order or batch size are not those it was taken with.
+        """
+        position, saved = state.get("position"), state.get("fingerprint")
+        if not isinstance(position, int) or position < 0 or not isinstance(saved, Mapping):
+            raise ResumeError(f"the data position {dict(state)!r:.200} cannot be read")
+        other = {name: saved.get(name) for name, now in self.fingerprint.items() if saved.get(name) != now}
+        if other:
+            told = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
+            fix = "give the run the data, seed and prompts_per_step it was started with, or start a new one"
+            raise ResumeError(f"the data does not go on where it stopped: {told}", fix=fix)
+        self.position = position
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the stream: a digest of the rows, the settings, and the first numbers of the order itself."""
+        order = [int(self._order[i]) for i in range(min(64, len(self.rows)))]
+        return {
+            "rows": len(self.rows),
+            "content": _digest(self.rows),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "prompts_per_step": self.prompts_per_step,
+            "order": _digest(order),
+        }
+
+    @cached_property
+    def _order(self) -> Any:
+        """Row numbers of the whole stream, computed where they are asked for."""
+        import grain  # late: it brings JAX with it
+
+        numbers = grain.MapDataset.range(len(self.rows))
+        if self._shuffle:
+            numbers = numbers.shuffle(seed=self._seed % 2**32)
+        return numbers.repeat(self._num_epochs)
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, skipkeys=True, default=_stable)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stable(value: Any) -> str:
+    """Text for what JSON has no form for: bytes by their content, anything else by its type alone."""
+    return value.hex() if isinstance(value, bytes) else type(value).__qualname__

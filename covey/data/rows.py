@@ -1,0 +1,156 @@
+"""Rows: plain dicts with a `prompt` and any other columns, out of whatever form users hold their data in.
+
+Taken: rows, texts, chats, a dict of columns, a data set that iterates over rows, and batches (dicts of lists or arrays,
+as other trainers want them), which are taken apart again: Covey makes its own batches.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from covey.errors import DataError, nearest
+from covey.types import Prompt
+
+Row = dict[str, Any]
+"""One example: `prompt` (text or chat messages) and the columns that reward functions ask for (`answer`, ...)."""
+
+MOST_ROWS = 10_000_000
+"""More than this is taken for an endless data set."""
+
+PROMPT_NAMES = ("prompt", "prompts")
+
+
+def as_rows(data: Any) -> list[Row]:
+    """`data` as rows: prompts as text or message lists, NumPy scalars and bytes as plain values.
+
+    Args:
+        data: a sequence or iterable of rows, of prompts, or of batches; or one dict of columns. The prompt is in the
+            column `prompt` or `prompts`.
+
+    Raises:
+        DataError: no prompt column, columns of different lengths, an empty or endless data set, a malformed prompt.
+
+    >>> as_rows({"prompts": ["2+2?", "3+3?"], "answer": ["4", "6"]})
+    [{'prompt': '2+2?', 'answer': '4'}, {'prompt': '3+3?', 'answer': '6'}]
+    """
+    if isinstance(data, Mapping):
+        rows = _from_columns(data, _prompt_name(data, "the data"), "the data")
+    else:
+        rows = [row for number, item in enumerate(_items(data)) for row in _from_item(item, f"item {number}")]
+    if not rows:
+        raise DataError("the data set is empty", want="at least one row with a prompt")
+    return rows
+
+
+def as_prompt(value: Any, where: str) -> Prompt:
+    """A prompt in its plain form: text, or a list of `{"role": ..., "content": ...}`.
+
+    Raises:
+        DataError: it is neither, or it is empty.
+    """
+    value = _plain(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    messages = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
+    if messages and all(_is_message(m) for m in messages):
+        return [dict(m) for m in messages]
+    text = repr(value)
+    what = f"the prompt is {text if len(text) < 80 else text[:77] + '...'}"
+    raise DataError(what, want="text, or chat messages with a role and a content, not empty", where=where)
+
+
+def _items(data: Any) -> Iterator[Any]:
+    if isinstance(data, (str, bytes)):
+        fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
+        raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
+    try:
+        items = iter(data)
+    except TypeError:
+        what = f"the data is a {type(data).__name__}, which has no rows to go through"
+        raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
+    if _length(data) > MOST_ROWS:
+        raise _endless()
+    for number, item in enumerate(items):
+        if number > MOST_ROWS:
+            raise _endless()
+        yield item
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError:  # an iterator: counted while it runs
+        return 0
+
+
+def _endless() -> DataError:
+    what = f"the data set has more than {MOST_ROWS} rows, or does not end"
+    return DataError(what, fix="pass it before repeat(): Covey repeats and shuffles it")
+
+
+def _from_item(item: Any, where: str) -> list[Row]:
+    """One row, or the rows of one batch."""
+    if not isinstance(item, Mapping):
+        return [{"prompt": as_prompt(item, where)}]
+    name = _prompt_name(item, where)
+    if _is_one_prompt(item[name]):
+        columns = {key: _plain(value) for key, value in item.items() if key not in PROMPT_NAMES}
+        return [{"prompt": as_prompt(item[name], where), **columns}]
+    return _from_columns(item, name, where)
+
+
+def _from_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row]:
+    prompts = _as_list(columns[name])
+    if prompts is None:
+        raise DataError(f"column {name!r} is a {type(columns[name]).__name__}", want="a list of prompts", where=where)
+    table = {key: _as_list(value) for key, value in columns.items() if key not in PROMPT_NAMES}
+    for key, values in table.items():
+        if values is not None and len(values) != len(prompts):
+            what = f"column {key!r} has {len(values)} entries and {name!r} has {len(prompts)}"
+            raise DataError(what, want="one entry a prompt", where=where)
+    return [
+        {
+            "prompt": as_prompt(prompt, f"{where}, prompt {i}"),
+            **{key: _plain(columns[key] if values is None else values[i]) for key, values in table.items()},
+        }
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
+    for name in PROMPT_NAMES:
+        if name in columns:
+            return name
+    if "train" in columns:
+        raise DataError("these are several splits", want="one data set", fix="pass data['train']", where=where)
+    close = nearest("prompt", map(str, columns)) if columns else ""
+    raise DataError("there is no prompt", want="a column named prompt or prompts", fix=close, where=where)
+
+
+def _is_one_prompt(value: Any) -> bool:
+    value = _plain(value)
+    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and _is_message(value[0]))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """A column's entries; None for a single value, which then holds for every row."""
+    if isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) == 0:
+        return None
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, Sequence) else None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and arrays as Python values, bytes as text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:  # not text: an image, a pickled thing
+            return value
+    return value

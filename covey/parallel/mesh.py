@@ -1,0 +1,64 @@
+"""Meshes: the devices of a run as a grid with named axes.
+
+`data` repeats the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from covey.errors import RecipeError, nearest
+
+AXES = ("data", "fsdp", "tp")
+
+
+def make_mesh(
+    shape: Sequence[int] | None = None,
+    axes: Sequence[str] = ("fsdp", "tp"),
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh over `devices`, or over all of the run's.
+
+    Its axes are automatic: the compiler places what has no sharding of its own. `jax.make_mesh` alone makes explicit
+    axes, under which every product of two differently sharded arrays has to say where its result goes.
+
+    Args:
+        shape: devices along each axis. When not set, the mesh is the first device alone.
+        axes: names out of `AXES`, one for each number of `shape`.
+        devices: what to use when not every device of the run.
+
+    Raises:
+        RecipeError: names or numbers that make no mesh, or that do not use every device once.
+    """
+    if shape is None:
+        shape, devices = (1,) * len(axes), (devices or jax.devices())[:1]
+    shape, axes = tuple(shape), tuple(axes)
+    _check_axes(shape, axes)
+    devices = list(jax.devices() if devices is None else devices)
+    if math.prod(shape) != len(devices):
+        raise RecipeError(
+            f"a mesh of {_product(shape)} devices, and there are {len(devices)}",
+            want=f"numbers that multiply to {len(devices)}",
+            fix="on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual devices",
+            where="mesh",
+        )
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise RecipeError(f"unknown mesh axis {unknown[0]!r}", fix=nearest(str(unknown[0]), AXES), where="mesh")
+    if len(set(axes)) != len(axes):
+        raise RecipeError(f"mesh axes {axes} name one twice", want="each axis once", where="mesh")
+    if len(shape) != len(axes) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise RecipeError(
+            f"mesh shape {shape} for axes {axes}", want="one whole number from 1 up for each axis", where="mesh"
+        )
+
+
+def _product(shape: tuple[int, ...]) -> str:
+    """`(2, 4)` as `2 x 4 = 8`."""
+    return f"{' x '.join(map(str, shape))} = {math.prod(shape)}" if len(shape) > 1 else str(math.prod(shape))

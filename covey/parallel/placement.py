@@ -1,0 +1,30 @@
+"""Putting host arrays and optimizer state where the weights they belong to live."""
+
+from typing import Any, TypeVar
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from covey.parallel.sharding import row_count, row_sharding, shardings
+
+Tree = TypeVar("Tree")
+
+
+def row_ways(mesh: Mesh | None) -> int:
+    """Over how many devices the rows of a batch are divided."""
+    return 1 if mesh is None else row_count(mesh)
+
+
+def put_rows(batch: Tree, like: Any) -> Tree:
+    """A batch of rows on the devices that hold `like`, divided over their mesh when they have one."""
+    home = jax.tree.leaves(like)[0].sharding
+    return jax.device_put(batch, row_sharding(home.mesh) if isinstance(home, NamedSharding) else home)
+
+
+def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """A sharding for each leaf of the optimizer's state: a moment lies where its parameter does."""
+    home, abstract = jax.tree.leaves(params)[0].sharding, jax.eval_shape(optimizer.init, params)
+    if isinstance(home, NamedSharding):
+        return shardings(abstract, home.mesh)
+    return jax.tree.map(lambda _: home, abstract)

@@ -1,0 +1,177 @@
+"""Moving trees of arrays between devices, and asking a tree what its leaves are called and where they are.
+
+A path is dotted: `layers.0.attn.q_proj.kernel`. Checkpoints, sharding rules and errors all use these names, so they do
+not depend on the classes that hold the arrays.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jaxtyping import PyTree
+
+from covey.errors import CoveyError
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How a move went.
+
+    Attributes:
+        seconds: from the call until the last array had arrived, or until it failed.
+        bytes: size of the arrays moved.
+        error: why it failed, None when it did not.
+    """
+
+    seconds: float
+    bytes: int
+    error: Exception | None = None
+
+
+def reshard(
+    tree: PyTree,
+    target_shardings: PyTree,
+    donate: bool = False,
+    on_done: Callable[[Transfer], None] | None = None,
+    *,
+    copy: bool = False,
+) -> PyTree:
+    """`tree` on the devices and in the layout of `target_shardings`; returns at once, the arrays arrive later.
+
+    Under Pathways its own resharder does the move, and that one returns when the arrays are there.
+
+    Args:
+        tree: arrays, in any nesting.
+        target_shardings: one sharding for all; or a tree with the same names, of shardings or of arrays to imitate.
+        donate: give up the source, which cannot be used any more: its memory is freed as the arrays leave its devices.
+        on_done: called from another thread with the outcome, success or failure.
+        copy: copy also what is already on a device where it is wanted. Otherwise the result shares those buffers with
+            `tree`, and an update that donates one of the two leaves the other without its data.
+
+    Raises:
+        CoveyError: the trees do not have the same leaves.
+    """
+    started = time.perf_counter()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    report = on_done or (lambda _: None)
+    try:
+        target = _shardings(tree, target_shardings)
+        source = jax.tree.map(lambda x, to: x if _apart(x, to) else jnp.copy(x), tree, target) if copy else tree
+        moved = _mover()(source, target, donate=donate)
+    except Exception as error:
+        report(Transfer(time.perf_counter() - started, size, error))
+        raise
+    if on_done is not None:
+        threading.Thread(target=_watch, args=(moved, started, size, report), name="reshard").start()
+    return moved
+
+
+def flatten(tree: PyTree) -> dict[str, Any]:
+    """Every leaf by its dotted path, in the order of `jax.tree.leaves`. An `nnx.State` reads like a dict of its arrays.
+
+    >>> flatten({"layers": [{"bias": 1}, {"bias": 2}]})
+    {'layers.0.bias': 1, 'layers.1.bias': 2}
+
+    Raises:
+        CoveyError: two leaves have one name, because a key contains a dot.
+    """
+    flat: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = dotted(path)
+        if name in flat:
+            raise CoveyError(f"two leaves of a tree are called {name!r}", want="keys without dots")
+        flat[name] = leaf
+    return flat
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A key path of JAX as text; the `.value` that `nnx.Variable` puts at its end is left out."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The one mesh the tree's arrays lie on, None when they lie on no mesh.
+
+    Raises:
+        CoveyError: they lie on more than one.
+    """
+    meshes: dict[Any, str] = {}
+    for name, leaf in flatten(tree).items():
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            meshes.setdefault(sharding.mesh, name)
+    if len(meshes) > 1:
+        found = "; ".join(f"{name} on {_describe(mesh)}" for mesh, name in meshes.items())
+        raise CoveyError(
+            f"one tree on {len(meshes)} meshes: {found}", want="all arrays on one mesh", fix="reshard it first"
+        )
+    return next(iter(meshes), None)
+
+
+def _describe(mesh: Mesh) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"({axes}; devices {[device.id for device in mesh.devices.flat]})"
+
+
+def _shardings(tree: PyTree, target: PyTree) -> PyTree:
+    """`target` in the structure of `tree`, matched by name, as shardings."""
+    ours = flatten(tree)
+    theirs = dict.fromkeys(ours, target) if isinstance(target, Sharding) else flatten(target)
+    if odd := sorted(ours.keys() ^ theirs.keys()):
+        raise CoveyError(
+            f"only one of the two trees has {', '.join(odd[:5])}", want="a target for each array, and no other"
+        )
+    found = [theirs[name] for name in ours]
+    found = [leaf if isinstance(leaf, Sharding) else leaf.sharding for leaf in found]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def _apart(x: jax.Array, to: Sharding) -> bool:
+    """Whether `x` leaves all of its devices, and so cannot share a buffer with the result."""
+    return x.sharding.device_set.isdisjoint(to.device_set)
+
+
+def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
+    # Not device_put(donate=True): between devices of jax 0.10.2 it leaves arrays that crash the process when touched,
+    # within them it frees nothing. Nor is may_alias=False a copy: one of several replicas is shared all the same.
+    moved = jax.device_put(tree, target)
+    for leaf, to in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
+        if donate and _apart(leaf, to):
+            leaf.delete()
+    return moved
+
+
+def _watch(moved: PyTree, started: float, size: int, report: Callable[[Transfer], None]) -> None:
+    error = None
+    try:
+        for leaf in jax.tree.leaves(moved):
+            _arrived(leaf)
+    except Exception as failure:
+        error = failure
+    report(Transfer(time.perf_counter() - started, size, error))
+
+
+def _arrived(leaf: jax.Array) -> None:
+    """Wait for `leaf`. One that was donated onward meanwhile has been used, and so had arrived."""
+    try:
+        leaf.block_until_ready()
+    except RuntimeError:
+        if not leaf.is_deleted():
+            raise
+
+
+def _mover() -> Callable[..., PyTree]:
+    """Pathways' resharder when it is installed and in use, else `jax.device_put`."""
+    if find_spec("pathwaysutils") is None or not import_module("pathwaysutils").is_pathways_backend_used():
+        return _device_put
+    resharder: Callable[..., PyTree] = import_module("pathwaysutils.experimental.reshard").reshard
+    return resharder

@@ -1,0 +1,152 @@
+"""Where each array lies on a mesh: a parameter's name gives its logical axes, a table gives their mesh axes.
+
+    layers.3.attn.q_proj.kernel  ->  ("embed", "heads")  ->  PartitionSpec("fsdp", "tp")
+
+Only the end of the path counts, so the moments in an optimizer's state lie where their parameters do. What no rule
+knows is replicated: right on every mesh, only larger than need be. Heads lie side by side in a projection's output,
+so `heads` may be cut inside a head where their number is no multiple of the mesh axis: right as well, at the price of
+some traffic.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from covey.parallel.reshard import dotted
+
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis → the mesh axes that split it, outermost first. Those a mesh does not have are passed over."""
+
+DEFAULT_RULES: Rules = {
+    "rows": ("data", "fsdp"),
+    "vocab": ("tp",),
+    "embed": ("fsdp",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "mlp": ("tp",),
+    "lora": (),
+    "layer": (),
+}
+
+_MODULES = {
+    "embed": ("vocab", "embed"),
+    "head": ("vocab", "embed"),
+    "q_proj": ("embed", "heads"),
+    "k_proj": ("embed", "kv_heads"),
+    "v_proj": ("embed", "kv_heads"),
+    "o_proj": ("heads", "embed"),
+    "gate_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+}
+
+
+def logical_axes(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The logical axis of each dimension of a parameter of our decoder; None where nothing splits it.
+
+    Args:
+        path: dotted; only its end is looked at.
+        shape: one dimension more than the parameter has by itself means stacked layers, `layer` first.
+
+    >>> logical_axes("layers.0.mlp.down_proj.kernel", (1536, 576))
+    ('mlp', 'embed')
+    >>> logical_axes("layers.0.attn.q_proj.lora.b", (64, 576))
+    ('lora', 'heads')
+    """
+    axes = _parameter_axes(path.split("."))
+    if len(shape) == len(axes) + 1:
+        axes = ("layer", *axes)
+    return axes if len(axes) == len(shape) else (None,) * len(shape)
+
+
+def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
+    *modules, leaf = names
+    if modules and modules[-1] == "lora":
+        modules, leaf = modules[:-1], f"lora_{leaf}"
+    if leaf == "scale":
+        return (None,)
+    if not modules or modules[-1] not in _MODULES:
+        return ()
+    first, last = _MODULES[modules[-1]]
+    by_leaf: dict[str, tuple[str | None, ...]] = {
+        "embedding": (first, last),
+        "kernel": (first, last),
+        "bias": (last,),
+        "lora_a": (first, "lora"),
+        "lora_b": ("lora", last),
+    }
+    return by_leaf.get(leaf, ())
+
+
+def shardings(
+    tree: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES, report: Callable[[str], None] | None = None
+) -> PyTree:
+    """The sharding of each array of `tree` (or of its shapes, from `jax.eval_shape`) on `mesh`.
+
+    A dimension that the mesh axis does not divide, or whose mesh axis an earlier dimension took, is replicated instead.
+
+    Args:
+        tree: parameters, or an optimizer's state over them.
+        mesh: where they are to lie.
+        rules: which mesh axes split which logical axis.
+        report: called once for each kind of dimension that was replicated; the log when not set.
+
+    Returns:
+        A tree like `tree`, of `NamedSharding`.
+    """
+    kept_whole: dict[str, list[str]] = {}
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = dotted(path)
+        spec, why = _spec(logical_axes(name, leaf.shape), leaf.shape, mesh, rules)
+        for reason in why:
+            kept_whole.setdefault(reason, []).append(name)
+        return NamedSharding(mesh, spec)
+
+    placed = jax.tree_util.tree_map_with_path(place, tree)
+    for reason, names in kept_whole.items():
+        (report or logging.getLogger(__name__).info)(f"{reason}: kept whole in {len(names)} arrays ({names[0]}, ...)")
+    return placed
+
+
+def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
+    """The sharding of data and activations: their first dimension is `rows`, whatever comes behind it.
+
+    The number of rows must divide by the devices along those axes; `row_count` says how many that are.
+    """
+    return NamedSharding(mesh, PartitionSpec(_mesh_axes("rows", mesh, rules) or None))
+
+
+def row_count(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> int:
+    """How many parts the rows are split into: a number of rows has to be a multiple of it."""
+    return math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
+
+
+def _mesh_axes(logical: str | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+    """The axes of `mesh` that split a logical axis."""
+    return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
+
+
+def _spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, rules: Rules
+) -> tuple[PartitionSpec, list[str]]:
+    """The partition of an array, and why any of its dimensions stayed whole."""
+    entries: list[tuple[str, ...]] = []
+    why: list[str] = []
+    for logical, size in zip(axes, shape, strict=True):
+        wanted = _mesh_axes(logical, mesh, rules)
+        parts = math.prod(mesh.shape[axis] for axis in wanted)
+        if set(wanted).intersection(*[sum(entries, ())]):
+            why.append(f"{logical}, whose mesh axis {'·'.join(wanted)} splits another dimension")
+        elif size % parts:
+            why.append(f"{logical} of {size}, no multiple of {'·'.join(wanted)}={parts}")
+        else:
+            entries.append(wanted)
+            continue
+        entries.append(())
+    return PartitionSpec(*[entry[0] if len(entry) == 1 else entry or None for entry in entries]), why

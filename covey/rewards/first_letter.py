@@ -1,0 +1,123 @@
+"""Rewards for the first-letter task: one short sentence about the topic that starts with the letter.
+
+`first_letter` pays for the letter and `sentence` for the shape. The accuracy of the task is
+`starts_with_letter`: the letter and every rule at once. Each rule shuts a way round the task that code can see:
+a list or a title for a sentence, a bare letter put in front ("B is for bread"), an echo of the request, a word
+said over and over, a sentence about something else.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from covey.rewards.text import Completions, texts
+
+MIN_WORDS, MAX_WORDS = 3, 20
+MAX_COMMAS = 2
+LONGEST_WORD = 16
+LEAST_DISTINCT = 0.7
+"""Smallest share of different words."""
+
+_ECHOES = {"letter", "letters", "sentence", "sentences", "topic"}
+_ONE_LETTER_WORDS = {"a", "A", "I"}
+_DOUBLED_STARTS = {"aa", "ee", "ll", "oo"}
+_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*|\d+")
+_ENDINGS = {"s": 3, "es": 3, "'s": 3, "’s": 3, "e": 4, "ed": 4, "er": 4, "ers": 4, "ing": 4, "y": 4}
+"""Ending → letters that must be left without it."""
+
+
+def first_letter(
+    prompts: Sequence[Any], completions: Completions, letter: Sequence[str], **columns: Any
+) -> list[float]:
+    """1.0 when the first character is the letter as a capital, else 0.0; a quote or a star in front is wrong."""
+    pairs = zip(texts(completions), letter, strict=True)
+    return [float(text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
+
+
+def sentence(prompts: Sequence[Any], completions: Completions, topic: Sequence[str], **columns: Any) -> list[float]:
+    """1.0 for one short sentence about the topic; otherwise half the share of `RULES` that hold, so at most 5/12.
+
+    The step between the last broken rule and none is the largest: what is paid for is a sentence, not most of one.
+    """
+    pairs = zip(texts(completions), topic, strict=True)
+    broken = [len(broken_rules(text, about)) for text, about in pairs]
+    return [0.5 * (1 - count / len(RULES)) + 0.5 * (count == 0) for count in broken]
+
+
+def starts_with_letter(
+    prompts: Sequence[Any], completions: Completions, letter: Sequence[str], topic: Sequence[str], **columns: Any
+) -> list[float]:
+    """1.0 when the letter is right and every rule holds, else 0.0: the accuracy of the task."""
+    starts = first_letter(prompts, completions, letter)
+    shapes = sentence(prompts, completions, topic)
+    return [float(start == 1.0 and shape == 1.0) for start, shape in zip(starts, shapes, strict=True)]
+
+
+def broken_rules(text: str, topic: str) -> list[str]:
+    """Names of the rules that `text` breaks as one short sentence about `topic`.
+
+    >>> broken_rules("Bees love the rain.", "rain"), broken_rules("B is for bread.", "rain")
+    ([], ['about the topic', 'real words'])
+    """
+    text = text.strip()
+    words = _WORD.findall(text)
+    return [name for name, holds in RULES.items() if not holds(text, words, topic)]
+
+
+def _is_one_sentence(text: str, words: list[str], topic: str) -> bool:
+    """Words, plain punctuation inside, one mark at the end; no line break, quote, colon, list or markdown."""
+    return re.fullmatch(r"[^\W_](?:[^\W_]|[ ,'’–—-])*(?<! )[.!?]", text) is not None and text.count(",") <= MAX_COMMAS
+
+
+def _is_short(text: str, words: list[str], topic: str) -> bool:
+    return MIN_WORDS <= len(words) <= MAX_WORDS
+
+
+def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
+    """Every word of the topic but its article occurs, in singular or plural or with a common ending."""
+    said = {form for word in words for form in _stems(word)}
+    return all(_stems(word) & said for word in topic.lower().split() if word not in {"the", "a", "an"})
+
+
+def _has_real_words(text: str, words: list[str], topic: str) -> bool:
+    return bool(words) and all(map(_is_word, words))
+
+
+def _does_not_echo(text: str, words: list[str], topic: str) -> bool:
+    return not _ECHOES & {word.lower() for word in words}
+
+
+def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
+    """No word twice running, no long word three times, most words different."""
+    lower = [word.lower() for word in words]
+    often = any(count > 2 and len(word) > 3 for word, count in Counter(lower).items())
+    twice_running = any(a == b for a, b in pairwise(lower))
+    return not often and not twice_running and len(set(lower)) >= LEAST_DISTINCT * len(lower)
+
+
+def _is_word(word: str) -> bool:
+    """A number, or letters with a vowel that do not stutter at the start; alone only "a" and "I"."""
+    if word.isdigit() or len(word) == 1:
+        return word.isdigit() or word in _ONE_LETTER_WORDS
+    lower = word.lower()
+    stutters = lower[0] == lower[1] and lower[:2] not in _DOUBLED_STARTS
+    return not stutters and len(word) <= LONGEST_WORD and re.search("[aeiouyà-ÿ]", lower) is not None
+
+
+def _stems(word: str) -> set[str]:
+    """Forms under which a word counts as the same: "parties" and "party", "dancing" and "dancer"."""
+    lower = word.lower()
+    cut = {lower.removesuffix(ending) for ending, left in _ENDINGS.items() if len(lower) - len(ending) >= left}
+    return {lower, *cut, *([f"{lower[:-3]}y"] if lower.endswith("ies") else [])}
+
+
+RULES: dict[str, Callable[[str, list[str], str], bool]] = {
+    "one sentence": _is_one_sentence,
+    "short": _is_short,
+    "about the topic": _is_about_topic,
+    "real words": _has_real_words,
+    "no echo": _does_not_echo,
+    "no repetition": _does_not_repeat,
+}

@@ -1,0 +1,117 @@
+"""Rewards for GSM8K: the answer tag (SPEC S4, rewards 3 and 4) and the `####` convention (S5).
+
+References are the `answer` column: the text after `####`, or a number, or a whole solution that ends in `#### n`.
+A sample without a reference scores 0: two missing answers are never equal. Deviations: numbers are compared as exact
+numbers (`18.00` is 18, `$10` is 10), and of several `####` the last one with a number on its line counts, since models
+also write headings with them.
+"""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from covey.rewards.format import sections
+from covey.rewards.numbers import as_number, first_number
+from covey.rewards.text import Completions, texts
+
+_NANOCHAT = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def answer_ratio(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """The answer against the reference, by text and then by ratio (S4, reward 3).
+
+    Layout not matched: 0. Same text: 3.0; same but for blanks around: 1.5. Otherwise by guess / reference: within
+    0.9 to 1.1: 0.5, within 0.8 to 1.2: 0.25, further off: -1.0. Not a number: -0.5. Bounds belong to the better band.
+    """
+    return [_by_closeness(text, truth) for text, truth in zip(texts(completions), answer, strict=True)]
+
+
+def answer_number(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """1.5 when the first number inside the answer tag equals the reference, else 0.0 (S4, reward 4).
+
+    The layout around the tag is not asked for, nor that the tag is closed.
+    """
+    pairs = zip(texts(completions), answer, strict=True)
+    return [1.5 if _equal(first_number(_tagged(text)), truth) else 0.0 for text, truth in pairs]
+
+
+def exact_answer(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], *, strict: bool = False, **columns: Any
+) -> list[float]:
+    """1.0 when the number after `####` equals the reference as a number, else 0.0 (S5).
+
+    Args:
+        strict: nanochat's rule instead: the first `#### ` followed by digits, points and commas, equal as text once the
+            commas are out. `#### 10.`, `#### $10`, `####10` and `18.00` for 18 are then wrong.
+    """
+    pairs = zip(texts(completions), answer, strict=True)
+    if strict:
+        return [float(_same_text(_as_nanochat(text), truth)) for text, truth in pairs]
+    return [float(_equal(first_number(after_marker(text)), truth)) for text, truth in pairs]
+
+
+def exact_answer_strict(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """`exact_answer(strict=True)`, as a name for recipes."""
+    return exact_answer(prompts, completions, answer, strict=True)
+
+
+def after_marker(text: str) -> str:
+    """The line behind the last `####` that has a number on it; "" when there is none.
+
+    >>> after_marker("#### Sum\\n2 + 2 = 4\\n#### $4. ")
+    '$4. '
+    """
+    for part in reversed(text.split("####")[1:]):
+        line = part.lstrip().split("\n", 1)[0]
+        if first_number(line) is not None:
+            return line
+    return ""
+
+
+def reference(answer: object) -> Fraction | None:
+    """The reference as a number: of a text with `####` what follows it, otherwise the first number in it."""
+    text = "" if answer is None else str(answer)
+    return first_number(after_marker(text) if "####" in text else text)
+
+
+def _by_closeness(text: str, truth: object) -> float:
+    layout = sections(text)
+    wanted = "" if truth is None else str(truth)
+    if layout is None or not wanted.strip():
+        return 0.0
+    guess = layout[1]
+    if guess == wanted:
+        return 3.0
+    if guess.strip() == wanted.strip():
+        return 1.5
+    number, target = as_number(guess), reference(truth)
+    if number is None or target is None:
+        return -0.5
+    off = abs(number - target)
+    return 0.5 if off <= abs(target) / 10 else 0.25 if off <= abs(target) / 5 else -1.0
+
+
+def _tagged(text: str) -> str:
+    """What stands in the first answer tag, up to its end or the end of the text; "" without the tag."""
+    return text.partition("<answer>")[2].partition("</answer>")[0]
+
+
+def _equal(number: Fraction | None, truth: object) -> bool:
+    return number is not None and number == reference(truth)
+
+
+def _as_nanochat(text: str) -> str:
+    found = _NANOCHAT.search(text)
+    return found[1].replace(",", "") if found else ""
+
+
+def _same_text(guess: str, truth: object) -> bool:
+    text = "" if truth is None else str(truth)
+    return guess != "" and guess == (_as_nanochat(text) if "####" in text else text.strip().replace(",", ""))

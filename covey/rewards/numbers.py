@@ -1,0 +1,86 @@
+"""Numbers out of model text: parsed by pattern, never evaluated, exact as fractions.
+
+Read: signs (the Unicode minus too), currency, thousands groups, decimals, percent signs (a unit: 50% is 50), powers of
+ten (`1e3`), fractions and mixed numbers. A division left undone (`48/2`) is no number: it reads as its first part.
+Hazard: the text may be hostile. Every repeat in the pattern is possessive or bounded, so a scan is linear in the text,
+and a number beyond `MAX_DIGITS` is passed over before anything is converted.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_DIGITS = 64
+"""Most digits on either side of the point; nothing longer is a number."""
+MAX_EXPONENT = 99
+"""Largest power of ten, as in `1e99`."""
+
+_LOOKALIKES = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013\uff0d\ufe63", "-"),
+        **dict.fromkeys("\u00a0\u202f\u2009", ","),
+        "\u00bd": "\x1f1/2",
+        "\u00bc": "\x1f1/4",
+        "\u00be": "\x1f3/4",
+    }
+)
+"""Dashes that stand for a minus, spaces that group thousands, and \x1f to join 2½ into 2 1/2."""
+
+_NUMBER = re.compile(
+    r"""
+    (?:(?<![\w)]) (?P<sign>[-+]) \x1f?)?        # after a letter, digit or bracket: a hyphen or an operator
+    (?:\\?[$€£¥₹]\ ?)?
+    (?:(?<=[$€£¥₹]) (?P<inner_sign>-))?
+    (?:
+      (?P<whole> \d{1,3}+ (?:,\d{3}(?!\d))++          # 1,234,567
+               | \d{1,2}+ (?:,\d\d(?=,)){1,4}+ ,\d{3}(?!\d)  # 12,34,567
+               | \d++)
+      (?: \.(?P<decimals>\d++) | [\ \x1f](?P<part>\d{1,3}+)/(?P<of>\d{1,3}+) (?![/.,]?\d) )?
+    | (?<![\d.]) \.(?P<bare_decimals>\d++)
+    )
+    (?: [eE](?P<exponent>[-+]?\d++) (?!\w) )?
+    (?: \ ?/\ ?(?P<denominator>\d++) (?!\ ?/|[.,]\d) )?
+    """,
+    re.VERBOSE,
+)
+
+
+def first_number(text: str) -> Fraction | None:
+    """The first number in `text`, or None.
+
+    >>> first_number("so it costs $1,250.50 in all")
+    Fraction(2501, 2)
+    """
+    for match in _NUMBER.finditer(text.translate(_LOOKALIKES)):
+        if (number := _value(match)) is not None:
+            return number
+    return None
+
+
+def as_number(value: object) -> Fraction | None:
+    """`value` when all of it is one number, give or take currency, percent, emphasis and a full stop; else None.
+
+    >>> as_number(" **$18.00** "), as_number("18 or 19")
+    (Fraction(18, 1), None)
+    """
+    text = str(value).strip(" \t\r\n*_`'\"").rstrip(".%$€£¥₹ ").translate(_LOOKALIKES).lstrip("\x1f")
+    match = _NUMBER.fullmatch(text)
+    number = _value(match) if match else None
+    undone = "/" in text and number is not None and number.denominator == 1
+    return None if undone else number
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The number a match stands for; None when it is oversized or divides by zero."""
+    found = {name: text or "" for name, text in match.groupdict().items()}
+    whole, decimals = found["whole"].replace(",", ""), found["decimals"] or found["bare_decimals"]
+    if max(len(whole), len(decimals), len(found["denominator"])) > MAX_DIGITS or len(found["exponent"]) > 4:
+        return None
+    exponent, denominator = int(found["exponent"] or 0), int(found["denominator"] or 1)
+    if abs(exponent) > MAX_EXPONENT or denominator == 0:
+        return None
+    number = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** exponent
+    if found["of"] and 0 < int(found["part"]) < int(found["of"]):
+        number += Fraction(int(found["part"]), int(found["of"]))
+    elif (number / denominator).denominator > 1:
+        number /= denominator
+    return -number if "-" in (found["sign"], found["inner_sign"]) else number

@@ -1,0 +1,25 @@
+"""Completions as text, whichever way a trainer hands them over."""
+
+from collections.abc import Mapping, Sequence
+
+ChatCompletion = Sequence[Mapping[str, str]]
+"""A completion as chat messages, the way TRL gives it: `[{"role": "assistant", "content": "..."}]`."""
+
+Completions = Sequence[str | ChatCompletion]
+
+
+def text_of(completion: str | ChatCompletion) -> str:
+    """The text of one completion: itself, or the content of its last assistant message.
+
+    >>> text_of([{"role": "assistant", "content": "#### 4"}])
+    '#### 4'
+    """
+    if isinstance(completion, str):
+        return completion
+    said = [message["content"] for message in completion if message.get("role", "assistant") == "assistant"]
+    return said[-1] if said else ""
+
+
+def texts(completions: Completions) -> list[str]:
+    """`text_of` each completion."""
+    return [text_of(completion) for completion in completions]

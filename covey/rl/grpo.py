@@ -1,0 +1,194 @@
+"""GRPO (Shao et al., 2024, DeepSeekMath): the loop reads as the algorithm.
+
+Per step: sample a group of answers to each prompt, score them, compare each with its group, lay them out as rows, take the log-probs the
+loss needs, update, hand the new weights to the rollout. Beside the loop, observers write, show and save what happened.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from covey.configs import EvalConfig, GRPOConfig
+from covey.data.loader import PromptLoader
+from covey.data.rows import as_rows
+from covey.errors import RecipeError
+from covey.evaluate import evaluate
+from covey.rewards.scoring import RewardFn, score
+from covey.rl.advantages import group_zscore
+from covey.rl.cluster import RLCluster
+from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.metrics import group_metrics, work_metrics
+from covey.rl.rows import Rows, lay, pack, padding_waste, spread
+from covey.train.trainer import Metrics
+from covey.types import Group
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What observers see after each step.
+
+    Attributes:
+        step: optimizer updates made so far, `total` those the run will make.
+        metrics: numbers under their usual names; `time/...` are seconds.
+        groups: every completion with its rewards and advantage.
+    """
+
+    step: int
+    total: int
+    metrics: Mapping[str, float]
+    groups: Sequence[Group]
+
+
+Observer = Callable[[StepRecord], None]
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    phase: Callable[[str], None] = lambda name: None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.phase(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class GRPOLearner:
+    """Trains the cluster's actor by GRPO.
+
+    Args:
+        rl_cluster: the models.
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in ones.
+        grpo_config: group size, updates per batch, β, clip range, reward weights.
+        observers: called with a `StepRecord` after each step, in order. Without any, one line a step is printed.
+        on_phase: called with the name of each phase as it begins.
+        eval_config: how the evaluations during training are done.
+    """
+
+    def __init__(
+        self,
+        *,
+        rl_cluster: RLCluster,
+        reward_fns: Sequence[RewardFn | str] | RewardFn | str,
+        grpo_config: GRPOConfig | None = None,
+        observers: Sequence[Observer] | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+        eval_config: EvalConfig | None = None,
+    ):
+        self.cluster = rl_cluster
+        self.config = grpo_config or GRPOConfig()
+        self.reward_fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
+        self.observers = [_print_line] if observers is None else list(observers)
+        self.on_phase, self.eval_config = on_phase, eval_config or EvalConfig()
+        self.step = 0
+        if self.config.num_generations < 2:
+            raise RecipeError(
+                f"a group of {self.config.num_generations}",
+                want="at least 2 samples to compare",
+                fix="set num_generations=8",
+                where="grpo.num_generations",
+            )
+
+    def train(self, train_ds: Any, eval_ds: Any = None) -> RLCluster:
+        """Runs to `max_steps` updates, or through the data `num_epochs` times.
+
+        Args:
+            train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a ready
+                `PromptLoader` (whose position a resumed run has restored).
+            eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
+        """
+        loader = self._loader(train_ds)
+        total = self.total_steps(loader)
+        if self.cluster.trainer is None:
+            self.cluster.prepare(self.config, total)
+        held_out = None if eval_ds is None else as_rows(eval_ds)
+        while self.step < total:
+            clock = Clock(phase=self.on_phase)
+            examples = next(loader)
+            with clock("rollout"):
+                groups = self.cluster.generate(examples, self.config.num_generations, step=self.step)
+            with clock("reward"):
+                groups = score(groups, self.reward_fns, self.config.reward_weights)
+                groups = with_advantages(groups)
+            with clock("logps"):
+                rows, lengths = self._rows(groups)
+                inputs = self._log_probs(rows, lengths, groups)
+            with clock("update"):
+                metrics = [self.cluster.update_actor(rows, inputs) for _ in range(self._updates(total))]
+            with clock("sync"):
+                self.cluster.sync_weights()
+            self.step += len(metrics)
+            self._report(total, groups, rows, metrics, clock, held_out)
+        return self.cluster
+
+    def total_steps(self, loader: PromptLoader) -> int:
+        """Optimizer updates of the whole run."""
+        training, mu = self.cluster.config.training_config, self.config.num_iterations
+        return training.max_steps or len(loader) * training.num_epochs * mu
+
+    def _loader(self, train_ds: Any) -> PromptLoader:
+        if isinstance(train_ds, PromptLoader):
+            return train_ds
+        training = self.cluster.config.training_config
+        return PromptLoader(as_rows(train_ds), training.prompts_per_step, seed=self.cluster.config.rollout_config.seed)
+
+    def _updates(self, total: int) -> int:
+        return min(self.config.num_iterations, total - self.step)
+
+    def _rows(self, groups: Sequence[Group]) -> tuple[Rows, np.ndarray]:
+        training = self.cluster.config.training_config
+        lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
+        return pack(groups, training.row_length, training.packing, training.tokens_per_micro_batch), lengths
+
+    def _log_probs(self, rows: Rows, lengths: np.ndarray, groups: Sequence[Group]) -> LossInputs:
+        """The loss's inputs; the old log-probs only when a batch is used more than once (otherwise they are the policy's own)."""
+        old = self.cluster.get_old_per_token_logps(rows, lengths) if self.config.num_iterations > 1 else None
+        ref = self.cluster.get_ref_per_token_logps(rows, lengths)
+        return LossInputs(
+            advantage=spread(rows, np.concatenate([g.advantages for g in groups])),
+            weight=spread(rows, sequence_mean_weights(lengths)),
+            old_logps=None if old is None else lay(rows, old),
+            ref_logps=None if ref is None else lay(rows, ref),
+            sampled=lay(rows, [c.logps for g in groups for c in g.completions]),
+        )
+
+    def _report(
+        self, total: int, groups: list[Group], rows: Rows, updates: list[Metrics], clock: Clock, held_out: Sequence[Any] | None
+    ) -> None:
+        training, cluster = self.cluster.config.training_config, self.cluster
+        metrics = {
+            "step": self.step,
+            **group_metrics(groups),
+            **{name: float(np.mean([m[name] for m in updates])) for name in updates[0]},
+            "learning_rate": cluster.learning_rate(self.step - 1),
+            **work_metrics(cluster.rollout.stats, clock.seconds, padding_waste(rows)),
+        }
+        every = training.eval_every_n_steps
+        if held_out is not None and every and self.step % every == 0:
+            self.on_phase("evaluate")
+            result = evaluate(cluster, held_out, self.eval_config, cluster.config.rollout_config, self.reward_fns)
+            found = {name: value for name, value in result.summary().items() if value is not None}
+            metrics |= {f"eval/{name}": float(value) for name, value in found.items()}
+        for observer in self.observers:
+            observer(StepRecord(self.step, total, metrics, groups))
+
+
+def with_advantages(groups: Sequence[Group]) -> list[Group]:
+    """The groups with each sample's advantage over its group."""
+    advantages = [group_zscore(np.asarray(g.rewards)[None])[0].astype(np.float32) for g in groups]
+    return [dataclasses.replace(g, advantages=a) for g, a in zip(groups, advantages, strict=True)]
+
+
+def _print_line(record: StepRecord) -> None:
+    names = ("reward", "completions/mean_length", "grad_norm", "step_time")
+    numbers = "  ".join(f"{name.split('/')[-1]} {record.metrics[name]:.4g}" for name in names)
+    print(f"step {record.step}/{record.total}  {numbers}", flush=True)

@@ -1,0 +1,277 @@
+"""Text to tokens and back, chat messages to the prompt the model was trained on, and which tokens end an answer.
+
+One `Tokenizer` over the `tokenizers` library, read from a Hugging Face folder here and from GGUF metadata in
+`models.gguf`. No JAX.
+
+Control tokens. Text that a caller hands to `encode` may contain the model's control tokens, and they are
+recognised: that is how a rendered template becomes tokens. What stands inside a chat *message* is data: there,
+`<|im_end|>` is spelled out in ordinary tokens, so no row of a data set can end its turn and speak as another role.
+`render` returns plain text and cannot make this difference; `encode_prompt` does.
+
+Stop tokens. Every one counts: those that the generation config, the model config and the tokenizer config name, and
+the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as control tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from covey import templates
+from covey.errors import DataError, WeightsError
+from covey.types import Message, Prompt
+
+END_TOKENS = (
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>",
+)  # fmt: skip
+PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
+
+
+class Tokenizer:
+    """Tokens of one model.
+
+    Args:
+        inner: the `tokenizers` object; truncation and padding saved in it are turned off.
+        eos_id: the token that ends a text; counted among the stop tokens.
+        stop_ids: further stop tokens, by id.
+        bos_id: the token that begins a text, if the model has one.
+        pad_id: the declared padding token.
+        add_bos: whether a plain string is encoded with `bos_id` before it.
+        chat_template: jinja2 source, None when the model has no chat format.
+    """
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        eos_id: int,
+        stop_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        pad_id: int | None = None,
+        add_bos: bool = False,
+        chat_template: str | None = None,
+    ):
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner, self.eos_id, self.bos_id, self.add_bos = inner, eos_id, bos_id, add_bos and bos_id is not None
+        self.chat_template = chat_template
+        self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
+        ends = {i for i, text in self._special.items() if text in END_TOKENS}
+        self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
+        self.pad_id = self._pick_pad(pad_id)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Read tokenizer.json and the config files beside it.
+
+        Raises:
+            WeightsError: a file is missing or malformed, or no end-of-text token is named anywhere.
+        """
+        folder = Path(folder)
+        inner = _read_inner(folder / "tokenizer.json")
+        settings = read_json(folder / "tokenizer_config.json", missing={})
+        configs = [read_json(folder / name, missing={}) for name in ("generation_config.json", "config.json")]
+        bos, eos, pad = (_special_id(inner, settings, configs, role) for role in ("bos", "eos", "pad"))
+        stops = [i for c in configs for i in _ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
+        if not stops:
+            raise WeightsError("no file names the end-of-text token", want="eos_token_id", where=str(folder))
+        return cls(
+            inner,
+            eos_id=stops[0] if eos is None else eos,
+            stop_ids=stops,
+            bos_id=bos,
+            pad_id=pad,
+            add_bos=_wants_bos(inner, settings, bos),
+            chat_template=_read_template(folder, settings),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id. The model's embedding may have more rows, for padding."""
+        return max(self.inner.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n]: the text alone, nothing added at its ends; control tokens written in it are recognised."""
+        return self._encode_with(self.inner, text)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
+        """Text of `tokens`; stop and other control tokens are left out unless `skip_special` is False."""
+        return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
+
+    def encode_prompt(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> np.ndarray:
+        """int32 [n]: a string with the model's BOS if it wants one, or messages through the chat template.
+
+        Raises:
+            DataError: messages of the wrong shape, or a template that refuses them.
+        """
+        if isinstance(prompt, str):
+            tokens = self.encode(prompt)
+            doubled = tokens.size > 0 and tokens[0] == self.bos_id
+            return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
+        mark = _unused_mark(prompt)
+        guarded = [{k: self._hide(v, mark) for k, v in m.items()} for m in _checked(prompt)]
+        text = self.render(guarded, add_generation_prompt=add_generation_prompt)
+        return self._encode_guarded(text, mark)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The chat template's text for `messages`; `variables` are passed on to it.
+
+        >>> tokenizer.render([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
+        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+
+        Raises:
+            DataError: messages of the wrong shape, or a template that refuses them.
+            WeightsError: the model has no template, or one that is too long or does not parse.
+        """
+        names = {"bos_token": self._text(self.bos_id), "eos_token": self._text(self.eos_id)}
+        chat = {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
+        return templates.render(self._template, names | chat | variables)
+
+    @cached_property
+    def _template(self) -> templates.Template:
+        if self.chat_template is None:
+            raise WeightsError(
+                "this model has no chat template, so it cannot take chat messages",
+                fix="give prompts as plain text, or use the model's instruction-tuned variant",
+            )
+        return templates.parse(self.chat_template)
+
+    def _hide(self, text: str, mark: str) -> str:
+        """Control tokens spelled in message text become `mark id mark`, which the template carries through."""
+        return self._special_pattern.sub(lambda found: f"{mark}{self._special_ids[found[0]]}{mark}", text)
+
+    def _encode_guarded(self, text: str, mark: str) -> np.ndarray:
+        parts = re.split(f"{mark}([0-9]+){mark}", text)
+        if len(parts) == 1:
+            return self.encode(text)
+        pieces = [self._spell(int(part)) if odd else self.encode(part) for odd, part in _alternate(parts)]
+        return np.concatenate(pieces).astype(np.int32)
+
+    def _spell(self, token: int) -> np.ndarray:
+        return self._encode_with(self._literal, self._special[token])
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """A copy that reads control tokens as the text they are written in."""
+        copy = tokenizers.Tokenizer.from_str(self.inner.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {text: token for token, text in self._special.items()}
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @staticmethod
+    def _encode_with(inner: tokenizers.Tokenizer, text: str) -> np.ndarray:
+        try:
+            return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise DataError(f"this is not text that can be encoded: {text!r:.80}", want="valid Unicode text") from error
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.inner.id_to_token(token) or ""
+
+    def _pick_pad(self, declared: int | None) -> int:
+        """The declared padding token unless it is a stop token: then a loss mask made from it would drop the stop."""
+        usual = [self.inner.token_to_id(text) for text in PAD_TOKENS]
+        spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
+        choices = [token for token in (declared, *usual, *spare) if token is not None and token not in self.stop_ids]
+        return choices[0] if choices else self.eos_id
+
+
+def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object from a file; `missing` instead of an error when there is no file."""
+    if missing is not None and not path.is_file():
+        return missing
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise WeightsError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"cannot be read: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise WeightsError("holds no JSON object", where=str(path))
+    return value
+
+
+# --- a Hugging Face folder
+
+
+def _read_inner(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise WeightsError(
+            "no tokenizer.json in this folder",
+            fix="save it with the model's tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
+            where=str(path.parent),
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise WeightsError(f"not a tokenizer: {error}", where=str(path)) from error
+
+
+def _special_id(
+    inner: tokenizers.Tokenizer, settings: Mapping[str, Any], configs: Sequence[Mapping[str, Any]], role: str
+) -> int | None:
+    """Id of `bos_token`, `eos_token` or `pad_token`: by its text in the tokenizer config, else by id."""
+    value = settings.get(f"{role}_token")
+    text = value.get("content") if isinstance(value, dict) else value
+    if isinstance(text, str) and (token := inner.token_to_id(text)) is not None:
+        return token
+    return next((i for config in configs for i in _ids(config.get(f"{role}_token_id"))), None)
+
+
+def _ids(value: Any) -> list[int]:
+    return [int(i) for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
+    """What the config says; else what the tokenizer itself puts before an empty text."""
+    said = settings.get("add_bos_token")
+    return said if isinstance(said, bool) else bos is not None and inner.encode("").ids[:1] == [bos]
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the config's template; of several named ones, `default`."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+# --- chat messages
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Plain dicts of text, so that a template in the sandbox gets nothing else in its hands."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise DataError(f"message {index} is {message!r:.80}", want='{"role": ..., "content": ...}')
+        if not all(isinstance(value, str) for value in message.values()):
+            raise DataError(f"message {index} has a field that is not text: {message!r:.80}", want="text only")
+    return [{str(key): str(value) for key, value in message.items()} for message in messages]
+
+
+def _unused_mark(messages: Sequence[Message]) -> str:
+    """A code point that Unicode reserves for no character, and that none of the messages contains."""
+    used = set("".join(value for message in _checked(messages) for value in message.values()))
+    free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
+    if not free:
+        raise DataError("a message contains every one of Unicode's noncharacters", want="text")
+    return free[0]
+
+
+def _alternate(parts: list[str]) -> list[tuple[bool, str]]:
+    return [(index % 2 == 1, part) for index, part in enumerate(parts)]

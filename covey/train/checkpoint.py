@@ -1,0 +1,307 @@
+"""Checkpoints a run can trust: written aside, digested, put in place at once, and checked before they are used.
+
+    folder/00000500/arrays/       Orbax; every leaf under its dotted path, so that no class name is stored
+                    meta.json     the step, type and shape of each leaf, and the caller's `extra`
+                    SHA256SUMS    digest of every file; `sha256sum -c SHA256SUMS` checks it by hand
+    folder/lock                   held by the one writer
+
+A step is written in `00000500.partial`. SHA256SUMS is the last file to appear in it and makes it whole; a rename puts
+it in place. Killed at any moment, the folder holds whole steps, and leftovers that the next writer finishes or
+removes. Orbax casts and reads flipped bytes without a word: what does not match its digest or its target is refused
+here.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+from orbax.checkpoint import v1 as ocp
+
+from covey.errors import CoveyError, ResumeError
+from covey.parallel.reshard import flatten
+from covey.train.folders import damage_in, put_in_place, remove, seal, take_lock, tidy
+
+ARRAYS, META = "arrays", "meta.json"
+
+
+class Checkpointer:
+    """The checkpoints of one run. One process; a run over several hosts is refused for now.
+
+    Close it, best by `with`: a save still being written when the program just ends is lost (the steps before it are
+    not).
+
+    Args:
+        folder: where they lie; made when it is not there.
+        max_to_keep: how many of the latest steps stay.
+        read_only: only restore: no lock is taken, nothing is removed, and a run may be writing meanwhile.
+
+    Raises:
+        ResumeError: another writer holds the folder, or it cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False):
+        if jax.process_count() > 1:
+            raise CoveyError(f"checkpoints from {jax.process_count()} processes", want="a run of one process")
+        if max_to_keep < 1:
+            raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
+        self.folder = Path(folder).absolute()
+        self._max_to_keep = max_to_keep
+        self._pending: Future[None] | None = None
+        self._abandoned: set[int] = set()
+        self._lock = None if read_only else take_lock(self.folder)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        logging.getLogger("absl").addFilter(_not_raised_here)
+        if not read_only:
+            tidy(self.folder)
+
+    def steps(self) -> list[int]:
+        """The steps in the folder, in order. A step still being written is not among them."""
+        found = (path.name for path in self.folder.glob("*") if path.is_dir())
+        return sorted(int(name) for name in found if re.fullmatch(r"\d{8,}", name))
+
+    def latest(self) -> int | None:
+        """The last step, None when there is none."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None) -> None:
+        """Start writing `state`; returns as soon as it is copied, so that the caller may go on training or donate it.
+
+        An earlier save is waited for first, and its failure raised. A step that is there already is replaced.
+
+        Args:
+            step: optimizer updates done.
+            state: arrays in any nesting, typed random keys included.
+            extra: what else the run needs to go on; comes back as JSON does (tuples as lists, every key as text).
+
+        Raises:
+            ResumeError: the folder holds a later step, which this run did not go back from with `restore`.
+            CoveyError: a leaf is no array.
+            TypeError: `extra` is not JSON.
+
+        A disk that is full is found while writing: the next `save`, `wait` or `close` raises it, as a ResumeError.
+        """
+        if self._lock is None:
+            raise CoveyError("these checkpoints were opened to be read, or are closed", want="an open Checkpointer")
+        self.wait()
+        self._refuse_going_back(step)
+        flat = flatten(state)
+        meta = {"step": step, "leaves": {name: _entry(name, leaf) for name, leaf in flat.items()}, "extra": extra or {}}
+        text = json.dumps(meta, indent=1)
+        partial = self._path(step).with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
+        response = ocp.save_async(partial / ARRAYS, stored) if stored else None
+        self._pending = self._worker.submit(self._finish, partial, text, response)
+
+    def restore(
+        self, step: int | None = None, target: PyTree | None = None, *, subset: bool = False
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """The state of `step` and its `extra`, after checking every file against its digest.
+
+        Args:
+            step: the latest when not set. After going back to an earlier one, the next save removes the ones after it.
+            target: arrays, or `jax.ShapeDtypeStruct` with shardings (without: the first device), in the nesting wanted.
+                Devices and layout may differ from those at saving. When not set: nested dicts on the first device.
+            subset: leave out what `target` does not ask for (only the parameters, say); otherwise that is an error.
+
+        Raises:
+            ResumeError: no such step; a file that is damaged, with the last step that is whole; or a leaf that is
+                missing or of another type or shape than in `target`.
+        """
+        self.wait()
+        step = self._existing(step)
+        path = self._path(step)
+        if damage := damage_in(path):
+            raise self._damaged(step, damage)
+        meta = json.loads((path / META).read_text())
+        flat = _abstract(meta["leaves"]) if target is None else flatten(target)
+        _refuse_misfit(flat, meta["leaves"], subset, path)
+        loaded = _load(path, flat, meta["leaves"])
+        self._abandoned = {later for later in self.steps() if later > step}
+        if target is None:
+            return _nested(loaded), meta["extra"]
+        return jax.tree.unflatten(jax.tree.structure(target), list(loaded.values())), meta["extra"]
+
+    def wait(self) -> None:
+        """Until the last save is in place; raises what made it fail."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, then let go of the folder."""
+        lock, self._lock = self._lock, None
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+            if lock is not None:
+                lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{step:08d}"
+
+    def _finish(self, partial: Path, meta: str, response: ocp.AsyncResponse[None] | None) -> None:
+        """In the worker's thread: wait for Orbax, seal, put in place, and remove what is no longer kept."""
+        try:
+            partial.mkdir(exist_ok=True)
+            (partial / META).write_text(meta)
+            if response is not None:
+                response.result()
+            seal(partial)
+            put_in_place(partial)
+        except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ResumeError(
+                f"checkpoint {int(partial.stem)} could not be written: {error}",
+                want="room, and the right to write",
+                fix="make room and resume; the checkpoints before it are whole",
+                where=str(self.folder),
+            ) from error
+        self._drop_old(int(partial.stem))
+
+    def _drop_old(self, step: int) -> None:
+        """Remove what `step` leaves behind: the steps this run went back from, and those beyond `max_to_keep`."""
+        for abandoned in self._abandoned - {step}:
+            remove(self._path(abandoned))
+        self._abandoned = set()
+        for old in self.steps()[: -self._max_to_keep]:
+            remove(self._path(old))
+
+    def _refuse_going_back(self, step: int) -> None:
+        later = [found for found in self.steps() if found > step and found not in self._abandoned]
+        if later:
+            raise ResumeError(
+                f"checkpoint {step} would come before {later[-1]}, which is already there",
+                want="one run in a folder",
+                fix=f"resume from {later[-1]}, or choose another folder",
+                where=str(self.folder),
+            )
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise ResumeError("no checkpoint here", fix="start a new run", where=str(self.folder))
+        if step is not None and step not in steps:
+            raise ResumeError(f"no checkpoint {step}", want=f"one of {steps}", where=str(self.folder))
+        return steps[-1] if step is None else step
+
+    def _damaged(self, step: int, damage: str) -> ResumeError:
+        earlier = [before for before in reversed(self.steps()) if before < step]
+        good = next((before for before in earlier if not damage_in(self._path(before))), None)
+        fix = f"remove this folder to go on from {good}, the last step that is whole" if good is not None else ""
+        return ResumeError(
+            f"checkpoint {step} is damaged: {damage}",
+            want="files as they were written",
+            fix=fix or "start again: no earlier checkpoint is whole",
+            where=str(self._path(step)),
+        )
+
+
+def _not_raised_here(record: logging.LogRecord) -> bool:
+    """False for the traceback that Orbax logs from each of its threads when a save fails: `wait` raises that error."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _entry(name: str, leaf: Any) -> dict[str, Any]:
+    """What meta.json says of a leaf."""
+    if not isinstance(leaf, jax.Array):
+        kind = type(leaf).__name__
+        raise CoveyError(
+            f"leaf {name!r} of a checkpoint is a {kind}", want="JAX arrays", fix="put other values into `extra`"
+        )
+    entry: dict[str, Any] = {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+    return entry | {"key": str(jax.random.key_impl(leaf))} if _is_key(leaf) else entry
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _as_stored(leaf: jax.Array) -> jax.Array:
+    """Random keys are stored as their uint32 data."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _abstract(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """A target on the first device for everything that was saved."""
+
+    def one(entry: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+        dtype = jax.random.key(0, impl=entry["key"]).dtype if "key" in entry else jnp.dtype(entry["dtype"])
+        return jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype)
+
+    return {name: one(entry) for name, entry in leaves.items()}
+
+
+def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The leaves of `target` from Orbax, in its order and on its shardings."""
+
+    def stored(leaf: Any) -> jax.ShapeDtypeStruct:
+        plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        plain = jax.eval_shape(jax.random.key_data, plain) if _is_key(leaf) else plain
+        return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=_sharding(leaf))
+
+    wanted = {name: stored(leaf) for name, leaf in target.items() if 0 not in leaf.shape}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        found = ocp.load(path / ARRAYS, wanted) if wanted else {}
+
+    def as_saved(name: str, leaf: Any) -> jax.Array:
+        if name not in found:
+            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), _sharding(leaf))
+        return jax.random.wrap_key_data(found[name], impl=leaves[name]["key"]) if _is_key(leaf) else found[name]
+
+    return {name: as_saved(name, leaf) for name, leaf in target.items()}
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding:
+    return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _refuse_misfit(target: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool, path: Path) -> None:
+    """Name every leaf that the checkpoint lacks, has too many, or holds in another type or shape."""
+    wrong = [f"{name} is not in the checkpoint" for name in target if name not in leaves]
+    wrong += [f"{name} is not in the target" for name in leaves if name not in target and not subset]
+    for name, leaf in target.items():
+        have = leaves.get(name, {"dtype": str(leaf.dtype), "shape": list(leaf.shape)})
+        want = {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+        if (have["dtype"], have["shape"]) != (want["dtype"], want["shape"]):
+            saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in (have, want))
+            wrong.append(f"{name} was saved as {saved}, wanted is {wanted}")
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ResumeError(
+            "the checkpoint does not fit: " + "; ".join(wrong[:5]) + more,
+            want="the model, adapters and optimizer it was saved with",
+            fix="resume with the recipe in the run folder",
+            where=str(path),
+        )
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *folders, last = name.split(".")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[last] = leaf
+    return tree

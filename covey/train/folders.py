@@ -1,0 +1,121 @@
+"""Folders that are whole or not there: sealed with digests, put in place by a rename, written by one process.
+
+A folder is filled under the name `X.partial`. `seal` writes its SHA256SUMS, the last file to appear; from then on it
+is whole, and `put_in_place` renames it to `X`. `X.old` is a folder on its way out. `tidy` finishes what a kill
+interrupted.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+from covey.errors import ResumeError
+
+SUMS = "SHA256SUMS"
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file under `folder` but SHA256SUMS, by its relative name. Hidden ones are not ours."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
+    return {str(path.relative_to(folder)): path for path in paths if path != folder / SUMS}
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(files, pool.map(digest, files.values()), strict=True))
+
+
+def seal(folder: Path) -> None:
+    """Put everything on the disk, then the digests, which make the folder whole."""
+    draft = folder / f".{SUMS}"
+    draft.write_text("".join(f"{digest}  {name}\n" for name, digest in _digests(_files(folder)).items()))
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+    draft.rename(folder / SUMS)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage_in(folder: Path) -> str:
+    """What is wrong with the files of a checkpoint, in words; empty when nothing is."""
+    try:
+        lines = (folder / SUMS).read_text().splitlines()
+        listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (FileNotFoundError, ValueError) as error:
+        return f"{SUMS} cannot be read ({error})"
+    files = _files(folder)
+    if odd := sorted(listed.keys() ^ files.keys()):
+        return f"{odd[0]} is missing" if odd[0] in listed else f"{odd[0]} is not listed in {SUMS}"
+    digests = _digests(files)
+    changed = [name for name in files if digests[name] != listed[name]]
+    return f"{', '.join(changed)} changed since it was written" if changed else ""
+
+
+def put_in_place(partial: Path) -> None:
+    """Rename a sealed folder `X.partial` to `X`, in place of an older `X`."""
+    final = partial.with_suffix("")
+    if final.exists():
+        remove(final)  # killed here, `tidy` finds the sealed folder and goes on
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Take a folder away at once: half removed, it must not pass for whole."""
+    old = folder.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    shutil.rmtree(old)
+
+
+def tidy(folder: Path) -> None:
+    """Finish or remove what a killed process left behind."""
+    for partial in folder.glob("[0-9]*.partial"):
+        if (partial / SUMS).exists():
+            put_in_place(partial)
+        else:
+            shutil.rmtree(partial)
+    for old in folder.glob("[0-9]*.old"):
+        shutil.rmtree(old)
+
+
+def take_lock(folder: Path) -> TextIO:
+    """The folder's lock, held until the file is closed. The system drops it with the process, so none is ever stale."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+")
+    except OSError as error:
+        raise ResumeError(f"checkpoints cannot be written: {error.strerror}", where=str(folder)) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise ResumeError(
+            f"another run writes its checkpoints here: {holder}",
+            want="one writer",
+            fix="wait for it, end it, or choose another folder",
+            where=str(folder),
+        ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock

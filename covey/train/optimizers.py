@@ -1,0 +1,162 @@
+"""The optimizer of a run: clip, AdamW, and the learning rate of every step.
+
+`OptimizerConfig` comes in, an optax transformation goes out. What differs from a bare `optax.adamw`:
+
+- no update is wasted: the warm-up starts above 0 and the decay reaches 0 just behind the last update;
+- biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
+  Under LoRA only matrices are trained and the two agree;
+- the arithmetic is float32 whatever the parameters are. Narrower ones keep a float32 copy in the optimizer's state: a
+  step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4), so without it they would never move.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from covey.configs import OptimizerConfig
+from covey.errors import RecipeError, nearest
+from covey.parallel.reshard import dotted
+
+
+def make_optimizer(
+    config: OptimizerConfig | optax.GradientTransformation, total_steps: int
+) -> optax.GradientTransformation:
+    """Clip of the global norm, then AdamW (Loshchilov & Hutter, 2019, algorithm 2) at the rates of `learning_rate`.
+
+    Args:
+        config: the settings; or a transformation of the caller's, which is returned as it is.
+        total_steps: optimizer updates of the whole run, resumed parts included.
+
+    Raises:
+        RecipeError: a setting is out of range.
+    """
+    if isinstance(config, optax.GradientTransformation):
+        return config
+    rate = learning_rate(config, total_steps)
+    adamw = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed)
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    return _in_float32(optax.chain(clip, adamw))
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """The learning rate of update 0, 1, ..., total_steps − 1, as a function of that number.
+
+    W = warmup_ratio · total_steps, to the nearest whole number. Update n < W gets peak · (n + 1) / (W + 1), update W
+    the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, the update that no longer
+    happens. From W on these are the numbers of optax, Tunix and Hugging Face, whose warm-up starts at 0: their first
+    update does nothing.
+
+    >>> rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.25, schedule="linear"), 4)
+    >>> [round(float(rate(n)), 4) for n in range(5)]
+    [0.5, 1.0, 0.6667, 0.3333, 0.0]
+
+    Raises:
+        RecipeError: a setting is out of range.
+    """
+    _check(config, total_steps)
+    peak = config.learning_rate
+    warmup = min(round(config.warmup_ratio * total_steps), total_steps - 1)
+    decay = _DECAYS[config.schedule](peak, total_steps - warmup)
+    if warmup == 0:
+        return decay
+    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
+
+
+def decayed(params: PyTree) -> PyTree:
+    """True for each parameter that weight decay shrinks: matrices and embeddings, not biases and norm scales.
+
+    The name counts as well as the rank: with layers stacked for a scan a norm's scale is [layers, D].
+    """
+
+    def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        return leaf.ndim >= 2 and dotted(path).split(".")[-1] not in ("bias", "scale")
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+class Float32State(NamedTuple):
+    """State of an optimizer that computes in float32."""
+
+    inner: optax.OptState
+    master: PyTree
+    """The parameters in float32 where they are stored narrower, None elsewhere."""
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` on float32 gradients and parameters; narrow parameters follow their float32 copy, rounded."""
+
+    def init(params: PyTree) -> Float32State:
+        return Float32State(inner.init(jax.tree.map(_widen, params)), jax.tree.map(_copy_if_narrow, params))
+
+    def update(grads: PyTree, state: Float32State, params: PyTree = None) -> tuple[PyTree, Float32State]:
+        wide = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
+        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide)
+        moved = optax.apply_updates(wide, updates)
+        master = jax.tree.map(lambda p, m: m if _is_narrow(p) else None, params, moved)
+        updates = jax.tree.map(_update_to, params, moved, updates)
+        return updates, Float32State(inner_state, master)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_narrow(x: jax.Array) -> bool:
+    return bool(jnp.finfo(x.dtype).bits < 32)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if _is_narrow(x) else x
+
+
+def _copy_if_narrow(x: jax.Array) -> jax.Array | None:
+    return x.astype(jnp.float32) if _is_narrow(x) else None
+
+
+def _update_to(param: jax.Array, moved: jax.Array, update: jax.Array) -> jax.Array:
+    """What `optax.apply_updates` must add so that a narrow `param` becomes `moved` rounded to its type."""
+    return moved.astype(param.dtype).astype(moved.dtype) - param if _is_narrow(param) else update
+
+
+def _check(config: OptimizerConfig, total_steps: int) -> None:
+    """Refuse settings outside the ranges of `_RANGES`."""
+    if config.schedule not in _DECAYS:
+        raise _bad("schedule", config.schedule, nearest(config.schedule, _DECAYS))
+    for name, (low, high, want) in _RANGES.items():
+        value = getattr(config, name)
+        in_range = isinstance(value, int | float) and math.isfinite(value) and low <= value < high
+        if not in_range or (name == "eps" and value == 0):
+            raise _bad(name, value, want)
+    if not isinstance(total_steps, int) or total_steps < 1:
+        raise _bad("total_steps", total_steps, "a whole number, at least 1")
+
+
+def _bad(name: str, value: object, want: str) -> RecipeError:
+    return RecipeError(f"{name} is {value!r}", want=want, where=f"OptimizerConfig.{name}")
+
+
+def _cosine(peak: float, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, steps)
+
+
+def _linear(peak: float, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(peak, 0.0, steps)
+
+
+def _constant(peak: float, steps: int) -> optax.Schedule:
+    return optax.constant_schedule(peak)
+
+
+_DECAYS = {"cosine": _cosine, "linear": _linear, "constant": _constant}
+
+_RANGES = {
+    "learning_rate": (0.0, math.inf, "a number, 0 or more"),
+    "b1": (0.0, 1.0, "at least 0 and below 1"),
+    "b2": (0.0, 1.0, "at least 0 and below 1"),
+    "eps": (0.0, math.inf, "above 0"),
+    "weight_decay": (0.0, math.inf, "0 or more"),
+    "warmup_ratio": (0.0, 1.0, "at least 0 and below 1: a share of the steps"),
+    "max_grad_norm": (0.0, math.inf, "0 (off) or more"),
+}

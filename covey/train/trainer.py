@@ -1,0 +1,105 @@
+"""The trainer: gradients summed over micro-batches, one update a step. Supervised and RL training share it and differ in their loss.
+
+A loss here is a *share*: summed over the micro-batches of a step it is the step's loss, so its denominators were fixed before the first
+micro-batch. Adding shares is then all that gradient accumulation does.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from covey.models.decoder import Decoder
+from covey.models.lora import has_lora
+from covey.parallel.placement import optimizer_shardings
+
+LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], dict[str, Array]]]
+"""(graph, params, micro-batch) → the micro-batch's share of the loss, and of each metric."""
+
+Metrics = dict[str, float]
+
+
+class Trainer:
+    """Owns the trainable weights of one model and their optimizer.
+
+    Args:
+        model: with adapters, only those are trained; else everything. The trainer takes the trainable arrays over: their buffers
+            are reused at each update, so nothing else may hold them.
+        optimizer: any optax transformation.
+        loss_fn: see `LossFn`.
+
+    Attributes:
+        kind: the variables that are trained: `nnx.LoRAParam` or `nnx.Param`.
+        trainable, frozen: the model's state, split. `params` is both together.
+        opt_state: the optimizer's.
+        step: updates made.
+    """
+
+    def __init__(self, model: Decoder, optimizer: optax.GradientTransformation, loss_fn: LossFn):
+        self.kind = nnx.LoRAParam if has_lora(model) else nnx.Param
+        self.graph, self.trainable, self.frozen = nnx.split(model, self.kind, ...)
+        self.optimizer, self.loss_fn, self.step = optimizer, loss_fn, 0
+        # Without out_shardings the moments of sharded weights would all land on one device.
+        where = optimizer_shardings(optimizer, self.trainable)
+        self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
+        options = compiler_options()
+        self._accumulate = jax.jit(self._share, donate_argnums=(2,), compiler_options=options)
+        self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1))
+
+    @property
+    def params(self) -> nnx.State:
+        """The whole state, as the decoder's graph takes it."""
+        return nnx.merge_state(self.trainable, self.frozen)
+
+    def update(self, micro_batches: Iterable[Any]) -> Metrics:
+        """One optimizer step on the sum of the micro-batches' losses; metrics are summed alike, `grad_norm` is before the clip."""
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), self.trainable)
+        totals: dict[str, Array] = {}
+        for batch in micro_batches:
+            grads, shares = self._accumulate(self.trainable, self.frozen, grads, batch)
+            totals = {name: _combined(name, totals.get(name), share) for name, share in shares.items()}
+        self.trainable, self.opt_state, norm = self._apply(self.trainable, self.opt_state, grads)
+        self.step += 1
+        return {name: float(total) for name, total in totals.items()} | {"grad_norm": float(norm)}
+
+    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any) -> tuple[Any, dict[str, Array]]:
+        def loss(trainable: Any) -> tuple[Array, dict[str, Array]]:
+            return self.loss_fn(self.graph, nnx.merge_state(trainable, frozen), batch)
+
+        share, metrics = jax.grad(loss, has_aux=True)(trainable)
+        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as nested dicts of arrays."""
+        return {"params": nnx.to_pure_dict(self.trainable), "opt_state": self.opt_state}
+
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        """Takes up a checkpoint's `state()` at `step`."""
+        nnx.replace_by_pure_dict(self.trainable, state["params"])
+        self.opt_state, self.step = state["opt_state"], step
+
+
+def _combined(name: str, total: Array | None, share: Array) -> Array:
+    """A metric of the step so far: shares add up, except the smallest and the largest values."""
+    if total is None:
+        return share
+    combine = {"min": jnp.minimum, "max": jnp.maximum}.get(name.rsplit("/", 1)[-1], jnp.add)
+    return combine(total, share)
+
+
+def _apply(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, Array]:
+    norm = optax.global_norm(grads)
+    updates, opt_state = optimizer.update(grads, opt_state, trainable)
+    return optax.apply_updates(trainable, updates), opt_state, norm
+
+
+def compiler_options() -> dict[str, str]:
+    """XLA's memory-saving order of operations on CPU; without it, rematerialised layers that are unrolled save nothing there."""
+    if jax.default_backend() != "cpu":
+        return {}
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -1,0 +1,159 @@
+"""Every form in which users hold prompts comes out as the same rows (one container type only is a known trap)."""
+
+import itertools
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.data import rows as rows_module
+from covey.data.rows import as_rows
+from covey.errors import DataError
+
+ROWS = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+class HubLike:
+    """Rows by number and columns by name, as Hugging Face data sets have them."""
+
+    column_names = ("prompt", "answer")
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, key):
+        return ROWS[key] if isinstance(key, int) else [row[key] for row in ROWS]
+
+
+FORMS = {
+    "rows": ROWS,
+    "a tuple of rows": tuple(ROWS),
+    "a generator of rows": (row for row in ROWS),
+    "rows with prompts": [{"prompts": r["prompt"], "answer": r["answer"]} for r in ROWS],
+    "columns": {"prompt": ["2+2?", "3+3?"], "answer": ["4", "6"]},
+    "columns of arrays": {"prompts": np.array(["2+2?", "3+3?"]), "answer": np.array(["4", "6"])},
+    "columns of bytes": {"prompts": np.array([b"2+2?", b"3+3?"]), "answer": [b"4", b"6"]},
+    "columns of objects": {"prompts": np.array(["2+2?", "3+3?"], dtype=object), "answer": ("4", "6")},
+    "a hub data set": HubLike(),
+    "one batch": [{"prompts": ["2+2?", "3+3?"], "answer": ["4", "6"]}],
+    "batches of arrays": [
+        {"prompts": np.array(["2+2?"]), "answer": np.array(["4"])},
+        {"prompts": np.array([b"3+3?"]), "answer": np.array([b"6"])},
+    ],
+    "rows of NumPy scalars": [{"prompt": np.str_(r["prompt"]), "answer": np.bytes_(r["answer"])} for r in ROWS],
+    "rows of 0-d arrays": [{"prompt": np.array(r["prompt"]), "answer": np.array(r["answer"])} for r in ROWS],
+    "a grain data set": grain.MapDataset.source(ROWS),
+    "a grain data set of batches": grain.MapDataset.source(ROWS).batch(2),
+    "a grain iterator": grain.MapDataset.source(ROWS).to_iter_dataset(),
+}
+
+
+@pytest.mark.parametrize("data", FORMS.values(), ids=FORMS)
+def test_every_form_gives_the_same_rows(data):
+    rows = as_rows(data)
+    assert rows == ROWS
+    assert {type(value) for row in rows for value in row.values()} == {str}
+
+
+PROMPTS = {
+    "texts": ["2+2?", "3+3?"],
+    "a tuple of texts": ("2+2?", "3+3?"),
+    "an array of texts": np.array(["2+2?", "3+3?"]),
+    "an array of bytes": np.array([b"2+2?", b"3+3?"]),
+    "an array of objects": np.array(["2+2?", "3+3?"], dtype=object),
+    "bytes": [b"2+2?", b"3+3?"],
+}
+
+
+@pytest.mark.parametrize("data", PROMPTS.values(), ids=PROMPTS)
+def test_prompts_alone_are_rows(data):
+    assert as_rows(data) == [{"prompt": "2+2?"}, {"prompt": "3+3?"}]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [CHAT],
+        [tuple(CHAT)],
+        [{"prompt": CHAT}],
+        {"prompt": [CHAT]},
+        [{"prompts": [CHAT]}],
+        [{"prompts": np.array([[m] for m in CHAT], dtype=object)}],
+    ],
+    ids=["chats", "tuples", "rows", "columns", "a batch", "an array"],
+)
+def test_chat_prompts_stay_message_lists(data):
+    assert as_rows(data) == [{"prompt": CHAT}]
+
+
+def test_a_chat_of_several_turns_is_one_prompt():
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert as_rows([{"prompt": chat, "answer": "4"}]) == [{"prompt": chat, "answer": "4"}]
+
+
+def test_columns_keep_their_types_and_single_values_hold_for_all():
+    data = {"prompt": ["a", "b"], "n": np.array([1, 2]), "x": np.float32([0.5, 0.25]), "level": "easy", "none": None}
+    rows = as_rows(data)
+    assert rows[1] == {"prompt": "b", "n": 2, "x": 0.25, "level": "easy", "none": None}
+    assert type(rows[1]["n"]) is int
+
+
+def test_lists_inside_rows_are_not_taken_for_batches():
+    assert as_rows([{"prompt": "a", "choices": ["x", "y", "z"]}]) == [{"prompt": "a", "choices": ["x", "y", "z"]}]
+
+
+def test_bytes_that_are_no_text_stay_bytes():
+    assert as_rows([{"prompt": "a", "image": b"\xff\xfe"}])[0]["image"] == b"\xff\xfe"
+
+
+REFUSED = {
+    "empty list": ([], "empty"),
+    "empty columns": ({"prompt": []}, "empty"),
+    "nothing": ({}, "no prompt"),
+    "a path": ("train.jsonl", "one text"),
+    "a number": (3, "int"),
+    "None": (None, "NoneType"),
+    "no prompt column": ([{"promt": "a"}], "item 0.*no prompt[\\s\\S]*did you mean 'promt'"),
+    "splits": ({"train": [], "test": []}, "several splits[\\s\\S]*data\\['train'\\]"),
+    "ragged columns": ({"prompt": ["a", "b"], "answer": ["1"]}, "'answer' has 1 entries and 'prompt' has 2"),
+    "a prompt for a column": ({"prompt": "a"}, "column 'prompt' is a str"),
+    "an empty prompt": (["a", " "], "item 1"),
+    "a missing prompt": ([{"prompt": None}], "item 0"),
+    "a number for a prompt": ([{"prompt": 3}], "item 0"),
+    "a message without a role": ([{"prompt": [{"content": "a"}]}], "item 0"),
+    "a message of parts": ([[{"role": "user", "content": [{"type": "image"}]}]], "item 0"),
+    "rows in rows": ([[{"prompt": "a"}]], "item 0"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_holds_no_prompts_is_refused_by_name(data, message):
+    with pytest.raises(DataError, match=message):
+        as_rows(data)
+
+
+def test_our_own_data_set_is_told_to_pass_a_part():
+    from covey.data.source import Dataset
+
+    with pytest.raises(DataError, match=r"pass .train"):
+        as_rows(Dataset("x", ROWS, ROWS))
+
+
+def test_endless_data_is_refused(monkeypatch):
+    with pytest.raises(DataError, match="before repeat"):
+        as_rows(grain.MapDataset.source(ROWS).repeat())
+    monkeypatch.setattr(rows_module, "MOST_ROWS", 100)
+    with pytest.raises(DataError, match="before repeat"):
+        as_rows(itertools.cycle(ROWS))
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=5), st.one_of(st.none(), st.integers(), st.text())), max_size=5))
+def test_any_list_of_dicts_is_rows_or_a_data_error(data):
+    try:
+        rows = as_rows(data)
+    except DataError:
+        return
+    assert as_rows(rows) == rows

@@ -1,0 +1,243 @@
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.configs import DataConfig
+from covey.data import load
+from covey.data.gsm8k import final_answer
+from covey.errors import DataError
+from covey.rewards.gsm8k import exact_answer, reference
+
+GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "gsm8k"
+
+SAMPLE = [
+    {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n:,}"}
+    for n in range(1, 2001, 40)
+]
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "train.jsonl", SAMPLE[:40])
+    write(tmp_path / "test.jsonl", SAMPLE[40:])
+    return tmp_path
+
+
+def jsonl(path, **options):
+    return load(DataConfig(task="jsonl", path=str(path), **options))
+
+
+# GSM8K
+
+
+@pytest.fixture
+def gsm8k(folder):
+    """The real data set where it lies beside the repository, a small one of the same form elsewhere."""
+    return (GSM8K, 7473, 1319) if GSM8K.is_dir() else (folder, 40, 10)
+
+
+def test_gsm8k_is_read_whole_and_every_answer_is_a_number(gsm8k):
+    path, train, test = gsm8k
+    data = load(DataConfig(task="gsm8k", path=str(path)))
+    assert (len(data.train), len(data.test)) == (train, test)
+    for row in [*data.train, *data.test]:
+        assert reference(row["answer"]) is not None, row
+        assert row["prompt"][1] == {"role": "user", "content": row["question"]}
+        assert set(row) == {"prompt", "question", "answer"}
+
+
+def test_the_reference_solutions_of_gsm8k_score_one_against_themselves(gsm8k):
+    path, _, test = gsm8k
+    records = [json.loads(line) for line in (path / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    solutions, answers = [r["answer"] for r in records], [final_answer(r["answer"]) for r in records]
+    assert sum(exact_answer(solutions, solutions, answers)) == test
+    assert sum(exact_answer(solutions, solutions, answers, strict=True)) == test
+    assert sum(exact_answer(solutions, solutions, [None] * test)) == 0
+
+
+def test_gsm8k_asks_for_the_tags_unless_told_otherwise(folder):
+    data = load(DataConfig(task="gsm8k", path=str(folder)))
+    for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
+        assert data.system.count(tag) == 1
+    assert data.train[0]["prompt"][0] == {"role": "system", "content": data.system}
+    own = load(DataConfig(task="gsm8k", path=str(folder), system="End with #### and the number."))
+    assert own.test[0]["prompt"][0]["content"] == "End with #### and the number."
+
+
+def test_training_rows_are_shuffled_by_the_seed_and_test_rows_keep_the_files_order(folder):
+    questions = [r["question"] for r in SAMPLE]
+    data = load(DataConfig(task="gsm8k", path=str(folder)))
+    order = [row["question"] for row in data.train]
+    expected = questions[:40]
+    random.Random(42).shuffle(expected)
+    assert order == expected != questions[:40]
+    assert [row["question"] for row in data.test] == questions[40:]
+    assert [r["question"] for r in load(DataConfig(task="gsm8k", path=str(folder), seed=1)).train] != order
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1.0, 40), (0.5, 20), (0.26, 10), (0.001, 1)])
+def test_a_fraction_is_a_part_of_the_same_order(folder, fraction, count):
+    whole = load(DataConfig(task="gsm8k", path=str(folder)))
+    part = load(DataConfig(task="gsm8k", path=str(folder), train_fraction=fraction))
+    assert part.train == whole.train[:count]
+    assert part.test == whole.test
+
+
+def test_gsm8k_from_one_file_holds_out_its_last_tenth(folder):
+    data = load(DataConfig(task="gsm8k", path=str(folder / "train.jsonl")))
+    assert [row["question"] for row in data.test] == [r["question"] for r in SAMPLE[36:40]]
+    both = load(DataConfig(task="gsm8k", path=str(folder / "train.jsonl"), test_path=str(folder / "test.jsonl")))
+    assert (len(both.train), len(both.test)) == (40, 10)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("so 3\n#### 3", "3"),
+        ("####  1,000 \n", "1,000"),
+        ("####-5", "-5"),
+        ("no marker", None),
+        ("", None),
+        ("####", None),
+        ("#### \n", None),
+    ],
+)
+def test_the_answer_is_the_text_behind_the_marker(solution, answer):
+    assert final_answer(solution) == answer
+
+
+# JSONL
+
+
+def test_jsonl_rows_keep_their_columns_and_the_prompt_is_taken_from_its_column(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"ask": f"q{i}", "answer": i, "tags": ["x"]} for i in range(20)])
+    data = jsonl(path, prompt_column="ask")
+    assert data.system is None
+    assert data.test == [{"prompt": "q18", "answer": 18, "tags": ["x"]}, {"prompt": "q19", "answer": 19, "tags": ["x"]}]
+    assert sorted(row["answer"] for row in data.train) == list(range(18))
+
+
+def test_jsonl_with_a_file_for_the_test(tmp_path):
+    train, test = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), write(tmp_path / "b.jsonl", [{"prompt": "b"}])
+    data = jsonl(train, test_path=test)
+    assert (data.train, data.test) == ([{"prompt": "a"}], [{"prompt": "b"}])
+
+
+def test_text_stays_text_until_a_system_message_makes_it_a_chat(tmp_path):
+    chat = [{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q"}, {"prompt": "q"}, {"prompt": chat}])
+    assert jsonl(path).train[0]["prompt"] == "q"
+    assert jsonl(path).test[0]["prompt"] == chat
+    told = jsonl(path, system="new")
+    expected = [{"role": "system", "content": "new"}, {"role": "user", "content": "q"}]
+    assert told.train[0]["prompt"] == told.test[0]["prompt"] == expected
+
+
+def test_blank_lines_a_byte_order_mark_and_windows_line_ends_are_no_matter(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "\xc3\xa9"}')
+    data = jsonl(path)
+    assert [r["prompt"] for r in (*data.train, *data.test)] == ["a", "é"]
+
+
+BROKEN = {
+    "not JSON": ('{"prompt": "a"}\n{"prompt": \n', r"a\.jsonl:2: is not JSON"),
+    "after blank lines": ('{"prompt": "a"}\n\n\n{prompt: 1}\n', r"a\.jsonl:4: is not JSON"),
+    "cut off": ('{"prompt": "a"}\n{"prompt": "b', r"a\.jsonl:2: is not JSON"),
+    "an array": ('["a", "b"]\n', r"a\.jsonl:1: is a JSON list, not an object"),
+    "a text": ('"a"\n', r"a\.jsonl:1: is a JSON str"),
+    "a missing column": ('{"prompt": "a"}\n{"promt": "a"}\n', r"a\.jsonl:2: has no column 'prompt'[\s\S]*'promt'"),
+    "no columns": ("{}\n", r"a\.jsonl:1: has no column 'prompt'"),
+    "an empty prompt": ('{"prompt": "a"}\n{"prompt": ""}\n', r"row 2, column 'prompt': the prompt is ''"),
+    "a number": ('{"prompt": 3}\n', "row 1"),
+    "a bad message": ('{"prompt": [{"role": "user"}]}\n', "row 1"),
+    "an empty file": ("", "the file is empty"),
+    "blank": (" \n\n", "the file is empty"),
+    "one row": ('{"prompt": "a"}\n', r"one row[\s\S]*--data.test-path"),
+    "too deep": ("[" * 100_000, r"a\.jsonl:1: is not JSON"),
+    "a huge number": ('{"prompt": ' + "9" * 10_000 + "}", r"a\.jsonl:1: is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_told_with_file_and_line(tmp_path, text, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        jsonl(path)
+
+
+def test_bytes_that_are_no_text_are_told_with_their_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is not JSON"):
+        jsonl(path)
+
+
+# Paths
+
+
+def test_wrong_paths_are_answered_with_what_is_there(folder):
+    cases = {
+        ("gsm8k", None): r"data\.path is not set[\s\S]*--data\.path PATH",
+        ("jsonl", None): r"data\.path is not set",
+        ("gsm8k", str(folder / "no" / "such")): "there is no",
+        ("jsonl", str(folder / "trian.jsonl")): r"there is no[\s\S]*did you mean 'train.jsonl'",
+        ("gsm8k", str(folder.parent)): "the folder has no train.jsonl",
+    }
+    for (task, path), message in cases.items():
+        with pytest.raises(DataError, match=message):
+            load(DataConfig(task=task, path=path))
+    with pytest.raises(DataError, match=r"data\.test_path[\s\S]*--data\.test-path"):
+        jsonl(folder / "train.jsonl", prompt_column="question", test_path=str(folder / "x" / "y.jsonl"))
+
+
+def test_a_folder_without_a_test_file_is_refused(folder):
+    (folder / "test.jsonl").unlink()
+    with pytest.raises(DataError, match=r"no test\.jsonl, only: train\.jsonl"):
+        load(DataConfig(task="gsm8k", path=str(folder)))
+
+
+def test_an_unknown_task_is_answered_with_the_nearest():
+    with pytest.raises(DataError, match="did you mean 'first-letter'"):
+        load(DataConfig(task="first_letter"))  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_opened_is_told(folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match="Permission denied"):
+        jsonl(folder / "train.jsonl")
+
+
+def test_a_mistake_in_a_large_file_is_told_at_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 20_000 + "oops\n")
+    start = time.process_time()
+    with pytest.raises(DataError, match=r"a\.jsonl:20001"):
+        jsonl(path)
+    assert time.process_time() - start < 1.0
+
+
+@given(st.lists(st.one_of(st.text(max_size=30), st.just('{"prompt": "a"}')), max_size=6))
+def test_any_file_is_data_or_a_data_error(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("any") / "a.jsonl"
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    try:
+        data = jsonl(path)
+    except DataError:
+        return
+    assert data.train
+    assert data.test

@@ -1,0 +1,319 @@
+"""GGUF files written here in the way of llama.cpp, from checkpoints whose logits and tokens are known."""
+
+import json
+import math
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from tokenizers import pre_tokenizers
+
+from covey.errors import WeightsError
+from covey.models import families, weights
+from covey.models import gguf as gguf_file
+from covey.models.config import RopeScaling
+from covey.models.gguf import GGUF, SPLITS, unpermute
+from covey.tokenizer import Tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+TINY = GOLDEN / "tiny-llama"
+TEXTS = [case["text"] for case in json.loads((GOLDEN / "smollm2.json").read_text())["strings"]]
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.layers": "blk",
+}
+
+
+def their_name(name: str) -> str:
+    for old, new in NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of a head's rows, by index: row i of the first half, then row i of the second."""
+    width = len(rows) // heads
+    order = [h * width + half * width // 2 + i for h in range(heads) for i in range(width // 2) for half in (0, 1)]
+    return rows[order]
+
+
+def write(
+    path: Path,
+    config: dict,
+    tensors: dict[str, np.ndarray],
+    *,
+    arch: str = "llama",
+    meta: dict | None = None,
+    quantise: gguf.GGMLQuantizationType | None = None,
+    without: tuple[str, ...] = (),
+) -> Path:
+    """A GGUF file of a Hugging Face checkpoint; `meta` overrides metadata, `without` leaves keys or tensors out."""
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    fields = {
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": kv,
+        f"{arch}.rope.freq_base": float(theta),
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        **tokenizer_fields(),
+        **({f"{arch}.attention.key_length": config["head_dim"]} if config.get("head_dim") else {}),
+        **(meta or {}),
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in fields.items():
+        if key not in without:
+            add(writer, key, value)
+    for name, tensor in tensors.items():
+        stored = tensor
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            stored = interleave(tensor, heads if "q_proj" in name else kv)
+        if their_name(name) not in without:
+            kind = quantise if quantise is not None and stored.ndim == 2 else None
+            data = np.ascontiguousarray(stored)
+            writer.add_tensor(
+                their_name(name), data if kind is None else gguf.quants.quantize(data, kind), raw_dtype=kind
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def tokenizer_fields() -> dict:
+    saved = json.loads((TINY / "tokenizer.json").read_text())
+    control = {token["id"] for token in saved["added_tokens"] if token["special"]}
+    vocab = sorted(saved["model"]["vocab"], key=saved["model"]["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.token_type": [CONTROL if i in control else NORMAL for i in range(len(vocab))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in saved["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": (TINY / "chat_template.jinja").read_text(),
+    }
+
+
+def tiny() -> tuple[dict, dict[str, np.ndarray]]:
+    tensors = [safetensors.numpy.load_file(file) for file in TINY.glob("*.safetensors")]
+    return json.loads((TINY / "config.json").read_text()), {k: v for part in tensors for k, v in part.items()}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the tiny Llama, with changes, and returns the file."""
+    return lambda **changes: write(tmp_path / "tiny.gguf", *tiny(), **changes)
+
+
+# --- numbers
+
+
+def test_logits_are_those_of_transformers(make, logits):
+    """Wrong permutation of queries and keys, a constant RoPE base, a transposed kernel: each would show here."""
+    golden = np.load(TINY / "logits.npz")
+    loaded = weights.load(make())
+    np.testing.assert_allclose(logits(loaded.model, golden["tokens"]), golden["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "linear-rope", "qwen2", "qwen3"])
+def test_other_architectures_too(name: str, tmp_path: Path, logits):
+    described = json.loads((GOLDEN / "families.json").read_text())[name]
+    config, golden = described["config"], np.load(GOLDEN / "families.npz")
+    config["vocab_size"] = 300  # room for the tokenizer; the further rows are never looked up
+    tensors = {key: draw(key, shape) for key, shape in described["shapes"].items()}
+    arch = config["model_type"]
+    scaled = {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": 4.0}
+    path = write(tmp_path / "m.gguf", config, tensors, arch=arch, meta=scaled if name == "linear-rope" else None)
+    ours = logits(weights.load(path).model, golden["tokens"])[..., :64]
+    np.testing.assert_allclose(ours, golden[name], atol=1e-4)
+
+
+def draw(name: str, shape: list[int]) -> np.ndarray:
+    """`make_golden.weight`, with the vocabulary padded to 300 rows."""
+    values = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    values = ((1 + 0.3 * values) if "norm" in name else 0.3 * values).astype(np.float32)
+    return (
+        np.pad(values, ((0, 300 - len(values)), (0, 0)))
+        if name in ("model.embed_tokens.weight", "lm_head.weight")
+        else values
+    )
+
+
+def test_config_from_metadata_equals_that_of_the_folder(make):
+    from_file, from_folder = GGUF(make()).config, weights.open_checkpoint(TINY).config
+    assert from_file == from_folder
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_quantised_tensors_are_restored(make, kind: str):
+    kind = gguf.GGMLQuantizationType[kind]
+    _, tensors = tiny()
+    restored = dict(GGUF(make(quantise=kind)).tensors())
+    kernel = tensors["model.layers.1.mlp.up_proj.weight"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(kernel, kind), kind)
+    np.testing.assert_array_equal(restored["layers.1.mlp.up_proj.kernel"], expected.T)
+    query = tensors["model.layers.1.self_attn.q_proj.weight"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(query, kind), kind)  # rows are quantised one by one
+    np.testing.assert_array_equal(restored["layers.1.attn.q_proj.kernel"], expected.T)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 4), (3, 8), (9, 64)])
+def test_unpermute_undoes_llama_cpps_order(heads: int, width: int):
+    for shape in [(heads * width, 5), (heads * width,)]:
+        rows = np.arange(math.prod(shape)).reshape(shape)
+        np.testing.assert_array_equal(unpermute(interleave(rows, heads), heads), rows)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_told_from_its_divisors(make, tmp_path: Path, factor: float):
+    config, tensors = tiny()
+    config["rope_theta"], config["rope_parameters"] = 500_000.0, None
+    tensors["rope_freqs.weight"] = llama3_divisors(500_000.0, 16, factor)
+    found = GGUF(write(tmp_path / "m.gguf", config, tensors)).config
+    assert found.rope_scaling == RopeScaling("llama3", factor, 1.0, 4.0, 8192)
+    tensors["rope_freqs.weight"] = np.linspace(1, factor, 8, dtype=np.float32)
+    with pytest.raises(WeightsError, match="not Llama 3's scaling"):
+        GGUF(write(tmp_path / "m.gguf", config, tensors))
+
+
+def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
+    """As the converter of llama.cpp computes them: by wavelength, in three pieces."""
+    out = []
+    for i in range(0, width, 2):
+        wavelength = 2 * math.pi * theta ** (i / width)
+        if wavelength < 8192 / 4:
+            out.append(1.0)
+        elif wavelength > 8192 / 1:
+            out.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, np.float32)
+
+
+# --- tokenizer
+
+
+def test_tokens_and_chats_equal_those_of_the_folder(make):
+    ours, theirs = GGUF(make()).tokenizer, Tokenizer.from_folder(TINY)
+    for text in TEXTS:
+        assert ours.encode(text).tolist() == theirs.encode(text).tolist(), text
+    chat = [{"role": "user", "content": "Hi"}]
+    assert ours.render(chat) == theirs.render(chat)
+    assert (ours.stop_ids, ours.eos_id, ours.bos_id, ours.add_bos) == (theirs.stop_ids, theirs.eos_id, 0, False)
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
+def test_words_are_cut_as_the_published_patterns_do(name: str):
+    for text, pieces in json.loads((GOLDEN / "splits.json").read_text())[name]:
+        cut = pre_tokenizers.Sequence(SPLITS[name].steps()).pre_tokenize_str(text)
+        assert [text[begin:end] for _, (begin, end) in cut] == pieces, text
+
+
+def test_every_stop_token_counts(make):
+    fields = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.eom_token_id": 7}
+    tokenizer = GGUF(make(meta=fields)).tokenizer
+    assert tokenizer.eos_id == 5
+    assert tokenizer.stop_ids == (0, 2, 5, 6, 7)  # 0 and 2 are <|endoftext|> and <|im_end|>
+
+
+def test_an_end_token_that_is_ordinary_text_does_not_stop(make):
+    """A vocabulary may hold the text of an end token as a plain or user-defined token."""
+    types = tokenizer_fields()["tokenizer.ggml.token_type"]
+    types[0], types[2] = NORMAL, USER_DEFINED
+    fields = {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 9}
+    tokenizer = GGUF(make(meta=fields)).tokenizer
+    assert tokenizer.stop_ids == (9,)
+    assert tokenizer.encode("<|im_end|>").tolist() == [2]  # user-defined tokens are still matched in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "wants"),
+    [
+        ({}, False),
+        ({"tokenizer.ggml.add_bos_token": True}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, False),
+    ],
+)
+def test_bos_as_the_file_says_or_its_tokenizer_implies(make, fields: dict, wants: bool):
+    tokens = GGUF(make(meta=fields)).tokenizer.encode_prompt("ab")
+    assert (tokens[0] == 0) == wants
+
+
+# --- spoiled files
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.1, 0.5, 0.999])
+def test_a_file_cut_short_is_never_used(make, keep: float):
+    path = make()
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(WeightsError, match="not a whole GGUF file"):
+        GGUF(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"arch": "mamba"}, "architecture 'mamba' is not supported"),
+        ({"arch": "qwen22"}, "did you mean 'qwen2'"),
+        ({"meta": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is unknown"),
+        ({"meta": {"tokenizer.ggml.model": "llama"}}, "tokenizer 'llama' is not supported"),
+        ({"meta": {"llama.expert_count": 8}}, "mixtures of experts"),
+        ({"meta": {"llama.rope.dimension_count": 8}}, "part of each head"),
+        ({"meta": {"llama.rope.scaling.type": "yarn"}}, "RoPE scaling 'yarn'"),
+        ({"without": ("llama.block_count",)}, "no 'llama.block_count'"),
+        ({"without": ("tokenizer.ggml.merges",)}, "no 'tokenizer.ggml.merges'"),
+        ({"without": ("token_embd.weight",)}, r"token_embd\.weight"),
+        ({"meta": {"llama.embedding_length": 32}}, "has shape"),
+        ({"without": ("blk.1.ffn_up.weight",)}, r"blk\.1\.ffn_up\.weight is missing"),
+        ({"meta": {"llama.block_count": 1}}, r"blk\.1\.attn_k\.weight.* unknown to this family"),
+    ],
+)
+def test_what_is_wrong_is_named(make, changes: dict, says: str):
+    with pytest.raises(WeightsError, match=says):
+        weights.load(make(**changes))
+
+
+def test_the_missing_package_is_named(make, monkeypatch: pytest.MonkeyPatch):
+    path = make()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(WeightsError, match=r"pip install 'covey\[gguf\]'"):
+        GGUF(path)
+
+
+def test_the_name_tables_of_both_formats_cover_the_same_parameters():
+    config = weights.open_checkpoint(TINY).config
+    assert families.names(config, gguf_file.NAMES).keys() == families.names(config).keys()

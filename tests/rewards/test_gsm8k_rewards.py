@@ -1,0 +1,182 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.rewards.gsm8k import (
+    after_marker,
+    answer_number,
+    answer_ratio,
+    exact_answer,
+    exact_answer_strict,
+    reference,
+)
+
+
+def tagged(answer):
+    return f"<reasoning>because</reasoning><answer>{answer}</answer>"
+
+
+RATIO = [
+    # guess, truth, reward 3, reward 4
+    ("18", "18", 3.0, 1.5),
+    (" 18 ", "18", 1.5, 1.5),
+    ("\n18\n", "18", 1.5, 1.5),
+    ("18", " 18 ", 1.5, 1.5),
+    ("18.00", "18", 0.5, 1.5),
+    ("$18", "18", 0.5, 1.5),
+    ("1000", "1,000", 0.5, 1.5),
+    ("100", "110", 0.5, 0.0),
+    ("9", "10", 0.5, 0.0),  # 0.9 itself
+    ("11", "10", 0.5, 0.0),  # 1.1 itself, which floats miss for some numbers
+    ("33", "30", 0.5, 0.0),
+    ("8.99", "10", 0.25, 0.0),
+    ("11.01", "10", 0.25, 0.0),
+    ("8", "10", 0.25, 0.0),
+    ("12", "10", 0.25, 0.0),
+    ("7.99", "10", -1.0, 0.0),
+    ("12.01", "10", -1.0, 0.0),
+    ("-10", "10", -1.0, 0.0),
+    ("-10.5", "-10", 0.5, 0.0),
+    ("0", "10", -1.0, 0.0),
+    ("0.0", "0", 0.5, 1.5),
+    ("1", "0", -1.0, 0.0),
+    ("ten", "10", -0.5, 0.0),
+    ("10 dollars", "10", -0.5, 1.5),
+    ("10 or 20", "10", -0.5, 1.5),
+    ("20 or 10", "10", -0.5, 0.0),
+    ("20/2", "10", -0.5, 0.0),
+    ("10", "ten", -0.5, 0.0),
+    ("10", None, 0.0, 0.0),
+    ("10", "", 0.0, 0.0),
+    ("none", None, 0.0, 0.0),
+    ("None", None, 0.0, 0.0),
+    ("18", 18, 3.0, 1.5),
+    ("18", 18.0, 0.5, 1.5),
+    ("18", np.int64(18), 3.0, 1.5),
+    ("9" * 5000, "9", -0.5, 0.0),
+    ("inf", "10", -0.5, 0.0),
+    ("nan", "10", -0.5, 0.0),
+    ("__import__('os').getcwd()", "10", -0.5, 0.0),
+]
+
+
+@pytest.mark.parametrize(("guess", "truth", "ratio", "number"), RATIO)
+def test_rewards_3_and_4_line_by_line(guess, truth, ratio, number):
+    assert answer_ratio(["p"], [tagged(guess)], answer=[truth]) == [ratio]
+    assert answer_number(["p"], [tagged(guess)], answer=[truth]) == [number]
+
+
+@pytest.mark.parametrize("text", ["18", "<answer>18</answer>", f"So: {tagged('18')}", tagged("18") + tagged("18")])
+def test_reward_3_is_nothing_without_the_layout(text):
+    assert answer_ratio(["p"], [text], answer=["18"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>18</answer>", 1.5),
+        ("<answer>The answer is $18.00.</answer>", 1.5),
+        ("<answer>18", 1.5),
+        ("<answer>none</answer> 18", 0.0),
+        ("18", 0.0),
+        ("<answer></answer><answer>18</answer>", 0.0),
+        ("<answer>17</answer><answer>18</answer>", 0.0),
+    ],
+)
+def test_reward_4_reads_the_first_number_inside_the_tag(text, reward):
+    assert answer_number(["p"], [text], answer=["18"]) == [reward]
+
+
+EXACT = [
+    # completion, reference, as a number, nanochat's rule
+    ("#### 10", "10", 1.0, 1.0),
+    ("so 10\n#### 10", "10", 1.0, 1.0),
+    ("#### 10.", "10", 1.0, 0.0),
+    ("#### $10", "10", 1.0, 0.0),
+    ("####10", "10", 1.0, 0.0),
+    ("####  10", "10", 1.0, 0.0),
+    ("####\n10", "10", 1.0, 0.0),
+    ("#### 18.00", "18", 1.0, 0.0),
+    ("#### 1,000", "1000", 1.0, 1.0),
+    ("#### 1000", "1,000", 1.0, 1.0),
+    ("#### -5", "-5", 1.0, 1.0),
+    ("#### \u22125", "-5", 1.0, 0.0),
+    ("#### 10 dollars", "10", 1.0, 1.0),
+    ("#### **10**", "10", 1.0, 0.0),
+    ("#### 0.5", "1/2", 1.0, 0.0),
+    ("#### Step 1\n10 + 8\n#### 18", "18", 1.0, 1.0),
+    ("#### 18\n#### That is all.", "18", 1.0, 1.0),
+    ("#### 18 ####", "18", 1.0, 1.0),
+    ("#### 17\n#### 18", "18", 1.0, 0.0),
+    ("#### 18\n#### 17", "18", 0.0, 1.0),
+    ("##### 18", "18", 1.0, 1.0),
+    ("### 18", "18", 0.0, 0.0),
+    ("# # # # 18", "18", 0.0, 0.0),
+    ("18", "18", 0.0, 0.0),
+    ("#### 11", "10", 0.0, 0.0),
+    ("#### 100", "10", 0.0, 0.0),
+    ("#### 20/2", "10", 0.0, 0.0),
+    ("#### ten", "10", 0.0, 0.0),
+    ("####", "10", 0.0, 0.0),
+    ("", "10", 0.0, 0.0),
+    ("", None, 0.0, 0.0),
+    ("", "", 0.0, 0.0),
+    ("####", None, 0.0, 0.0),
+    ("#### ,", "", 0.0, 0.0),
+    ("no answer", None, 0.0, 0.0),
+    ("#### None", None, 0.0, 0.0),
+    ("#### none", "none", 0.0, 0.0),
+    ("#### 72", "48+24 = <<48+24=72>>72\n#### 72", 1.0, 1.0),
+    ("#### 48", "48+24 = <<48+24=72>>72\n#### 72", 0.0, 0.0),
+    ("#### 10", 10, 1.0, 1.0),
+    ("#### 10", 10.0, 1.0, 0.0),
+    ("#### " + "9" * 5000, "9", 0.0, 0.0),
+    ("#### 1e999999999", "1", 0.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "truth", "exact", "strict"), EXACT)
+def test_exact_answer_line_by_line(text, truth, exact, strict):
+    assert exact_answer(prompts=["p"], completions=[text], answer=[truth]) == [exact]
+    assert exact_answer(prompts=["p"], completions=[text], answer=[truth], strict=True) == [strict]
+    assert exact_answer_strict(prompts=["p"], completions=[text], answer=[truth]) == [strict]
+
+
+def test_chat_completions_and_columns_as_trl_gives_them():
+    chats = [[{"role": "assistant", "content": "#### 4"}], [{"role": "assistant", "content": "#### 5"}]]
+    assert exact_answer(prompts=[None] * 2, completions=chats, answer=["4", "4"], question=["?", "?"]) == [1.0, 0.0]
+
+
+def test_a_missing_reference_among_others_does_not_shift_them():
+    texts = ["#### 1", "#### 2", "#### 3"]
+    assert exact_answer(texts, texts, answer=["1", None, "3"]) == [1.0, 0.0, 1.0]
+
+
+def test_references_and_completions_must_pair_up():
+    with pytest.raises(ValueError, match="zip"):
+        exact_answer(["p"] * 2, ["#### 1"] * 2, answer=["1"])
+
+
+@given(st.text(alphabet="#0123456789 \n.,$-/<answer>reasoning", max_size=60), st.one_of(st.none(), st.text(max_size=8)))
+def test_any_text_gets_a_listed_value(text, truth):
+    assert exact_answer(["p"], [text], [truth])[0] in (0.0, 1.0)
+    assert exact_answer(["p"], [text], [truth], strict=True)[0] in (0.0, 1.0)
+    assert answer_ratio(["p"], [text], [truth])[0] in (-1.0, -0.5, 0.0, 0.25, 0.5, 1.5, 3.0)
+    assert answer_number(["p"], [text], [truth])[0] in (0.0, 1.5)
+
+
+@given(st.text())
+def test_no_completion_is_right_without_a_reference(text):
+    assert exact_answer(["p"], [text], [None]) == exact_answer(["p"], [text], [None], strict=True) == [0.0]
+
+
+def test_a_megabyte_of_markers_is_read_once():
+    assert after_marker("####" * 250_000) == ""
+    assert after_marker("#### 7\n" * 100_000).strip() == "7"
+    assert after_marker("#### x\n" * 100_000) == ""
+
+
+def test_reference_of_a_whole_solution():
+    assert reference("so 3 * 2 = 6\n#### 6") == 6
+    assert reference(None) is None

@@ -1,0 +1,247 @@
+import re
+import sys
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.rewards import numbers
+from covey.rewards.numbers import as_number, first_number
+
+FIRST = [
+    # plain
+    ("7", 7),
+    ("the answer is 42", 42),
+    ("42 apples and 7 pears", 42),
+    ("007", 7),
+    ("0", 0),
+    ("abc123", 123),
+    ("3rd place", 3),
+    ("2x", 2),
+    ("(5)", 5),
+    ("[12]", 12),
+    ("x=5", 5),
+    ("٤٢", 42),
+    # none
+    ("", None),
+    ("no number here", None),
+    ("...", None),
+    ("$", None),
+    ("-", None),
+    (",.,", None),
+    ("five", None),
+    ("NaN", None),
+    ("inf", None),
+    # decimals and full stops
+    ("18.00", 18),
+    ("3.14.", Fraction(157, 50)),
+    ("10.", 10),
+    (".5", Fraction(1, 2)),
+    ("-.25", Fraction(-1, 4)),
+    ("...5", 5),
+    ("1.2.3", Fraction(6, 5)),
+    ("0.1", Fraction(1, 10)),
+    # thousands
+    ("1,000", 1000),
+    ("1,234,567.89", Fraction(123456789, 100)),
+    ("12,34,567", 1234567),
+    ("1,00,000", 100000),
+    ("10,20", 10),
+    ("10, 20", 10),
+    ("1,2345", 1),
+    ("1\u202f000\u202f000", 1000000),
+    ("10\u00a0000", 10000),
+    ("5\u00a0dollars", 5),
+    # signs
+    ("-5", -5),
+    ("+5", 5),
+    ("\u22125", -5),
+    ("\u20135", -5),
+    ("x = -3", -3),
+    ("10-20", 10),
+    ("10\u201320", 10),
+    ("pages-7", 7),
+    ("(a)-4", 4),
+    ("- 5 apples", 5),
+    # currency and percent
+    ("$10", 10),
+    ("$ 10", 10),
+    ("-$10.50", Fraction(-21, 2)),
+    ("$-10", -10),
+    ("\\$10", 10),
+    ("€1,250", 1250),
+    ("£3", 3),
+    ("50%", 50),
+    ("US$5", 5),
+    ("10€", 10),
+    # powers of ten
+    ("1e3", 1000),
+    ("1.5e-2", Fraction(3, 200)),
+    ("2E+2", 200),
+    ("3east", 3),
+    ("1e", 1),
+    # fractions
+    ("1/2", Fraction(1, 2)),
+    ("3 / 4 of it", Fraction(3, 4)),
+    ("-1/2", Fraction(-1, 2)),
+    ("2 1/2 hours", Fraction(5, 2)),
+    ("2½", Fraction(5, 2)),
+    ("½", Fraction(1, 2)),
+    ("-½", Fraction(-1, 2)),
+    ("48/2", 48),
+    ("48/2 = 24", 48),
+    ("1/2/2020", 1),
+    ("10 3/2", 10),
+    # too much to be a number: passed over
+    ("5/0", None),
+    ("5/0 or 6", 6),
+    ("9" * 65, None),
+    ("9" * 64, int("9" * 64)),
+    ("9" * 65 + " 3", 3),
+    ("1e9999", None),
+    ("1e100 2", 2),
+    ("1." + "0" * 65, None),
+    # around it
+    ("**10**", 10),
+    ("\\boxed{10}", 10),
+    ("<<48/2=24>>24", 48),
+    ("`7`", 7),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), FIRST)
+def test_first_number(text, number):
+    assert first_number(text) == number
+
+
+WHOLE = [
+    ("18", 18),
+    (" 18.00 \n", 18),
+    ("18.", 18),
+    ("$18", 18),
+    ("18$", 18),
+    ("$18$", 18),
+    ("**18**", 18),
+    ("'18'", 18),
+    ("50 %", 50),
+    ("1,000", 1000),
+    ("\u221218", -18),
+    ("1/2", Fraction(1, 2)),
+    ("2 1/2", Fraction(5, 2)),
+    ("½", Fraction(1, 2)),
+    (18, 18),
+    (18.0, 18),
+    (0.1, Fraction(1, 10)),
+    (1e22, 10**22),
+    (Fraction(1, 3), Fraction(1, 3)),
+    ("18 dollars", None),
+    ("18 19", None),
+    ("x18", None),
+    ("48/2", None),
+    ("5/0", None),
+    ("1,2345", None),
+    ("10,20", None),
+    ("10-20", None),
+    ("", None),
+    (".", None),
+    ("$", None),
+    (None, None),
+    (True, None),
+    (float("nan"), None),
+    (float("inf"), None),
+    ("1e9999", None),
+    ("9" * 65, None),
+]
+
+
+@pytest.mark.parametrize(("value", "number"), WHOLE)
+def test_as_number_takes_the_whole_text_or_nothing(value, number):
+    assert as_number(value) == number
+
+
+def test_there_are_enough_cases_made_by_hand():
+    assert len(FIRST) + len(WHOLE) >= 60
+
+
+@given(st.text())
+def test_no_text_raises(text):
+    assert first_number(text) is None or isinstance(first_number(text), Fraction)
+    assert as_number(text) is None or isinstance(as_number(text), Fraction)
+
+
+@given(st.text(alphabet="0123456789.,-+$%/eE½ \u2212\u00a0)x", max_size=40))
+def test_no_number_like_text_raises_and_a_whole_number_is_also_the_first(text):
+    whole, first = as_number(text), first_number(text)
+    assert whole is None or whole == first
+
+
+@given(
+    st.fractions(max_denominator=1).map(int), st.sampled_from(["{}", "${}", " {} ", "{}.", "{}.00", "{:,}", "**{}**"])
+)
+def test_a_written_integer_is_read_back(number, style):
+    text = style.format(number)
+    assert as_number(text) == number
+    assert first_number(text) == number
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9), max_value=10**9))
+def test_a_written_decimal_is_read_back_exactly(number):
+    assert first_number(f"so it is {number}, I think") == Fraction(number)
+
+
+def test_no_repeat_in_the_pattern_can_backtrack_without_bound():
+    """An unbounded repeat that gives characters back makes a scan quadratic or worse."""
+    parser = re._parser  # type: ignore[attr-defined]
+
+    def greedy(tree):
+        for op, argument in tree:
+            if str(op) in ("MAX_REPEAT", "MIN_REPEAT"):
+                yield argument[1]
+            for part in argument if isinstance(argument, tuple) else [argument]:
+                for inner in part if isinstance(part, list) else [part]:
+                    if isinstance(inner, parser.SubPattern):
+                        yield from greedy(inner)
+
+    bounds = list(greedy(parser.parse(numbers._NUMBER.pattern, numbers._NUMBER.flags)))
+    assert bounds, "the walk sees the repeats"
+    assert max(bounds) <= 4
+
+
+MEGABYTE = 1_000_000
+HOSTILE = {
+    "digits": "9" * MEGABYTE,
+    "digits and a letter": "1e" + "9" * MEGABYTE + "x",
+    "thousands": "1" + ",234" * (MEGABYTE // 4),
+    "pairs": "1" + ",12" * (MEGABYTE // 3),
+    "commas": "," * MEGABYTE,
+    "points": "1." * (MEGABYTE // 2),
+    "slashes": "1/" * (MEGABYTE // 2),
+    "denominator": "1/" + "9" * MEGABYTE + "/",
+    "exponents": "1e" * (MEGABYTE // 2),
+    "signs": "-" * MEGABYTE,
+    "dollars": "$" * MEGABYTE,
+    "blanks": " " * MEGABYTE,
+    "mixed": "1 1/1" * (MEGABYTE // 5),
+    "fullwidth": "\uff19" * MEGABYTE,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_megabyte_of_anything_is_read_without_converting_long_digit_strings(text):
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)  # a longer conversion would raise
+    try:
+        for read in (first_number, as_number):
+            assert read(text) is None or abs(read(text)) < 10**64
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def test_the_scan_tries_each_place_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(numbers, "_value", lambda match: tried.append(match.span()))
+    assert first_number("7 " * 10_000) is None
+    assert len(tried) == 10_000
+    assert all(a[1] <= b[0] for a, b in pairwise(tried))

@@ -1,0 +1,382 @@
+"""What reward functions may return, what they are passed, and how a mistake in one is told."""
+
+import asyncio
+import math
+import sys
+from fractions import Fraction
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.errors import RecipeError, RewardError
+from covey.rewards import REWARDS, function_names, resolve, score
+from covey.types import Completion, FinishReason, Group
+
+
+def group(prompt, texts, **columns):
+    completions = tuple(
+        Completion(np.arange(len(t), dtype=np.int32), np.zeros(len(t)), np.zeros(len(t)), FinishReason.STOP, t)
+        for t in texts
+    )
+    return Group(prompt, np.array([1, 2], dtype=np.int32), completions, columns)
+
+
+GROUPS = [group("one", ["a", "bb", "ccc"], answer="1"), group("two", ["dddd", ""], answer="2")]
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def returns(values):
+    def constant(completions):
+        return values
+
+    return constant
+
+
+# What they are passed
+
+
+def test_all_samples_come_in_one_call_with_columns_repeated():
+    seen = []
+
+    def record(prompts, completions, answer, completion_ids, **columns):
+        seen.append((prompts, completions, answer, completion_ids, columns))
+        return [0.0] * len(completions)
+
+    score(GROUPS, [record])
+    assert len(seen) == 1
+    prompts, completions, answer, ids, columns = seen[0]
+    assert prompts == ["one"] * 3 + ["two"] * 2
+    assert completions == ["a", "bb", "ccc", "dddd", ""]
+    assert answer == ["1"] * 3 + ["2"] * 2
+    assert ids == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], []]
+    assert columns == {}
+
+
+def test_a_function_gets_only_what_its_signature_takes():
+    def plain(completions):
+        return [1.0] * len(completions)
+
+    def keyword_only(*, completions, answer):
+        return [float(a) for a in answer]
+
+    def with_default(completions, scale=2.0):
+        return [scale] * len(completions)
+
+    scored = score([group("p", ["x"], answer="3", unasked=object())], [plain, keyword_only, with_default])
+    assert {k: v.tolist() for k, v in scored[0].rewards_by_function.items()} == {
+        "plain": [1.0],
+        "keyword_only": [3.0],
+        "with_default": [2.0],
+    }
+
+
+def test_a_column_that_a_group_lacks_is_none_there():
+    groups = [group("p", ["x"], answer="1"), group("q", ["y"], topic="rain")]
+    seen = {}
+    score(groups, [lambda completions, **columns: seen.update(columns) or [0.0, 0.0]])
+    assert (seen["answer"], seen["topic"]) == (["1", None], [None, "rain"])
+
+
+def test_a_column_cannot_stand_in_for_the_completions():
+    scored = score([group("p", ["xyz"], completions="fake", prompts="fake")], [length])
+    assert scored[0].rewards.tolist() == [3.0]
+
+
+def test_a_function_that_changes_its_lists_changes_nobody_elses():
+    def greedy(completions, answer):
+        completions.clear()
+        answer.reverse()
+        return [0.0] * 5
+
+    scored = score(GROUPS, [greedy, length, lambda completions, answer: [float(a) for a in answer]])
+    assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
+    assert [g.rewards_by_function["reward"].tolist() for g in scored] == [[1.0] * 3, [2.0] * 2]
+
+
+def test_one_function_or_name_alone_will_do():
+    assert score(GROUPS, length)[1].rewards.tolist() == [4.0, 0.0]
+    assert score(GROUPS, "number_only")[1].rewards.tolist() == [0.0, 0.0]
+
+
+def test_a_missing_column_is_named_with_the_nearest():
+    def fn(completions, answr):
+        return []
+
+    with pytest.raises(RewardError, match=r"'fn' asks for 'answr'[\s\S]*did you mean 'answer'"):
+        score(GROUPS, [fn])
+
+
+def test_positional_only_parameters_are_refused():
+    def fn(completions, /):
+        return []
+
+    with pytest.raises(RewardError, match="'fn' asks for 'completions'"):
+        score(GROUPS, [fn])
+
+
+# What comes out
+
+
+def test_totals_are_weighted_sums_in_float64_and_groups_keep_their_own():
+    scored = score(GROUPS, [length, returns([1, 0, 1, 0, 1])], weights=[0.5, 2.0])
+    assert [g.rewards.tolist() for g in scored] == [[2.5, 1.0, 3.5], [2.0, 2.0]]
+    assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
+    assert all(g.rewards.dtype == np.float64 for g in scored)
+    assert all(r.dtype == np.float64 for g in scored for r in g.rewards_by_function.values())
+    assert [g.prompt for g in scored] == ["one", "two"]
+    assert GROUPS[0].rewards is None, "the groups given are not changed"
+
+
+def test_none_is_left_out_of_the_sum_and_all_none_is_nan():
+    first, second = returns([None, 1.0, None, 2.0, 0.0]), returns([None, None, 5.0, 3.0, 0.0])
+    totals = np.concatenate([g.rewards for g in score(GROUPS, [first, second])])
+    assert np.array_equal(totals, [np.nan, 1.0, 5.0, 5.0, 0.0], equal_nan=True)
+
+
+NUMBERS = [
+    [0.7] * 5,
+    (0, 1, 2, 3, 4),
+    [True, False, True, False, True],
+    np.array([1, 0, 1, 0, 1]),
+    np.array([0.7, 0.1, 0.2, 0.3, 0.4], dtype=np.float32),
+    np.array([0.5] * 5, dtype=ml_dtypes.bfloat16),
+    [np.float32(0.7), np.int8(1), np.bool_(True), None, 2],
+    [Fraction(7, 10)] * 5,
+    [np.array(0.7)] * 5,
+]
+
+
+@pytest.mark.parametrize("values", NUMBERS, ids=lambda v: type(v[0]).__name__ + type(v).__name__)
+def test_numbers_of_any_kind_arrive_as_they_are(values):
+    scored = score(GROUPS, [returns(values)])
+    got = np.concatenate([g.rewards for g in scored]).tolist()
+    assert [None if math.isnan(x) else x for x in got] == [None if v is None else float(v) for v in values]
+
+
+def test_an_integer_in_front_does_not_make_the_rest_integers():
+    scored = score(GROUPS, [returns([0, 0.7, 1, 0.3, 0])])
+    assert np.concatenate([g.rewards for g in scored]).tolist() == [0.0, 0.7, 1.0, 0.3, 0.0]
+
+
+def test_a_generator_is_read():
+    def fn(completions):
+        return (float(len(t)) for t in completions)
+
+    assert score(GROUPS, [fn])[1].rewards.tolist() == [4.0, 0.0]
+
+
+def test_an_error_inside_a_generator_is_told_by_name():
+    def fn(completions):
+        yield from (1.0 / len(text) for text in completions)
+
+    with pytest.raises(RewardError, match="'fn' raised ZeroDivisionError"):
+        score(GROUPS, [fn])
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)), min_size=5, max_size=5))
+def test_every_finite_number_or_none_is_taken(values):
+    got = np.concatenate([g.rewards_by_function["constant"] for g in score(GROUPS, [returns(values)])]).tolist()
+    assert [None if math.isnan(x) else x for x in got] == values
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("values", [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, object()])
+def test_one_value_for_the_whole_batch_is_refused(values):
+    with pytest.raises(RewardError, match=r"'constant' returned [\s\S]*each of the 5 completions"):
+        score(GROUPS, [returns(values)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 6, 25])
+def test_a_wrong_length_is_refused_and_never_broadcast(count):
+    with pytest.raises(RewardError, match=rf"'constant' returned {count} values[\s\S]*each of the 5 completions"):
+        score(GROUPS, [returns([1.0] * count)])
+
+
+BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), object(), {}]
+
+
+@pytest.mark.parametrize("bad", [*BAD, np.array([1.0])], ids=repr)
+def test_a_value_that_is_no_finite_number_is_told_with_its_sample(bad):
+    with pytest.raises(RewardError, match=r"'constant' gave [\s\S]* for sample 2: 'ccc'"):
+        score(GROUPS, [returns([1.0, 2.0, bad, 1.0, 1.0])])
+
+
+def test_long_values_and_completions_are_cut_in_the_message():
+    with pytest.raises(RewardError) as caught:
+        score([group("p", ["x" * 10_000])], [returns([["y" * 10_000]])])
+    assert len(str(caught.value)) < 500
+
+
+def test_a_matrix_is_refused():
+    with pytest.raises(RewardError, match="sample 0"):
+        score(GROUPS, [returns(np.ones((5, 2)))])
+
+
+def test_an_error_inside_is_told_by_name_with_its_line_and_its_cause():
+    def broken(completions):
+        return [len(completions) / 0]
+
+    with pytest.raises(RewardError, match="'broken' raised ZeroDivisionError") as caught:
+        score(GROUPS, [length, broken])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    line = broken.__code__.co_firstlineno + 1
+    assert caught.value.where == f"{__file__}:{line}"
+
+
+def test_ctrl_c_inside_a_function_is_not_a_mistake_of_it():
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(GROUPS, [interrupted])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0] * 3, [], [[1.0, 1.0]], [1.0, math.nan], [1.0, math.inf]])
+def test_weights_that_do_not_fit_are_refused(weights):
+    with pytest.raises(RecipeError, match="for 2 reward functions"):
+        score(GROUPS, [length, length], weights=weights)
+
+
+@pytest.mark.parametrize("thing", [3, None, dict])
+def test_what_is_no_function_is_refused(thing):
+    with pytest.raises(RecipeError, match="is no reward function"):
+        score(GROUPS, [thing])
+
+
+def test_no_function_is_refused():
+    with pytest.raises(RecipeError, match="no reward function"):
+        score(GROUPS, [])
+
+
+def test_no_groups_need_no_call():
+    def never(completions):
+        raise AssertionError
+
+    assert score([], [never]) == []
+
+
+# Async
+
+
+def test_async_functions_run_side_by_side():
+    met = asyncio.Barrier(2)
+
+    async def left(completions):
+        await met.wait()
+        return [1.0] * len(completions)
+
+    async def right(completions):
+        await met.wait()
+        return [2.0] * len(completions)
+
+    scored = score(GROUPS, [left, length, right])
+    assert scored[0].rewards.tolist() == [4.0, 5.0, 6.0]
+    assert list(scored[0].rewards_by_function) == ["left", "length", "right"]
+
+
+def test_async_functions_run_where_a_loop_is_already_running():
+    async def later(completions):
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def notebook():
+        return score(GROUPS, [later])
+
+    assert asyncio.run(notebook())[0].rewards.tolist() == [1.0] * 3
+
+
+def test_an_error_in_an_async_function_is_told_by_name():
+    async def broken(completions):
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    with pytest.raises(RewardError, match="'broken' raised KeyError") as caught:
+        score(GROUPS, [broken])
+    assert caught.value.where.startswith(__file__)
+
+
+def test_a_coroutine_that_is_no_longer_wanted_is_closed():
+    async def later(completions):
+        return [1.0] * len(completions)
+
+    def broken(completions):
+        raise KeyError("x")
+
+    with pytest.raises(RewardError, match="'broken'"):
+        score(GROUPS, [later, broken])  # an unclosed coroutine would warn, and warnings are errors here
+
+
+# Names
+
+
+def test_names_are_unique_and_tell_where_they_come_from():
+    class Judge:
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+    functions = [length, length, lambda completions: [], partial(length, extra=1), Judge(), returns([])]
+    assert function_names(functions) == ["length", "length_2", "reward", "length_3", "Judge", "constant"]
+
+
+def test_an_object_with_call_is_a_function():
+    class Judge:
+        def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
+
+
+def test_built_in_names_resolve_to_functions_of_that_name():
+    for name, function in REWARDS.items():
+        assert resolve(name) is function
+        assert function.__name__ == name
+
+
+def test_built_in_functions_run_by_name():
+    groups = [group("p", ["#### 4", "5"], answer="4")]
+    assert score(groups, ["exact_answer", "number_only"])[0].rewards.tolist() == [1.0, 1.0]
+
+
+def test_a_wrong_name_is_answered_with_the_nearest():
+    with pytest.raises(RecipeError, match="did you mean 'exact_answer'"):
+        resolve("exact_anser")
+
+
+def test_a_function_of_ones_own_is_found_in_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_covey_rewards.py").write_text("def brevity(completions):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert resolve("my_covey_rewards:brevity")(["a"]) == [1.0]
+    assert sys.path == before
+    with pytest.raises(RecipeError, match="did you mean 'brevity'"):
+        resolve("my_covey_rewards:brevty")
+
+
+def test_a_module_that_fails_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "covey_broken_rewards.py").write_text("x = 1\ny = 1 / 0\n")
+    (tmp_path / "covey_misspelt_rewards.py").write_text("x = 1\ndef f(:\n")
+    monkeypatch.chdir(tmp_path)
+    for name, line, kind in (
+        ("covey_broken_rewards", 2, "ZeroDivisionError"),
+        ("covey_misspelt_rewards", 2, "SyntaxError"),
+    ):
+        with pytest.raises(RecipeError, match=kind) as caught:
+            resolve(f"{name}:f")
+        assert caught.value.where == f"{tmp_path / name}.py:{line}"
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module_of_covey:f", ":f", "covey.rewards.gsm8k:", "covey.rewards.gsm8k:Fraction.x"]
+)
+def test_an_import_path_that_leads_nowhere_is_refused(name):
+    with pytest.raises(RecipeError):
+        resolve(name)

@@ -1,0 +1,90 @@
+"""The chunked head: the numbers of the plain one, without its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from covey.models.decoder import head_logits
+from covey.rl.logprobs import Head, chunked_scores
+
+R, M, D, V = 2, 64, 16, 301
+COUNT = 50
+
+
+def arrays(vocabulary: int = V) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(vocabulary, D)), jnp.float32)
+    hidden = jnp.asarray(rng.normal(size=(R, M, D)), jnp.float32)
+    return weight, hidden, jnp.asarray(rng.integers(0, vocabulary, (R, M)), jnp.int32)
+
+
+def plain_scores(head: Head, weight: jax.Array, hidden: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same numbers from all logits at once."""
+    logps = jax.nn.log_softmax(head_logits(weight, hidden, head.dtype, head.softcap) / head.temperature)
+    chosen = jnp.take_along_axis(logps, target[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+
+
+@pytest.mark.parametrize("block", [64, 100, 301, 4096])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_values_agree_with_float64(softcap: float | None, temperature: float, block: int) -> None:
+    weight, hidden, target = arrays()
+    logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+    logits = softcap * np.tanh(logits / softcap) if softcap else logits
+    logps = special.log_softmax(logits / temperature, axis=-1)
+    entropy = -(np.exp(logps) * logps).sum(-1)
+    want = np.take_along_axis(logps, np.asarray(target)[..., None], -1)[..., 0]
+    head = Head(temperature, softcap, jnp.float32, 32, block)
+    got, got_entropy = chunked_scores(head, weight, hidden, target, jnp.int32(M))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=5e-5)
+    np.testing.assert_allclose(got_entropy, entropy, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(16, 64), (64, 300), (1024, 4096)])
+def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
+    """Of log-probs and of the entropy, for hidden states and weights; columns behind the count pass none."""
+    weight, hidden, target = arrays()
+    rng = np.random.default_rng(1)
+    g, h = (jnp.asarray(rng.normal(size=(R, M)), jnp.float32) * (jnp.arange(M) < COUNT) for _ in range(2))
+    head = Head(0.8, 5.0, jnp.float32, chunk, block)
+
+    def loss(score, weight, hidden):  # type: ignore[no-untyped-def]
+        logps, entropy = score(weight, hidden)
+        return jnp.sum(g * logps + h * entropy)
+
+    chunked = jax.grad(lambda w, x: loss(lambda w, x: chunked_scores(head, w, x, target, jnp.int32(COUNT)), w, x), (0, 1))
+    plain = jax.grad(lambda w, x: loss(lambda w, x: plain_scores(head, w, x, target), w, x), (0, 1))
+    for one, other in zip(chunked(weight, hidden), plain(weight, hidden), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_behind_the_last_scored_token_are_not_computed() -> None:
+    weight, hidden, target = arrays()
+    hidden = hidden.at[:, 32:].set(jnp.nan)
+    logps, entropy = chunked_scores(Head(1.0, None, jnp.float32, 32), weight, hidden, target, jnp.int32(30))
+    assert jnp.isfinite(logps).all()
+    assert jnp.isfinite(entropy).all()
+    assert not logps[:, 32:].any()
+
+
+def temporary_bytes(vocabulary: int, tokens: int) -> int:
+    """Scratch memory of forward and backward, beyond the head's own weights and gradient, as the compiler states it."""
+    head = Head(1.0, None, jnp.float32)
+    width = 64
+
+    def loss(weight, hidden, target):  # type: ignore[no-untyped-def]
+        return chunked_scores(head, weight, hidden, target, jnp.int32(tokens))[0].sum()
+
+    shapes = ((vocabulary, width), (1, tokens, width))
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes] + [jax.ShapeDtypeStruct((1, tokens), jnp.int32)]
+    memory = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def test_memory_is_flat_in_the_vocabulary_and_in_the_tokens() -> None:
+    small, large = temporary_bytes(8192, 1024), temporary_bytes(131_072, 1024)
+    assert large < 1.1 * small
+    assert temporary_bytes(131_072, 8192) < 1.1 * large + 8 * 8192 * 64 * 4  # hidden states and their gradient are the tokens' own

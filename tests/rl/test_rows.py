@@ -1,0 +1,172 @@
+"""Rows: every sample as if it were alone, whatever it shares its row with."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.models.attention import causal
+from covey.rl.logprobs import row_scores
+from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread, unpack
+from covey.types import Completion, FinishReason, Group
+
+SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
+LENGTHS = [n for _, sizes in SHAPES for n in sizes]
+
+shapes = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=5)
+
+
+def random_groups(shape: list[tuple[int, list[int]]]) -> list[Group]:
+    counter = iter(range(10**6))
+    draw = lambda n: np.array([next(counter) for _ in range(n)], np.int32)  # noqa: E731
+    none = np.zeros(0, np.float32)
+    return [
+        Group("", draw(p), tuple(Completion(draw(n), none, none, FinishReason.STOP) for n in sizes)) for p, sizes in shape
+    ]
+
+
+def visible(rows: Rows, row: int, at: int) -> list[int]:
+    """The tokens an input position may attend to, in order, by the definition in `tree_attention`."""
+    group, sample = rows.group[row], rows.sample[row]
+    return [
+        int(rows.tokens[row, j])
+        for j in range(at + 1)
+        if group[j] == group[at] and (sample[j] == 0 or sample[j] == sample[at])
+    ]
+
+
+@settings(max_examples=60)
+@given(shapes, st.sampled_from([64, 128, 512]), st.sampled_from(["groups", "dense"]), st.sampled_from([1, 256, 1024]))
+def test_each_scored_token_sees_its_prompt_and_its_own_past(
+    shape: list[tuple[int, list[int]]], row_length: int, packing: str, micro_batch: int
+) -> None:
+    groups = random_groups(shape)
+    rows = pack(groups, row_length, packing, micro_batch)  # type: ignore[arg-type]
+    samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
+    found = [0] * len(samples)
+    for row, at in zip(*np.nonzero(rows.scored), strict=True):
+        number, place = rows.index[row, at]
+        prompt, tokens = samples[number]
+        source = int(rows.source[row, at])
+        assert rows.target[row, at] == tokens[place]
+        assert visible(rows, row, source) == [*prompt, *tokens[:place]]
+        assert rows.positions[row, source] == len(prompt) + place - 1
+        found[number] += 1
+    assert found == [len(tokens) for _, tokens in samples]
+    assert (rows.index[~rows.scored] == -1).all()
+
+
+def test_a_prompt_stands_once_for_its_group() -> None:
+    """The trap: the prompt repeated for each of its samples."""
+    rows = pack(random_groups([(100, [10] * 8)]))
+    assert (rows.group > 0).sum() == 100 + 8 * 9
+
+
+def test_a_group_too_long_for_a_row_is_split_and_its_prompt_repeated() -> None:
+    rows = pack(random_groups([(40, [30] * 6)]), row_length=128)
+    assert rows.tokens.shape == (2, 128)
+    assert ((rows.group > 0) & (rows.sample == 0)).sum() == 2 * 40
+
+
+def test_a_sample_longer_than_the_row_raises_it() -> None:
+    rows = pack(random_groups([(400, [300, 10])]), row_length=128)
+    assert rows.tokens.shape[1] == 768
+
+
+def test_short_groups_share_rows_with_little_padding() -> None:
+    rng = np.random.default_rng(0)
+    groups = random_groups([(int(rng.integers(30, 90)), [int(n) for n in rng.integers(5, 60, 8)]) for _ in range(16)])
+    assert padding_waste(pack(groups, 1024)) < 0.1
+
+
+def test_few_shapes_occur() -> None:
+    rng = np.random.default_rng(1)
+    seen = {
+        pack(random_groups([(60, [int(n) for n in rng.integers(1, 48, 8)]) for _ in range(8)]), 512).tokens.shape[1]
+        for _ in range(40)
+    }
+    assert len(seen) <= 3
+
+
+@settings(max_examples=40)
+@given(shapes, st.sampled_from(["groups", "dense"]))
+def test_values_come_home(shape: list[tuple[int, list[int]]], packing: str) -> None:
+    groups = random_groups(shape)
+    rows = pack(groups, 64, packing)  # type: ignore[arg-type]
+    sizes = [len(c.tokens) for g in groups for c in g.completions]
+    values = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
+    for one, other in zip(unpack(rows, lay(rows, values), sizes), values, strict=True):
+        assert np.array_equal(one, other)
+    spread_out = spread(rows, np.arange(len(sizes)) + 1.0)
+    assert spread_out.sum() == sum((i + 1) * n for i, n in enumerate(sizes))
+
+
+def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
+    rows = pack(random_groups(SHAPES), 64, "dense")
+    parts = list(micro_batches(rows, 4))
+    assert {part.tokens.shape[0] for part in parts} == {4}
+    joined = np.concatenate([part.owner for part in parts])
+    assert np.array_equal(joined[: len(rows.owner)], rows.owner)
+    assert not joined[len(rows.owner) :].any()
+
+
+def test_rows_together_is_a_multiple_of_the_devices() -> None:
+    assert [rows_together(256, 1024, ways) for ways in (1, 2, 3, 4, 8)] == [4, 4, 3, 4, 8]
+
+
+def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, groups_of: Callable) -> None:
+    model, groups = decoder(), groups_of(SHAPES[:3])
+    graph, params = nnx.split(model)
+    lengths = [len(c.tokens) for g in groups for c in g.completions]
+    rows = pack(groups, 128)
+    found = unpack(rows, jax.jit(partial(row_scores, graph, temperature=0.7))(params, rows).logps, lengths)
+
+    @jax.jit
+    def alone(tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(128)[None]
+        hidden, _ = model(tokens[None], positions, causal(jnp.ones((1, 128), bool), positions))
+        return jax.nn.log_softmax(model.logits(hidden)[0] / 0.7)
+
+    samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
+    for got, (prompt, tokens) in zip(found, samples, strict=True):
+        padded = np.zeros(128, np.int32)
+        padded[: len(prompt) + len(tokens)] = [*prompt, *tokens]
+        want = np.asarray(alone(padded))[len(prompt) - 1 + np.arange(len(tokens)), tokens]
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("row_length", [64, 512])
+@pytest.mark.slow
+def test_loss_and_gradients_equal_the_dense_layout(
+    decoder: Callable, groups_of: Callable, inputs_for: Callable, lora: int, row_length: int
+) -> None:
+    """One group one row against one sample a row: equal to 1e-5 in float32, with LoRA and without."""
+    from covey.rl.losses import grpo_loss
+
+    model = decoder(lora)
+    kind = nnx.LoRAParam if lora else nnx.Param
+    graph, trained, rest = nnx.split(model, kind, ...)
+    groups = groups_of(SHAPES)
+
+    def run(packing: str) -> tuple[float, nnx.State]:
+        rows = pack(groups, row_length, packing)  # type: ignore[arg-type]
+        inputs = inputs_for(rows, LENGTHS)
+
+        def loss(trained: nnx.State) -> jax.Array:
+            scores = row_scores(graph, nnx.merge_state(trained, rest), rows, 0.9)
+            return grpo_loss(scores.logps, scores.entropy, inputs, beta=0.04, epsilon_low=0.2, epsilon_high=0.2)[0]
+
+        return jax.jit(jax.value_and_grad(loss))(trained)
+
+    (dense, dense_grads), (packed, packed_grads) = run("dense"), run("groups")
+    assert float(packed) == pytest.approx(float(dense), rel=1e-5, abs=1e-6)  # a sum of terms of both signs, of order 1
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(dense_grads))
+    for one, other in zip(jax.tree.leaves(packed_grads), jax.tree.leaves(dense_grads), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=1e-5)

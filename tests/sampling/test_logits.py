@@ -1,0 +1,111 @@
+"""The draw: its distribution, its truncation, its log-probs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats  # comes with jax
+
+from covey.sampling.logits import Warp, draw, inverse_cdf, kth_largest, nucleus_threshold
+
+DRAWS = 20_000
+jitted_threshold = jax.jit(nucleus_threshold)
+
+
+def oracle(logits: np.ndarray, warp: Warp) -> np.ndarray:
+    """The truncated distribution in float64 by sorting: temperature, top-k, top-p in that order."""
+    scaled = logits.astype(np.float64) / warp.temperature
+    order = np.argsort(-scaled)
+    kept = order[: warp.top_k or None]
+    mass = np.exp(scaled[kept] - scaled[kept].max())
+    mass /= mass.sum()
+    count = int(np.searchsorted(np.cumsum(mass), warp.top_p - 1e-9)) + 1
+    out = np.zeros_like(scaled)
+    out[kept[:count]] = mass[:count] / mass[:count].sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "warp",
+    [
+        Warp(),
+        Warp(temperature=0.7),
+        Warp(top_k=50),
+        Warp(temperature=1.3, top_k=7),
+        Warp(top_p=0.9),
+        Warp(temperature=0.8, top_p=0.5),
+        Warp(temperature=0.9, top_k=40, top_p=0.95),
+    ],
+)
+def test_draws_follow_the_truncated_distribution(warp: Warp) -> None:
+    logits = np.random.default_rng(3).normal(scale=2.5, size=1000).astype(np.float32)
+    expected = oracle(logits, warp)
+    uniform = jax.random.uniform(jax.random.PRNGKey(1), (DRAWS,))
+    token, _, sampler_logp = draw(jnp.broadcast_to(logits, (DRAWS, 1000)), uniform, warp)
+    counts = np.bincount(np.asarray(token), minlength=1000)
+    assert counts[expected == 0].sum() == 0
+    common = expected * DRAWS >= 5
+    rest = expected[~common].sum() * DRAWS
+    observed, wanted = [*counts[common], counts[~common].sum()], [*(expected[common] * DRAWS), rest]
+    if rest < 5:
+        observed, wanted = observed[:-1], wanted[:-1]
+        wanted = list(np.array(wanted) * sum(observed) / sum(wanted))
+    assert stats.chisquare(observed, wanted).pvalue > 1e-3
+    np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
+
+
+def test_logps_are_of_the_untruncated_distribution_at_the_temperature() -> None:
+    """What the trainer recomputes: comparing it with log-probs at temperature 1 would be wrong (a trap)."""
+    logits = np.random.default_rng(0).normal(size=(64, 300)).astype(np.float32)
+    token, logp, _ = draw(jnp.asarray(logits), jnp.linspace(0, 0.999, 64), Warp(0.6, 0.8, 20))
+    want = jax.nn.log_softmax(jnp.asarray(logits) / 0.6)[jnp.arange(64), token]
+    np.testing.assert_allclose(logp, want, atol=1e-5)
+
+
+def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
+    logits = jnp.array([[0.0, 3.0, 1.0], [5.0, 5.0, -1.0]])
+    token, logp, sampler_logp = draw(logits, jnp.array([0.99, 0.5]), Warp(temperature=0.0))
+    assert token.tolist() == [1, 0]
+    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-6)
+    assert sampler_logp.tolist() == [0.0, 0.0]
+
+
+def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
+    logits = jax.random.normal(jax.random.PRNGKey(0), (32, 500))
+    token, _, _ = draw(logits, jnp.linspace(0, 0.999, 32), Warp(temperature=1e-4, top_k=1))
+    assert jnp.array_equal(token, logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (100, 7), (128, 128), (129, 1), (700, 5), (700, 6), (700, 699), (5000, 50)])
+def test_kth_largest_is_exact_ties_included(size: int, k: int) -> None:
+    values = np.random.default_rng(k).normal(size=(30, size)).round(1).astype(np.float32)
+    assert np.array_equal(kth_largest(jnp.asarray(values), k), np.sort(values, axis=1)[:, -k])
+
+
+@given(st.sampled_from([1, 40, 400]), st.floats(0.01, 0.999), st.integers(0, 99), st.sampled_from([0.1, 1.0, 30.0]))
+def test_nucleus_is_the_smallest_set_that_reaches_p(size: int, top_p: float, seed: int, scale: float) -> None:
+    logits = np.random.default_rng(seed).normal(size=(2, size), scale=scale).astype(np.float32)
+    threshold = np.asarray(jitted_threshold(jnp.asarray(logits), top_p))[:, None]
+    mass = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
+    for row, kept in zip(mass, logits >= threshold, strict=True):
+        assert row[kept].sum() >= top_p - 1e-5
+        assert row[kept].sum() - row[kept].min() < top_p + 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 5, 128, 129, 1000])
+def test_inverse_cdf_never_draws_what_has_no_mass(size: int) -> None:
+    rng = np.random.default_rng(size)
+    mass = rng.random((256, size)) * (rng.random((256, size)) < 0.1)
+    mass[:, rng.integers(size)] += 1e-6
+    uniform = np.concatenate([rng.random(254), [0.0, np.nextafter(1, 0)]])
+    token = inverse_cdf(jnp.asarray(mass, jnp.float32), jnp.asarray(uniform, jnp.float32))
+    assert (mass[np.arange(256), np.asarray(token)] > 0).all()
+
+
+def test_no_sort_of_the_vocabulary_in_the_program() -> None:
+    """A full sort costs more than the model on CPU."""
+    program = jax.jit(draw, static_argnums=2).lower(jnp.zeros((8, 49152)), jnp.zeros(8), Warp(0.9, 0.95, 0)).as_text()
+    assert "stablehlo.sort" not in program
+    assert "top_k" not in program

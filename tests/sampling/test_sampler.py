@@ -1,0 +1,190 @@
+"""The sampler's claims: nothing about a sample depends on how it was scheduled, and its log-probs are the trainer's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.configs import RolloutConfig
+from covey.errors import DataError
+from covey.models.attention import causal
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.sampling.sampler import Request, Sampler, bucket
+from covey.types import Completion, FinishReason
+
+STOPS = (3, 7, 11)
+CONFIG = ModelConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+    tie_embeddings=True, windows=(None, 5, None),
+)  # fmt: skip
+
+
+def build() -> Decoder:
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    model.embed.embedding[...] = model.embed.embedding[...] * 20  # peaked enough to be a real distribution
+    return model
+
+
+MODEL = build()
+GRAPH, PARAMS = nnx.split(MODEL)
+
+
+def requests(samples: int = 3, step: int = 0) -> list[Request]:
+    rng = np.random.default_rng(0)
+    sizes = [5, 9, 13, 30, 1, 7, 2, 3, 17, 20, 21]
+    return [Request(rng.integers(0, 300, n).astype(np.int32), samples, i, step) for i, n in enumerate(sizes)]
+
+
+def sample(wanted: list[Request], **settings: object) -> list[list[Completion]]:
+    base = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 32}
+    config = RolloutConfig(**{**base, **settings})  # type: ignore[arg-type]
+    return Sampler(GRAPH, STOPS, config).generate(PARAMS, wanted)
+
+
+def same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
+    for one, other in zip(sum(a, []), sum(b, []), strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert one.finish == other.finish
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+        np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
+    base = sample(requests())
+    same(base, sample(requests(), slots=4, decode_chunk=3))
+    same(base, sample(requests(), slots=1, decode_chunk=16))
+    backwards = sample(requests()[::-1], slots=8, decode_chunk=1)
+    same(base, backwards[::-1])
+
+
+def test_a_sample_drawn_alone_is_the_one_drawn_in_a_batch() -> None:
+    everything = sample(requests())
+    same([everything[3]], sample([requests()[3]]))
+
+
+@jax.jit
+def plain_logits(tokens: np.ndarray) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = MODEL(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))
+    return MODEL.logits(hidden)[0]
+
+
+def logits_at(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The plain forward's logits from which each of `tokens` was to be predicted."""
+    full = np.concatenate([prompt, tokens, np.zeros(64 - len(prompt) - len(tokens), np.int32)])
+    return np.asarray(plain_logits(full[None]))[len(prompt) - 1 :][: len(tokens)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+def test_logps_equal_the_trainers_at_any_temperature(temperature: float) -> None:
+    wanted = requests(2)[:5]
+    for request, group in zip(wanted, sample(wanted, temperature=temperature), strict=True):
+        for completion in group:
+            logps = jax.nn.log_softmax(logits_at(request.prompt, completion.tokens) / (temperature or 1.0))
+            want = np.asarray(logps)[np.arange(len(completion.tokens)), completion.tokens]
+            np.testing.assert_allclose(completion.logps, want, atol=1e-4)
+
+
+def test_greedy_with_the_cache_gives_the_tokens_of_the_plain_forward() -> None:
+    wanted = requests(1)
+    for request, (completion,) in zip(wanted, sample(wanted, temperature=0.0), strict=True):
+        best = logits_at(request.prompt, completion.tokens).argmax(-1)
+        assert completion.tokens.tolist() == best.tolist()
+
+
+def test_every_stop_token_ends_a_completion_and_stays_in_it() -> None:
+    """Traps: the stop token stripped, so that stopping is never trained; only one of several honoured."""
+    completions = sum(sample(requests(16), temperature=1.5, top_k=0, top_p=1.0), [])
+    ends = {int(c.tokens[-1]) for c in completions if c.finish is FinishReason.STOP}
+    assert ends == set(STOPS)
+    for c in completions:
+        assert not set(c.tokens[:-1].tolist()) & set(STOPS)
+        assert (c.finish is FinishReason.STOP) == (int(c.tokens[-1]) in STOPS)
+        assert c.finish is FinishReason.STOP or len(c.tokens) == 24
+        assert len(c.tokens) == len(c.logps) == len(c.sampler_logps)
+
+
+def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
+    """The trap: a constant seed, so that every call and every sample draws the same noise."""
+    prompt, wild = requests()[3].prompt, {"temperature": 2.0, "top_k": 0, "top_p": 1.0}
+    twins = [Request(prompt, 4, 0), Request(prompt, 4, 1)]
+    first = sample(twins, **wild)
+    texts = {tuple(c.tokens) for group in first for c in group}
+    assert len(texts) == 8
+    later = sample([Request(prompt, 4, 0, step=1)], **wild)
+    assert not texts & {tuple(c.tokens) for c in later[0]}
+    same(first, sample(twins, **wild))
+    assert not texts & {tuple(c.tokens) for c in sample(twins, seed=1, **wild)[0]}
+
+
+def test_each_prompt_is_prefilled_once_for_all_its_samples() -> None:
+    wanted = requests(7)
+    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=6, slots=4))
+    sampler.generate(PARAMS, wanted)
+    assert sampler.stats.prompt_tokens == sum(len(r.prompt) for r in wanted)
+
+
+def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
+    """The trap: a batch that waits for its slowest row."""
+    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
+    groups = sampler.generate(PARAMS, requests(8))
+    lengths = np.array([len(c.tokens) for group in groups for c in group])
+    padded = sum(int(lengths[i : i + 8].max()) for i in range(0, len(lengths), 8)) * 8
+    assert sampler.stats.tokens == lengths.sum()
+    assert sampler.stats.slot_steps < 0.8 * padded
+
+
+def test_few_programs_are_compiled_whatever_the_lengths() -> None:
+    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=24, slots=32))
+    for step in range(4):
+        sampler.generate(PARAMS, requests(3, step))
+    assert sampler._decode._cache_size() <= 3
+    assert sampler._prefill._cache_size() == 1
+
+
+def test_attention_covers_the_live_length_only() -> None:
+    """The trap: attention over the whole cache. The buffers follow the longest live sample, not the maxima in the config."""
+    seen: list[int] = []
+    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
+    inner = sampler._decode
+    sampler._decode = lambda p, slots, **k: seen.append(slots.cache[0][0].shape[-1]) or inner(p, slots, **k)  # type: ignore[assignment,func-returns-value]
+    sampler.generate(PARAMS, requests(1))
+    assert set(seen) == {64}
+
+
+def test_one_new_token_and_immediate_stops_need_no_decode_step() -> None:
+    groups = sample(requests(2), max_new_tokens=1)
+    assert all(len(c.tokens) == 1 for group in groups for c in group)
+    same([group[:1] for group in groups], [[_first(c[0])] for c in sample(requests(2))])
+
+
+def _first(c: Completion) -> Completion:
+    stopped = int(c.tokens[0]) in STOPS
+    reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+    return Completion(c.tokens[:1], c.logps[:1], c.sampler_logps[:1], reason)
+
+
+def test_no_requests_give_no_completions() -> None:
+    assert sample([]) == []
+
+
+@pytest.mark.parametrize(("size", "words"), [(0, "no tokens"), (300, "300 tokens")])
+def test_prompts_that_cannot_be_sampled_are_errors_with_a_fix(size: int, words: str) -> None:
+    """The trap: prompts longer than the maximum crash, or are cut without a word."""
+    with pytest.raises(DataError, match=words):
+        sample([Request(np.zeros(size, np.int32), 1, 0)])
+
+
+def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
+    with pytest.raises(DataError, match="kv_cache_size"):
+        sample(requests(), kv_cache_size=40)
+
+
+def test_buckets_are_few_and_close() -> None:
+    sizes = {bucket(n) for n in range(1, 2049)}
+    assert len(sizes) <= 10
+    assert all(n <= bucket(n) for n in range(1, 2049))
+    assert all(bucket(n) < 1.5 * n for n in range(257, 2049))

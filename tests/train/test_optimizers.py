@@ -1,0 +1,272 @@
+"""The learning rate of each step by hand, AdamW against float64 NumPy, and small steps on bfloat16 weights."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.configs import OptimizerConfig
+from covey.errors import RecipeError
+from covey.parallel.reshard import flatten
+from covey.train.optimizers import decayed, learning_rate, make_optimizer
+
+STEADY = OptimizerConfig(learning_rate=0.1, warmup_ratio=0.0, schedule="constant", max_grad_norm=0.0)
+
+
+def rates(config: OptimizerConfig, steps: int, count: int | None = None) -> list[float]:
+    rate = learning_rate(config, steps)
+    return [float(rate(n)) for n in range(steps if count is None else count)]
+
+
+# --- learning rate
+
+
+def test_linear_by_hand() -> None:
+    config = OptimizerConfig(learning_rate=8.0, warmup_ratio=0.3, schedule="linear")
+    by_hand = [2.0, 4.0, 6.0, 8.0, 8 * 6 / 7, 8 * 5 / 7, 8 * 4 / 7, 8 * 3 / 7, 8 * 2 / 7, 8 * 1 / 7, 0.0, 0.0]
+    np.testing.assert_allclose(rates(config, 10, 12), by_hand, rtol=1e-6)
+
+
+def test_cosine_by_hand() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.2, schedule="cosine")
+    root = math.sqrt(0.5)
+    np.testing.assert_allclose(rates(config, 5, 6), [0.5, 1.0, (1 + root) / 2, 0.5, (1 - root) / 2, 0.0], atol=1e-7)
+
+
+def test_constant_warms_up_and_stays() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.5, schedule="constant")
+    np.testing.assert_allclose(rates(config, 4), [1 / 3, 2 / 3, 1.0, 1.0], rtol=1e-6)
+
+
+def test_gemma_recipe() -> None:
+    """3738 steps, a tenth of them warm-up, peak 3e-6: half of it half-way down the cosine."""
+    rate = learning_rate(OptimizerConfig(learning_rate=3e-6, warmup_ratio=0.1), 3738)
+    by_hand = {0: 3e-6 / 375, 373: 3e-6 * 374 / 375, 374: 3e-6, (374 + 3738) // 2: 1.5e-6, 3738: 0.0}
+    np.testing.assert_allclose([float(rate(n)) for n in by_hand], list(by_hand.values()), atol=1e-12)
+
+
+def test_nanochat_recipe() -> None:
+    """Linear to 0 without warm-up is 1 − n/N."""
+    config = OptimizerConfig(learning_rate=0.02, warmup_ratio=0.0, schedule="linear")
+    np.testing.assert_allclose(rates(config, 467), [0.02 * (1 - n / 467) for n in range(467)], atol=1e-8)
+
+
+def test_behind_the_warm_up_it_is_what_optax_and_tunix_do() -> None:
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 1e-3, warmup_steps=20, decay_steps=200)
+    ours = learning_rate(OptimizerConfig(learning_rate=1e-3, warmup_ratio=0.1), 200)
+    for n in range(20, 201):
+        assert float(ours(n)) == pytest.approx(float(theirs(n)), rel=1e-6)
+
+
+@given(
+    steps=st.integers(1, 60),
+    ratio=st.floats(0, 0.999),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+)
+def test_no_update_is_wasted(steps: int, ratio: float, schedule: Any) -> None:
+    config = OptimizerConfig(learning_rate=2e-3, warmup_ratio=ratio, schedule=schedule)
+    found = rates(config, steps)
+    assert all(0 < rate <= 2e-3 * (1 + 1e-6) for rate in found)
+    peak = int(np.argmax(found))
+    assert found[peak] == pytest.approx(2e-3, rel=1e-6)
+    assert found[: peak + 1] == sorted(found[: peak + 1])
+    assert found[peak:] == sorted(found[peak:], reverse=True)
+    after = float(learning_rate(config, steps)(steps))
+    assert after == (pytest.approx(2e-3) if schedule == "constant" else 0.0)
+
+
+def test_a_rounded_product_is_no_extra_warm_up_step() -> None:
+    """0.1 · 30 is 3.0000000000000004 in binary: rounding up would make it 4."""
+    assert rates(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.1, schedule="constant"), 30, 4)[3] == 1.0
+
+
+def test_under_jit() -> None:
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.3), 10)
+    for n in range(11):
+        assert float(jax.jit(rate)(n)) == pytest.approx(float(rate(n)), rel=1e-6)
+
+
+# --- AdamW
+
+
+def adamw_in_numpy(
+    params: dict[str, np.ndarray], grads: list[dict[str, np.ndarray]], c: OptimizerConfig, rate: list[float]
+) -> dict[str, np.ndarray]:
+    """Loshchilov & Hutter (2019), algorithm 2, in float64; `kernel` is decayed, the others are not."""
+    p = {name: value.astype(np.float64) for name, value in params.items()}
+    m = {name: np.zeros_like(value) for name, value in p.items()}
+    v = {name: np.zeros_like(value) for name, value in p.items()}
+    for t, step in enumerate(grads, 1):
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in step.values()))
+        scale = min(1.0, c.max_grad_norm / norm) if c.max_grad_norm else 1.0
+        for name in p:
+            g = step[name].astype(np.float64) * scale
+            m[name] = c.b1 * m[name] + (1 - c.b1) * g
+            v[name] = c.b2 * v[name] + (1 - c.b2) * g * g
+            direction = (m[name] / (1 - c.b1**t)) / (np.sqrt(v[name] / (1 - c.b2**t)) + c.eps)
+            decay = c.weight_decay * p[name] if name == "kernel" else 0.0
+            p[name] = p[name] - rate[t - 1] * (direction + decay)
+    return p
+
+
+def train(optimizer: optax.GradientTransformation, params: Any, grads: list[Any]) -> tuple[Any, Any]:
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for step in grads:
+        updates, state = update(step, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_first_step_by_hand() -> None:
+    """m̂ = g and v̂ = g², so the step is lr·(sign(g) + decay·p): 1 − 0.1·(1 + 0.2·1) = 0.88, and no decay on the bias."""
+    config = dataclasses.replace(STEADY, weight_decay=0.2, eps=1e-12)
+    params = {"kernel": jnp.array([[1.0]]), "bias": jnp.array([1.0])}
+    moved, _ = train(make_optimizer(config, 10), params, [{"kernel": jnp.array([[0.5]]), "bias": jnp.array([-3.0])}])
+    np.testing.assert_allclose(moved["kernel"], [[0.88]], rtol=1e-6)
+    np.testing.assert_allclose(moved["bias"], [1.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e6], ids=["off", "clips", "does not clip"])
+def test_steps_against_float64(max_grad_norm: float) -> None:
+    config = OptimizerConfig(
+        learning_rate=1e-2, weight_decay=0.1, warmup_ratio=0.25, schedule="linear", max_grad_norm=max_grad_norm
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (3, 4), "bias": (4,), "scale": (3,)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = [{name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(8)]
+    grads[3]["kernel"] *= 50  # one step stands out: the clip must see all leaves together
+    expected = adamw_in_numpy(params, grads, config, rates(config, 8))
+    moved, _ = train(make_optimizer(config, 8), jax.tree.map(jnp.asarray, params), grads)
+    for name in shapes:
+        np.testing.assert_allclose(moved[name], expected[name], rtol=2e-5, atol=1e-7)
+
+
+def test_clip_is_of_the_global_norm() -> None:
+    config = dataclasses.replace(STEADY, max_grad_norm=1.0)
+    params = {"a": jnp.zeros((1, 1)), "b": jnp.zeros((1, 1))}
+    grads = {"a": jnp.array([[3.0]]), "b": jnp.array([[4.0]])}
+    _, state = train(make_optimizer(config, 1), params, [grads])
+    moments = {name: leaf for name, leaf in flatten(state).items() if ".mu." in name}
+    np.testing.assert_allclose(sorted(float(m[0, 0]) for m in moments.values()), [0.1 * 0.6, 0.1 * 0.8], rtol=1e-6)
+
+
+def test_decayed_are_matrices_by_rank_and_name() -> None:
+    params = {
+        "embed": {"embedding": jnp.zeros((5, 2))},
+        "layers": [{"norm": {"scale": jnp.zeros(2)}, "q_proj": {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}}],
+        "stacked": {"norm": {"scale": jnp.zeros((3, 2))}, "q_proj": {"kernel": jnp.zeros((3, 2, 2))}},
+        "lora": {"a": jnp.zeros((2, 1)), "b": jnp.zeros((1, 2))},
+    }
+    chosen = {name for name, yes in flatten(decayed(params)).items() if yes}
+    assert chosen == {"embed.embedding", "layers.0.q_proj.kernel", "stacked.q_proj.kernel", "lora.a", "lora.b"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_of_nnx_trains_like_the_plain_dict(dtype: str) -> None:
+    model = nnx.Linear(3, 2, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    state = nnx.split(model)[1]
+    plain = nnx.to_pure_dict(state)
+    grads = jax.tree.map(jnp.ones_like, plain)
+    config = dataclasses.replace(STEADY, weight_decay=0.5)
+    moved_plain, memory_plain = train(make_optimizer(config, 3), plain, [grads] * 3)
+    moved, memory = train(make_optimizer(config, 3), state, [jax.tree.map(jnp.ones_like, state)] * 3)
+    assert flatten(moved).keys() == flatten(moved_plain).keys()
+    assert flatten(memory).keys() == flatten(memory_plain).keys()
+    for name, leaf in flatten(moved).items():
+        np.testing.assert_array_equal(leaf, flatten(moved_plain)[name])
+
+
+def test_names_in_the_state_do_not_change_when_the_clip_is_switched_off() -> None:
+    params = {"kernel": jnp.zeros((2, 2), jnp.bfloat16), "bias": jnp.zeros(2)}
+    names = [flatten(make_optimizer(dataclasses.replace(STEADY, max_grad_norm=n), 9).init(params)) for n in (0, 1)]
+    assert names[0].keys() == names[1].keys()
+
+
+def test_a_ready_transformation_passes_through() -> None:
+    theirs = optax.sgd(0.1)
+    assert make_optimizer(theirs, 10) is theirs
+
+
+# --- types
+
+
+def test_moments_are_float32_whatever_the_parameters() -> None:
+    """optax.adamw alone keeps the second moment in the parameters' type: squares of gradients in 8 bits."""
+    params = {"narrow": jnp.ones((2, 2), jnp.bfloat16), "half": jnp.ones((2, 2), jnp.float16), "wide": jnp.ones((2, 2))}
+    moved, state = train(make_optimizer(STEADY, 2), params, [params, params])
+    assert {name: leaf.dtype for name, leaf in moved.items()} == {name: leaf.dtype for name, leaf in params.items()}
+    kept = {name: leaf for name, leaf in flatten(state).items() if leaf.ndim}
+    assert {leaf.dtype for leaf in kept.values()} == {jnp.dtype("float32")}
+    assert [name for name in kept if name.startswith("master")] == ["master.half", "master.narrow"]
+
+
+def test_small_steps_move_bfloat16_weights() -> None:
+    """300 steps of 1e-6 on weights near 0.02, whose neighbours are 1e-4 apart: each alone would be rounded away."""
+    config = dataclasses.replace(STEADY, learning_rate=1e-6)
+    start = jnp.full((2, 2), 0.02, jnp.bfloat16)
+    grads = [jnp.array([[1.0, -1.0], [0.1, -3.0]])] * 300
+    moved, _ = train(make_optimizer(config, 300), start, grads)
+    wide, _ = train(make_optimizer(config, 300), start.astype(jnp.float32), grads)
+    np.testing.assert_array_equal(moved, wide.astype(jnp.bfloat16))
+    assert not np.any(np.asarray(moved == start))
+    bare, _ = train(optax.adamw(1e-6), start, grads)
+    np.testing.assert_array_equal(bare, start)  # the trap is real
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3, 10.0])
+def test_narrow_weights_are_their_float32_copy_rounded(rate: float) -> None:
+    config = dataclasses.replace(STEADY, learning_rate=rate, weight_decay=0.1)
+    rng = np.random.default_rng(1)
+    params = jnp.asarray(rng.normal(size=(64, 64)) * 10.0 ** rng.integers(-6, 4, size=(64, 64)), jnp.bfloat16)
+    moved, state = train(make_optimizer(config, 3), params, [rng.normal(size=(64, 64)) for _ in range(3)])
+    rounded = state.master.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(moved.astype(jnp.float32), rounded, rtol=1e-6, atol=2e-6 * rate)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", -1e-6),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("learning_rate", "1e-5"),
+        ("b1", 1.0),
+        ("b2", -0.1),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("warmup_ratio", 1.0),
+        ("warmup_ratio", 100),
+        ("max_grad_norm", -1.0),
+        ("schedule", "cosin"),
+    ],
+)
+def test_a_bad_setting_is_named(field: str, value: Any) -> None:
+    config = dataclasses.replace(OptimizerConfig(), **{field: value})
+    with pytest.raises(RecipeError, match=field) as caught:
+        make_optimizer(config, 10)
+    assert repr(value) in str(caught.value)
+    assert caught.value.want
+
+
+def test_a_near_name_is_offered() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'cosine'"):
+        learning_rate(dataclasses.replace(OptimizerConfig(), schedule="cosin"), 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [0, -3, 2.5])
+def test_bad_total_steps(steps: Any) -> None:
+    with pytest.raises(RecipeError, match="total_steps"):
+        learning_rate(OptimizerConfig(), steps)
