@@ -1,4 +1,5 @@
-"""The settings of a run, as small frozen dataclasses. `recipe.Recipe` is a tree of them; the Python API takes the same ones.
+"""The settings of a run, as small frozen dataclasses. `recipe.Recipe` is a tree of them; the Python API takes the same
+ones.
 
 No JAX here: the command answers `--help` and typos before it is imported.
 """
@@ -144,7 +145,9 @@ class RLTrainingConfig:
     row_length: int = 512
     """Longest row in tokens; shorter ones are used where they fit, and a longer sample raises it."""
     tokens_per_micro_batch: int = 1024
-    """Tokens in one forward-backward, in whole rows and at least one a device; changes speed and memory, never the gradient."""
+    """Tokens in one forward-backward, in whole rows and at least one a device; changes speed and memory, never the
+    gradient.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A whole run from its recipe: load, evaluate, train, evaluate, write down. Also what uses a finished one: eval, generate, chat.
+"""A whole run from its recipe: load, evaluate, train, evaluate, write down. Also what uses a finished one: eval,
+generate, chat.
 
-The run folder is the run: `recipe.yaml` says what was asked, `metrics.jsonl` and `samples.jsonl` what happened, `checkpoints/` how to go
-on, `summary.json` what came of it.
+The run folder is the run: `recipe.yaml` says what was asked, `metrics.jsonl` and `samples.jsonl` what happened,
+`checkpoints/` how to go on, `summary.json` what came of it.
 """
 
 import json
@@ -19,17 +20,18 @@ from covey.configs import ModelOptions, RolloutConfig
 from covey.data import source as data_source
 from covey.data.loader import PromptLoader
 from covey.errors import ResumeError
-from covey.evaluate import Evaluation, evaluate as judge
+from covey.evaluate import Evaluation
+from covey.evaluate import evaluate as judge
 from covey.models import weights
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora, with_lora
+from covey.models.lora import split_trainable, with_lora
 from covey.recipe import Recipe, is_run
 from covey.rl.cluster import ClusterConfig, RLCluster
 from covey.rl.grpo import GRPOLearner, StepRecord
 from covey.rl.rollout import RolloutWorker
 from covey.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import MetricsWriter, SUMMARY, prompt_text, write_summary
+from covey.train.metrics import SUMMARY, MetricsWriter, prompt_text, write_summary
 from covey.train.progress import Progress, SampleLine
 
 CHECKPOINTS = "checkpoints"
@@ -44,7 +46,9 @@ def train(ready: Recipe, out: Path) -> dict[str, Any]:
 
 
 def resume(folder: Path) -> dict[str, Any]:
-    """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run never stopped."""
+    """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
+    never stopped.
+    """
     return _Run(recipes.load(folder), folder, resuming=True).go()
 
 
@@ -55,8 +59,15 @@ def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
         worker = RolloutWorker(model, tokenizer, ready.rollout)
         held_out = data_source.load(ready.data).test
         progress.phase("sampling answers")
-        found = judge(worker, held_out, ready.evaluation, ready.rollout, ready.rewards, ready.grpo.reward_weights,
-                      progress=progress.advance)
+        found = judge(
+            worker,
+            held_out,
+            ready.evaluation,
+            ready.rollout,
+            ready.rewards,
+            ready.grpo.reward_weights,
+            progress=progress.advance,
+        )
         progress.evaluation(source, found.summary())
     return found.summary()
 
@@ -94,8 +105,8 @@ def open_model(source: str, options: ModelOptions, say: Say) -> tuple[Decoder, T
     options = recipes.load(source).model
     model, tokenizer, _ = _load(options, options.source, say)
     with Checkpointer(Path(source) / CHECKPOINTS, read_only=True) as saves:
-        graph, trained, rest = nnx.split(model, nnx.LoRAParam if has_lora(model) else nnx.Param, ...)
-        (held, _) = saves.restore(target={"params": nnx.to_pure_dict(trained)}, subset=True)
+        graph, trained, rest = split_trainable(model)
+        held, _ = saves.restore(target={"params": nnx.to_pure_dict(trained)}, subset=True)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer
 
@@ -163,7 +174,9 @@ class _Run:
     def _judged(self, cluster: RLCluster, name: str) -> Evaluation:
         ready = self.recipe
         self.progress.phase(f"evaluating {name} training")
-        found = judge(cluster, self.data.test, ready.evaluation, ready.rollout, ready.rewards, ready.grpo.reward_weights)
+        found = judge(
+            cluster, self.data.test, ready.evaluation, ready.rollout, ready.rewards, ready.grpo.reward_weights
+        )
         self.progress.evaluation(name, found.summary())
         return found
 
@@ -212,7 +225,9 @@ class _Run:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR says where, empty is off."""
+    """Keeps compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR says where, empty
+    is off.
+    """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(weights.sources.cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -1,6 +1,7 @@
 """Who may look at whom. The decoder hands its queries, keys and values to an `Attend` function and never sees a mask.
 
-Training, prefill and decoding differ only in the `Attend` they pass: `masked` here, and the cached ones of `sampling.cache`.
+Training, prefill and decoding differ only in the `Attend` they pass: `masked` here, and the cached ones of
+`sampling.cache`.
 """
 
 from functools import partial
@@ -14,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 class Attend(Protocol):
     """Mixes values by attention for one layer.
 
-    Takes queries [B T H W] (already scaled), keys and values [B T K W], the layer's cache (any pytree, or None), the sliding
-    window in tokens (None: everything) and the soft-cap of the scores. Returns the mixture [B T H W] and the layer's new cache.
+    Takes queries [B T H W] (already scaled), keys and values [B T K W], the layer's cache (any pytree, or None), the
+    sliding window in tokens (None: everything) and the soft-cap of the scores. Returns the mixture [B T H W] and the
+    layer's new cache.
     """
 
     def __call__(
@@ -32,8 +34,8 @@ def attention(
 ) -> Float[Array, "B T H W"]:
     """Grouped-query attention with the softmax in float32. A query that may look at nothing returns a finite mixture.
 
-    The heads of a group stand beside the queries in one product, and the softmax's division comes after the mixing: the scores,
-    the largest array by far, are then never transposed nor divided (twice the speed on CPU).
+    The heads of a group stand beside the queries in one product, and the softmax's division comes after the mixing: the
+    scores, the largest array by far, are then never transposed nor divided (twice the speed on CPU).
     """
     batch, time, heads, width = q.shape
     kv_heads, precision = k.shape[2], jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

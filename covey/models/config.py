@@ -23,7 +23,8 @@ class RopeScaling:
 class ModelConfig:
     """Everything the forward pass needs to know. Widths in units of numbers, positions in tokens.
 
-    The defaults are the plain Llama block (Touvron et al., 2023); the switches below them are what other families change.
+    The defaults are the plain Llama block (Touvron et al., 2023); the switches below them are what other families
+    change.
     """
 
     vocab_size: int

@@ -1,7 +1,8 @@
-"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart (`rl.logprobs`, the sampler).
+"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart (`rl.logprobs`,
+the sampler).
 
-Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list: decoding unrolls over it,
-training unrolls or scans, and recomputes each layer in the backward pass unless told not to.
+Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list: decoding unrolls
+over it, training unrolls or scans, and recomputes each layer in the backward pass unless told not to.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ class Attention(nnx.Module):
         self.v_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
         norm = partial(RMSNorm, c.head_dim, c.norm_eps, c.norm_offset, param_dtype)
-        self.q_norm, self.k_norm = (norm(), norm()) if c.qk_norm else (None, None)
+        self.q_norm: RMSNorm | None = norm() if c.qk_norm else None
+        self.k_norm: RMSNorm | None = norm() if c.qk_norm else None
         self.config = config
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
@@ -58,7 +60,8 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, config.norm_offset, param_dtype)
         self.attn_norm, self.mlp_norm = norm(), norm()
-        self.post_attn_norm, self.post_mlp_norm = (norm(), norm()) if config.post_norms else (None, None)
+        self.post_attn_norm: RMSNorm | None = norm() if config.post_norms else None
+        self.post_mlp_norm: RMSNorm | None = norm() if config.post_norms else None
         self.attn = Attention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -93,11 +96,12 @@ class Decoder(nnx.Module):
     ):
         self.config, self.dtype = config, jnp.dtype(compute_dtype)
         self.remat, self.scan_layers = remat, scan_layers
-        make = {"param_dtype": jnp.dtype(param_dtype), "rngs": rngs}
-        self.embed = Embedding(config, **make)
-        self.layers = nnx.List([Layer(config, dtype=self.dtype, **make) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, make["param_dtype"])
-        self.head = None if config.tie_embeddings else Embedding(config, **make)
+        table = partial(Embedding, config, param_dtype=param_dtype, rngs=rngs)
+        layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
+        self.embed = table()
+        self.layers = nnx.List([layer() for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, param_dtype)
+        self.head: Embedding | None = None if config.tie_embeddings else table()
 
     @property
     def head_weight(self) -> Float[Array, "V D"]:

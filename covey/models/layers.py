@@ -1,9 +1,10 @@
 """The pieces of a decoder block: products, norms, rotary positions, the gated MLP.
 
-Products accumulate in float32 whatever their operands' type, in the forward and in both backward products; written any other
-way, bfloat16 weights are upcast whole on CPU. Norms and rotations run in float32.
+Products accumulate in float32 whatever their operands' type, in the forward and in both backward products; written any
+other way, bfloat16 weights are upcast whole on CPU. Norms and rotations run in float32.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -63,9 +64,7 @@ class LoRA(nnx.Module):
 class Linear(nnx.Module):
     """`x W (+ b) (+ LoRA)`, the kernel stored [n_in, n_out]."""
 
-    def __init__(
-        self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
         self.kernel = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
@@ -136,4 +135,7 @@ class MLP(nnx.Module):
         return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}

@@ -1,10 +1,12 @@
 """LoRA on a decoder (Hu et al., 2021): adapters put on, taken off, merged.
 
-The adapters are a module of ours and not qwix's: qwix intercepts products by patching them while the model is traced, which fails
-inside rematerialised layers, and ours are rematerialised. qwix keeps its place for quantised bases.
+The adapters are a module of ours and not qwix's: qwix intercepts products by patching them while the model is traced,
+which fails inside rematerialised layers, and ours are rematerialised. qwix keeps its place for quantised bases.
 
 Actor and reference share the base: `with_lora` copies the module, not its arrays.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +24,9 @@ def with_lora(base: Decoder, config: LoRAConfig, *, seed: int = 0) -> Decoder:
     """
     for name in config.targets:
         if name not in LORA_TARGETS:
-            raise RecipeError(f"unknown LoRA target {name!r}", fix=nearest(name, LORA_TARGETS), where="model.lora.targets")
+            raise RecipeError(
+                f"unknown LoRA target {name!r}", fix=nearest(name, LORA_TARGETS), where="model.lora.targets"
+            )
     if config.rank < 1:
         raise RecipeError(f"LoRA rank {config.rank}", want="a rank of 1 or more", where="model.lora.rank")
     model = nnx.merge(*nnx.split(base))
@@ -55,6 +59,13 @@ def without_lora(model: Decoder) -> Decoder:
 def has_lora(model: Decoder) -> bool:
     """True when any projection has an adapter."""
     return any(linear.lora is not None for linear in _targets(model, LORA_TARGETS))
+
+
+def split_trainable(model: Decoder) -> tuple[nnx.GraphDef[Decoder], nnx.State, nnx.State]:
+    """The model's graph, what training changes (the adapters when it has any, else every weight), and the rest."""
+    kind = nnx.LoRAParam if has_lora(model) else nnx.Param
+    parts: tuple[Any, ...] = nnx.split(model, kind, ...)
+    return parts[0], parts[1], parts[2]
 
 
 def _targets(model: Decoder, names: tuple[str, ...]) -> list[Linear]:

@@ -4,8 +4,9 @@ from typing import Any, TypeVar
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import row_count, row_sharding, shardings
 
 Tree = TypeVar("Tree")
@@ -18,13 +19,13 @@ def row_ways(mesh: Mesh | None) -> int:
 
 def put_rows(batch: Tree, like: Any) -> Tree:
     """A batch of rows on the devices that hold `like`, divided over their mesh when they have one."""
-    home = jax.tree.leaves(like)[0].sharding
-    return jax.device_put(batch, row_sharding(home.mesh) if isinstance(home, NamedSharding) else home)
+    mesh = mesh_of(like)
+    return jax.device_put(batch, row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding)
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """A sharding for each leaf of the optimizer's state: a moment lies where its parameter does."""
-    home, abstract = jax.tree.leaves(params)[0].sharding, jax.eval_shape(optimizer.init, params)
-    if isinstance(home, NamedSharding):
-        return shardings(abstract, home.mesh)
-    return jax.tree.map(lambda _: home, abstract)
+    mesh, abstract = mesh_of(params), jax.eval_shape(optimizer.init, params)
+    if mesh is not None:
+        return shardings(abstract, mesh)
+    return jax.tree.map(lambda _: jax.tree.leaves(params)[0].sharding, abstract)

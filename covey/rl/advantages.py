@@ -9,8 +9,8 @@ EPSILON = 1e-4
 def group_zscore(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
     """(R − mean of the group) / (std of the group + 1e-4), std with ddof 1 (Shao et al., 2024, eq. 3; ε as in TRL).
 
-    Samples that no function scored (NaN) are left out of mean and std and get 0. A group whose rewards are all equal gets exactly 0:
-    rounding in the mean must not become a gradient.
+    Samples that no function scored (NaN) are left out of mean and std and get 0. A group whose rewards are all equal
+    gets exactly 0: rounding in the mean must not become a gradient.
 
     >>> group_zscore(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
     [[0.707, -0.707], [0.0, 0.0]]

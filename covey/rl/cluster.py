@@ -1,7 +1,7 @@
 """`RLCluster`: the models by role, the mesh each lives on, and the one tokenizer they share.
 
-Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory. A role on another
-mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
+Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory.
+A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora, without_lora
+from covey.models.lora import has_lora, split_trainable, without_lora
 from covey.models.weights import load
-from covey.parallel.placement import row_ways, put_rows
+from covey.parallel.placement import put_rows, row_ways
 from covey.parallel.reshard import reshard
 from covey.parallel.sharding import shardings
 from covey.rl.inference import RowScorer
@@ -46,7 +46,8 @@ class ClusterConfig:
     """Where the roles live and how they work.
 
     Attributes:
-        role_to_mesh: a mesh for each role; a role that is not named lives with the actor, and an empty table is one device.
+        role_to_mesh: a mesh for each role; a role that is not named lives with the actor, and an empty table is one
+            device.
         training_config: steps, batch, optimizer.
         rollout_config: sampling.
     """
@@ -60,10 +61,10 @@ class RLCluster:
     """The models of a run.
 
     Args:
-        actor: the model to train (with LoRA adapters, only those are trained), or a source that `models.weights.load` knows. The
-            cluster takes over its trainable arrays; read the result from `cluster.actor`.
-        reference: the frozen model of the KL term, or a source. When not given it is the actor's base: shared with LoRA, a
-            copy of the initial weights otherwise, made only if β asks for it.
+        actor: the model to train (with LoRA adapters, only those are trained), or a source that `models.weights.load`
+            knows. The cluster takes over its trainable arrays; read the result from `cluster.actor`.
+        reference: the frozen model of the KL term, or a source. When not given it is the actor's base: shared with
+            LoRA, a copy of the initial weights otherwise, made only if β asks for it.
         tokenizer: shared by all roles; may be left out when `actor` is a source.
         cluster_config: meshes, training, sampling.
     """
@@ -137,14 +138,17 @@ class RLCluster:
         return trainer.update(put_rows(part, trainer.trainable) for part in parts)
 
     def sync_weights(self) -> None:
-        """Gives the rollout the actor's weights: the same arrays on one mesh, moved otherwise (the adapters alone with LoRA)."""
+        """Gives the rollout the actor's weights: the same arrays on one mesh, moved otherwise (the adapters alone with
+        LoRA).
+        """
         trainer = self._trained
         if self._mesh(Role.ROLLOUT) == self._mesh(Role.ACTOR):
             self.rollout.update_params(trainer.params)
             return
-        held = nnx.filter_state(self.rollout.params, trainer.kind)
-        moved = reshard(trainer.trainable, jax.tree.map(lambda x: x.sharding, held))
-        self.rollout.update_params(nnx.merge_state(self.rollout.params, moved))
+        _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
+        # A copy even where the meshes overlap: the trainer's own buffers are given up at its next update.
+        moved = reshard(trainer.trainable, held, copy=True)
+        self.rollout.update_params(nnx.merge_state(moved, rest))
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0; NaN for an optimizer that is not ours."""
@@ -176,8 +180,9 @@ class RLCluster:
         return rows_together(rows.tokens.shape[1], tokens, row_ways(self._mesh(role)))
 
     def _on_mesh(self, model: Decoder, role: Role) -> Decoder:
-        """`model` where the role lives. Arrays are put there even if they are there already: a program is compiled anew for arguments
-        whose place was chosen and not defaulted, so all of them are, from the start."""
+        """`model` where the role lives. Arrays are put there even if they are there already: a program is compiled anew
+        for arguments whose place was chosen and not defaulted, so all of them are, from the start.
+        """
         mesh, (graph, params) = self._mesh(role), nnx.split(model)
         target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
         return nnx.merge(graph, reshard(params, target))
@@ -191,6 +196,5 @@ def _copied(model: Decoder) -> Decoder:
 def _apart_from(reference: Decoder, actor: Decoder) -> Decoder:
     """`reference` with its own copy of the arrays that training `actor` will overwrite."""
     graph, params = nnx.split(reference)
-    trained = nnx.state(actor, nnx.LoRAParam if has_lora(actor) else nnx.Param)
-    taken = {id(x) for x in jax.tree.leaves(trained)}
+    taken = {id(x) for x in jax.tree.leaves(split_trainable(actor)[1])}
     return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if id(x) in taken else x, params))

@@ -1,12 +1,13 @@
 """GRPO (Shao et al., 2024, DeepSeekMath): the loop reads as the algorithm.
 
-Per step: sample a group of answers to each prompt, score them, compare each with its group, lay them out as rows, take the log-probs the
-loss needs, update, hand the new weights to the rollout. Beside the loop, observers write, show and save what happened.
+Per step: sample a group of answers to each prompt, score them, compare each with its group, lay them out as rows, take
+the log-probs the loss needs, update, hand the new weights to the rollout. Beside the loop, observers write, show and
+save what happened.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,8 @@ class GRPOLearner:
 
     Args:
         rl_cluster: the models.
-        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in ones.
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
+            ones.
         grpo_config: group size, updates per batch, β, clip range, reward weights.
         observers: called with a `StepRecord` after each step, in order. Without any, one line a step is printed.
         on_phase: called with the name of each phase as it begins.
@@ -102,8 +104,8 @@ class GRPOLearner:
         """Runs to `max_steps` updates, or through the data `num_epochs` times.
 
         Args:
-            train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a ready
-                `PromptLoader` (whose position a resumed run has restored).
+            train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a
+                ready `PromptLoader` (whose position a resumed run has restored).
             eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
         """
         loader = self._loader(train_ds)
@@ -144,25 +146,33 @@ class GRPOLearner:
     def _updates(self, total: int) -> int:
         return min(self.config.num_iterations, total - self.step)
 
-    def _rows(self, groups: Sequence[Group]) -> tuple[Rows, np.ndarray]:
+    def _rows(self, groups: Sequence[Group]) -> tuple[Rows, list[int]]:
         training = self.cluster.config.training_config
-        lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
+        lengths = [len(c.tokens) for g in groups for c in g.completions]
         return pack(groups, training.row_length, training.packing, training.tokens_per_micro_batch), lengths
 
-    def _log_probs(self, rows: Rows, lengths: np.ndarray, groups: Sequence[Group]) -> LossInputs:
-        """The loss's inputs; the old log-probs only when a batch is used more than once (otherwise they are the policy's own)."""
+    def _log_probs(self, rows: Rows, lengths: list[int], groups: Sequence[Group]) -> LossInputs:
+        """The loss's inputs; the old log-probs only when a batch is used more than once (otherwise they are the
+        policy's own).
+        """
         old = self.cluster.get_old_per_token_logps(rows, lengths) if self.config.num_iterations > 1 else None
         ref = self.cluster.get_ref_per_token_logps(rows, lengths)
         return LossInputs(
             advantage=spread(rows, np.concatenate([g.advantages for g in groups])),
-            weight=spread(rows, sequence_mean_weights(lengths)),
+            weight=spread(rows, sequence_mean_weights(np.array(lengths))),
             old_logps=None if old is None else lay(rows, old),
             ref_logps=None if ref is None else lay(rows, ref),
             sampled=lay(rows, [c.logps for g in groups for c in g.completions]),
         )
 
     def _report(
-        self, total: int, groups: list[Group], rows: Rows, updates: list[Metrics], clock: Clock, held_out: Sequence[Any] | None
+        self,
+        total: int,
+        groups: list[Group],
+        rows: Rows,
+        updates: list[Metrics],
+        clock: Clock,
+        held_out: Sequence[Any] | None,
     ) -> None:
         training, cluster = self.cluster.config.training_config, self.cluster
         metrics = {

@@ -1,4 +1,6 @@
-"""Log-probs of given completions under a model that is not being trained at the moment: the reference, or the old policy."""
+"""Log-probs of given completions under a model that is not being trained at the moment: the reference, or the old
+policy.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,10 @@
-"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy as one function over blocks of tokens × vocabulary.
+"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy as one function over blocks of tokens ×
+vocabulary.
 
-The forward keeps a running maximum and running sums over the vocabulary's blocks (the online softmax of Milakov & Gimelshein, 2018);
-the backward computes each block again from the log-normaliser. Memory holds a few blocks, whatever the number of tokens and the size of
-the vocabulary. Temperature, soft-cap and the weights' type are inside, and nothing outside needs to know. This is the only path.
+The forward keeps a running maximum and running sums over the vocabulary's blocks (the online softmax of Milakov &
+Gimelshein, 2018); the backward computes each block again from the log-normaliser. Memory holds a few blocks, whatever
+the number of tokens and the size of the vocabulary. Temperature, soft-cap and the weights' type are inside, and nothing
+outside needs to know. This is the only path.
 
 Scored tokens stand at the front of each row; chunks behind the last of them are never computed, in either direction.
 """
@@ -91,7 +93,7 @@ def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple
 
     def body(b: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         top, mass, weighted, chosen = carry
-        logits, column, fresh = _block_logits(head, weight, hidden, b)
+        (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
         share = jnp.where(fresh, jnp.exp(logits - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
@@ -116,9 +118,9 @@ def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, 
 
     def chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_weight, grad_hidden = carry
-        local = [_cut(x, i, step) for x in (hidden, target, total, entropy, *grads)]
-        start = (grad_weight, jnp.zeros(local[0].shape, jnp.float32))
-        body = partial(_block_backward, head, weight, *local)
+        local = _Chunk(*(_cut(x, i, step) for x in (hidden, target, total, entropy, *grads)))
+        start = (grad_weight, jnp.zeros(local.hidden.shape, jnp.float32))
+        body = partial(_block_backward, head, weight, local)
         grad_weight, new_hidden = jax.lax.fori_loop(0, _blocks(head, weight), body, start)
         return grad_weight, _paste(grad_hidden, new_hidden, i, step)
 
@@ -127,28 +129,28 @@ def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, 
     return grad_weight.astype(weight.dtype), grad_hidden, None, None
 
 
-def _block_backward(
-    head: Head,
-    weight: Array,
-    hidden: Array,
-    target: Array,
-    total: Array,
-    entropy: Array,
-    grad_logp: Array,
-    grad_entropy: Array,
-    b: Array,
-    carry: tuple[Array, Array],
-) -> tuple[Array, Array]:
+class _Chunk(NamedTuple):
+    """What the backward pass knows of a chunk of tokens; `total` is the log-normaliser."""
+
+    hidden: Array
+    target: Array
+    total: Array
+    entropy: Array
+    grad_logp: Array
+    grad_entropy: Array
+
+
+def _block_backward(head: Head, weight: Array, x: _Chunk, b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
     """Adds one block's part to the gradients of the weight and of the chunk's hidden states.
 
     With p the softmax and z the scaled logits: ∂logp/∂z = onehot − p and ∂H/∂z = −p · (z − log-normaliser + H).
     """
     grad_weight, grad_hidden = carry
-    (logits, pull), (column, fresh) = _block_with_pull(head, weight, hidden, b)
-    logp = logits - total[..., None]
+    (logits, pull), (column, fresh) = _block_with_pull(head, weight, x.hidden, b)
+    logp = logits - x.total[..., None]
     p = jnp.where(fresh, jnp.exp(logp), 0.0)
-    grad = jnp.where(fresh & (column == target[..., None]), grad_logp[..., None], 0.0)
-    grad = grad - p * (grad_logp[..., None] + grad_entropy[..., None] * (logp + entropy[..., None]))
+    grad = jnp.where(fresh & (column == x.target[..., None]), x.grad_logp[..., None], 0.0)
+    grad = grad - p * (x.grad_logp[..., None] + x.grad_entropy[..., None] * (logp + x.entropy[..., None]))
     new_weight, new_hidden = pull(grad)
     start = _block_start(head, weight, b)
     held = jax.lax.dynamic_slice_in_dim(grad_weight, start, new_weight.shape[0], axis=0)
@@ -159,13 +161,9 @@ def _block_backward(
 chunked_scores.defvjp(_forward, _backward)
 
 
-def _block_logits(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Array, Array, Array]:
-    (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
-    return logits, column, fresh
-
-
 def _block_with_pull(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
-    """Scaled logits of vocabulary block `b` with their pull-back, each one's token, and whether no earlier block had it.
+    """Scaled logits of vocabulary block `b` with their pull-back, each one's token, and whether no earlier block had
+    it.
 
     The last block is moved back to end with the vocabulary, so that all are of one size.
     """

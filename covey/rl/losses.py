@@ -1,10 +1,11 @@
 """The loss as algebra: ratio, surrogate, KL and aggregate, each a small pure function over scored tokens [R, M].
 
-Denominators depend on the completions' lengths alone, which are known before any gradient. So they are computed once for the whole step
-and travel as one weight a sample; a micro-batch's loss is a plain sum, and gradients do not depend on how a step is cut.
+Denominators depend on the completions' lengths alone, which are known before any gradient. So they are computed once
+for the whole step and travel as one weight a sample; a micro-batch's loss is a plain sum, and gradients do not depend
+on how a step is cut.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ def clipped_surrogate(
 
 
 def k3(logps: Float[Array, "R M"], ref_logps: Float[Array, "R M"]) -> Float[Array, "R M"]:
-    """exp(d) − d − 1 with d = logp_ref − logp: unbiased, never negative (Schulman, 2020, "Approximating KL divergence")."""
+    """exp(d) − d − 1 with d = logp_ref − logp: unbiased, never negative (Schulman, 2020, "Approximating KL
+    divergence").
+    """
     d = ref_logps - logps
     return jnp.expm1(d) - d
 
@@ -39,21 +42,22 @@ def sequence_mean_weights(lengths: np.ndarray) -> np.ndarray:
 
 
 class LossInputs(NamedTuple):
-    """What a micro-batch needs beside its rows, each [R, M] and 0 at padding.
+    """What a micro-batch needs beside its rows, each [R, M], 0 at padding, NumPy or JAX.
 
     Attributes:
         advantage: of the sample, at each of its tokens.
         weight: of the token in the step's loss; sums to at most 1 over the step.
-        old_logps: under the policy that sampled; None when this is the batch's only update, where they equal the policy's own.
+        old_logps: under the policy that sampled; None when this is the batch's only update, where they equal the
+            policy's own.
         ref_logps: under the reference; None without a KL term.
         sampled: what the sampler reported for the same tokens; only compared, never used.
     """
 
-    advantage: Array
-    weight: Array
-    sampled: Array
-    old_logps: Array | None = None
-    ref_logps: Array | None = None
+    advantage: Float[Any, "R M"]
+    weight: Float[Any, "R M"]
+    sampled: Float[Any, "R M"]
+    old_logps: Float[Any, "R M"] | None = None
+    ref_logps: Float[Any, "R M"] | None = None
 
 
 Shares = dict[str, Float[Array, ""]]
@@ -71,8 +75,8 @@ def grpo_loss(
 ) -> tuple[Float[Array, ""], Shares]:
     """The micro-batch's share of the step's loss, Σ weight · (surrogate + β·KL), and its share of each metric.
 
-    The deviation from Shao et al. (2024): without `old_logps` the ratio is taken against the policy's own detached log-probs, whose
-    value is 1 and whose gradient is the policy gradient.
+    The deviation from Shao et al. (2024): without `old_logps` the ratio is taken against the policy's own detached
+    log-probs, whose value is 1 and whose gradient is the policy gradient.
     """
     old = jax.lax.stop_gradient(logps) if inputs.old_logps is None else inputs.old_logps
     ratio, advantage = token_ratio(logps, old), inputs.advantage

@@ -13,8 +13,9 @@ from covey.types import FinishReason, Group
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, group spread, lengths and cut-off share of a step's groups.
 
-    `reward` and `rewards/<fn>/mean` average over samples; `reward_std` is the mean over groups of the standard deviation within a group
-    (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group means.
+    `reward` and `rewards/<fn>/mean` average over samples; `reward_std` is the mean over groups of the standard
+    deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
+    means.
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.nanmean(rewards, axis=1)

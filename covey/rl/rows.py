@@ -1,23 +1,24 @@
 """Ragged groups on the host become rows on the device: one group, one row.
 
-A row holds a prompt once and its completions end to end behind it. Positions restart behind the prompt for each completion, and a token
-may attend to its own group's prompt and to its own completion's past, so that each sample is computed as if it were alone. Short
-groups share a row; a group too long for one is split and its prompt repeated. Lengths come from a small set of buckets.
+A row holds a prompt once and its completions end to end behind it. Positions restart behind the prompt for each
+completion, and a token may attend to its own group's prompt and to its own completion's past, so that each sample is
+computed as if it were alone. Short groups share a row; a group too long for one is split and its prompt repeated.
+Lengths come from a small set of buckets.
 
-A completion's last token is scored but never fed: nothing is predicted from it. Hence a row has two parts, the *inputs* (prompt and
-completions without their last tokens) and the *scored* tokens, each with the input position that predicts it. The first tokens of
-all completions of a group are predicted from the one last prompt token.
+A completion's last token is scored but never fed: nothing is predicted from it. Hence a row has two parts, the *inputs*
+(prompt and completions without their last tokens) and the *scored* tokens, each with the input position that predicts
+it. The first tokens of all completions of a group are predicted from the one last prompt token.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend, masked
 from covey.types import Group
@@ -29,7 +30,7 @@ ROW_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class Rows(NamedTuple):
-    """A batch of rows, a pytree of arrays (NumPy on the host).
+    """A batch of rows, a pytree of arrays: NumPy on the host, JAX on the device.
 
     Attributes:
         tokens, positions: the inputs.
@@ -38,20 +39,20 @@ class Rows(NamedTuple):
         source: for each scored token, the input position whose hidden state predicts it.
         target: the scored token.
         owner: for each scored token, its completion's number in the row (as in `sample`); 0 is padding.
-        index: number of that completion in the step, and its token's place in it, to bring results home; -1 is padding.
+        home: where results go: number of that completion in the step, and its token's place in it; -1 is padding.
     """
 
-    tokens: Int[Array, "R L"]
-    positions: Int[Array, "R L"]
-    group: Int[Array, "R L"]
-    sample: Int[Array, "R L"]
-    source: Int[Array, "R M"]
-    target: Int[Array, "R M"]
-    owner: Int[Array, "R M"]
-    index: Int[Array, "R M 2"]
+    tokens: Int[Any, "R L"]
+    positions: Int[Any, "R L"]
+    group: Int[Any, "R L"]
+    sample: Int[Any, "R L"]
+    source: Int[Any, "R M"]
+    target: Int[Any, "R M"]
+    owner: Int[Any, "R M"]
+    home: Int[Any, "R M 2"]
 
     @property
-    def scored(self) -> Bool[Array, "R M"]:
+    def scored(self) -> Bool[Any, "R M"]:
         """True where a scored token is not padding."""
         return self.owner > 0
 
@@ -96,27 +97,26 @@ def pack(
     return Rows(*(np.stack(parts) for parts in zip(*rows, strict=True)))
 
 
-def unpack(rows: Rows, values: Float[Array, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
+def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
     """Per-token values back in the order of the step: one float32 array a completion, `lengths[i]` long."""
     out = [np.zeros(n, np.float32) for n in lengths]
-    number, place = rows.index[..., 0], rows.index[..., 1]
-    flat = np.asarray(values)
+    number, place = rows.home[..., 0], rows.home[..., 1]
     for row, column in zip(*np.nonzero(number >= 0), strict=True):
-        out[number[row, column]][place[row, column]] = flat[row, column]
+        out[number[row, column]][place[row, column]] = values[row, column]
     return out
 
 
-def spread(rows: Rows, per_sample: np.ndarray) -> Float[Array, "R M"]:
+def spread(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
     """A value a completion, laid at each of its scored tokens; 0 at padding."""
-    number = rows.index[..., 0]
+    number = rows.home[..., 0]
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
 
 
-def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[Array, "R M"]:
+def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]:
     """Values a token, one array a completion, laid at the scored tokens; 0 at padding. The inverse of `unpack`."""
     starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
     flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
-    number, place = rows.index[..., 0], rows.index[..., 1]
+    number, place = rows.home[..., 0], rows.home[..., 1]
     return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -1)], np.float32(0))
 
 
@@ -130,7 +130,9 @@ def tree_attention(rows: Rows) -> Attend:
 
 
 def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
-    """Slices of `size` rows of every array; the last is filled up with zeros, which are padding, so that one shape serves all."""
+    """Slices of `size` rows of every array; the last is filled up with zeros, which are padding, so that one shape
+    serves all.
+    """
     count = jax.tree.leaves(tree)[0].shape[0]
 
     def cut(start: int, x: np.ndarray) -> np.ndarray:
@@ -169,7 +171,9 @@ def _room(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> int:
 
 
 def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int, micro_batch: int) -> int:
-    """The bucket whose rows cost least: tokens, those of filled-up micro-batches included, and the square that attention pays."""
+    """The bucket whose rows cost least: tokens, those of filled-up micro-batches included, and the square that
+    attention pays.
+    """
     lengths = [b for b in ROW_BUCKETS if smallest <= b <= largest] or [smallest]
 
     def cost(length: int) -> float:
@@ -200,7 +204,8 @@ def _first_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:
 
 
 def _fill(pieces: Sequence[_Piece], length: int) -> Rows:
-    row = Rows(*(np.zeros(length, np.int32) for _ in range(7)), np.full((length, 2), -1, np.int32))
+    none, nowhere = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
+    row = Rows._make([*none, nowhere])
     at = out = owner = 0
     for group, piece in enumerate(pieces, start=1):
         prompt = len(piece.prompt)
@@ -213,7 +218,7 @@ def _fill(pieces: Sequence[_Piece], length: int) -> Rows:
             row.source[out:end] = [last_of_prompt, *range(start, at)][: len(completion)]
             row.target[out:end] = completion
             row.owner[out:end] = owner
-            row.index[out:end, 0], row.index[out:end, 1] = number, np.arange(len(completion))
+            row.home[out:end, 0], row.home[out:end, 1] = number, np.arange(len(completion))
             out = end
     return row
 

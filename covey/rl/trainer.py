@@ -31,9 +31,7 @@ class RLTrainer(Trainer):
         temperature: the rollout's: log-probs are those of the distribution that was sampled.
     """
 
-    def __init__(
-        self, model: Decoder, optimizer: optax.GradientTransformation, config: GRPOConfig, temperature: float
-    ):
+    def __init__(self, model: Decoder, optimizer: optax.GradientTransformation, config: GRPOConfig, temperature: float):
         super().__init__(model, optimizer, partial(_loss, config, temperature))
 
 

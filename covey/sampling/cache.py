@@ -1,8 +1,8 @@
 """Slots: the key/value cache of the completions being decoded, and how prompts come in and finished ones go out.
 
-A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer a layer: a decode step then
-reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows between chunks of steps and
-the slot axis shrinks when the batch runs dry; inside a step both are fixed.
+A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer a layer: a
+decode step then reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows
+between chunks of steps and the slot axis shrinks when the batch runs dry; inside a step both are fixed.
 """
 
 from functools import partial
@@ -54,8 +54,8 @@ def empty_slots(slots: int, time: int, layers: int, kv_heads: int, head_dim: int
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
         for _ in range(layers)
     ]
-    counts = [none(jnp.int32) for _ in range(4)]
-    return Slots(cache, *counts, jnp.zeros((slots, 2), jnp.uint32), none(bool))
+    length, token, drawn, limit = (none(jnp.int32) for _ in range(4))
+    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), none(bool))
 
 
 def prefilling(length: Int[Array, "P"]) -> Attend:

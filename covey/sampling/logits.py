@@ -1,8 +1,8 @@
 """From logits to a drawn token: temperature, top-k, top-p, and one uniform number turned into a token by inverse CDF.
 
-Nothing here sorts the vocabulary. Top-k looks only into the blocks that can hold the k largest logits, top-p finds its threshold by
-bisection, and the draw walks a two-level cumulative sum. The order is temperature, then top-k, then top-p over what top-k left, as
-in Hugging Face generation. Tokens that tie with the last one kept are kept too.
+Nothing here sorts the vocabulary. Top-k looks only into the blocks that can hold the k largest logits, top-p finds its
+threshold by bisection, and the draw walks a two-level cumulative sum. The order is temperature, then top-k, then top-p
+over what top-k left, as in Hugging Face generation. Tokens that tie with the last one kept are kept too.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,9 @@ def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp) ->
 
 
 def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
-    """Logits with everything outside top-k and then outside top-p lowered to the least float; the same array when both are off."""
+    """Logits with everything outside top-k and then outside top-p lowered to the least float; the same array when both
+    are off.
+    """
     if 0 < warp.top_k < scaled.shape[-1]:
         scaled = jnp.where(scaled >= kth_largest(scaled, warp.top_k)[:, None], scaled, _LOWEST)
     if warp.top_p < 1:
@@ -67,7 +69,8 @@ def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
 def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
     """The first token whose cumulative mass exceeds uniform · total; never one without mass.
 
-    Blocks of tokens first, tokens of the chosen block second: two short cumulative sums instead of one over the vocabulary.
+    Blocks of tokens first, tokens of the chosen block second: two short cumulative sums instead of one over the
+    vocabulary.
     """
     blocks = _blocks(mass, 0.0)
     sums = blocks.sum(-1)

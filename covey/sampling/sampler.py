@@ -1,11 +1,12 @@
 """Sampling completions: slots that are refilled while others go on.
 
-A prompt is prefilled once; its keys and values are copied into the slot of each of its samples. Decode steps run in chunks on the
-device; between chunks the host takes out what is finished and admits what waits. When nothing waits any more, the batch shrinks
-with the samples that are left. Policy is plain Python here; the arithmetic is in `cache` and `logits`.
+A prompt is prefilled once; its keys and values are copied into the slot of each of its samples. Decode steps run in
+chunks on the device; between chunks the host takes out what is finished and admits what waits. When nothing waits any
+more, the batch shrinks with the samples that are left. Policy is plain Python here; the arithmetic is in `cache` and
+`logits`.
 
-The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same sample is drawn
-in any slot, batch, order or chunk size.
+The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same
+sample is drawn in any slot, batch, order or chunk size.
 """
 
 from collections import deque
@@ -228,9 +229,7 @@ class _Run:
 
     def _decode_chunk(self) -> None:
         steps = self.config.decode_chunk
-        self.slots, drawn, valid, used = self.sampler._decode(
-            self.params, self.slots, warp=self.warp, steps=steps
-        )
+        self.slots, drawn, valid, used = self.sampler._decode(self.params, self.slots, warp=self.warp, steps=steps)
         valid = np.asarray(valid)
         self.sampler.stats.slot_steps += int(used) * len(self.held)
         self.sampler.stats.chunks += 1
@@ -295,7 +294,10 @@ def _admit(
     zero = jnp.zeros_like(slots.drawn)
     token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
     going = ~_stops(token, stop_ids) & (limit > 1)
-    pick = partial(jnp.where, taken)
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(taken, new, old)
+
     new = Slots(
         cache=admit(slots, prefix, source, taken),
         length=pick(prefix.length[source], slots.length),

@@ -1,7 +1,8 @@
-"""The trainer: gradients summed over micro-batches, one update a step. Supervised and RL training share it and differ in their loss.
+"""The trainer: gradients summed over micro-batches, one update a step. Supervised and RL training share it and differ
+in their loss.
 
-A loss here is a *share*: summed over the micro-batches of a step it is the step's loss, so its denominators were fixed before the first
-micro-batch. Adding shares is then all that gradient accumulation does.
+A loss here is a *share*: summed over the micro-batches of a step it is the step's loss, so its denominators were fixed
+before the first micro-batch. Adding shares is then all that gradient accumulation does.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora
+from covey.models.lora import split_trainable
 from covey.parallel.placement import optimizer_shardings
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], dict[str, Array]]]
@@ -28,21 +29,19 @@ class Trainer:
     """Owns the trainable weights of one model and their optimizer.
 
     Args:
-        model: with adapters, only those are trained; else everything. The trainer takes the trainable arrays over: their buffers
-            are reused at each update, so nothing else may hold them.
+        model: with adapters, only those are trained; else everything. The trainer takes the trainable arrays over:
+            their buffers are reused at each update, so nothing else may hold them.
         optimizer: any optax transformation.
         loss_fn: see `LossFn`.
 
     Attributes:
-        kind: the variables that are trained: `nnx.LoRAParam` or `nnx.Param`.
         trainable, frozen: the model's state, split. `params` is both together.
         opt_state: the optimizer's.
         step: updates made.
     """
 
     def __init__(self, model: Decoder, optimizer: optax.GradientTransformation, loss_fn: LossFn):
-        self.kind = nnx.LoRAParam if has_lora(model) else nnx.Param
-        self.graph, self.trainable, self.frozen = nnx.split(model, self.kind, ...)
+        self.graph, self.trainable, self.frozen = split_trainable(model)
         self.optimizer, self.loss_fn, self.step = optimizer, loss_fn, 0
         # Without out_shardings the moments of sharded weights would all land on one device.
         where = optimizer_shardings(optimizer, self.trainable)
@@ -57,7 +56,9 @@ class Trainer:
         return nnx.merge_state(self.trainable, self.frozen)
 
     def update(self, micro_batches: Iterable[Any]) -> Metrics:
-        """One optimizer step on the sum of the micro-batches' losses; metrics are summed alike, `grad_norm` is before the clip."""
+        """One optimizer step on the sum of the micro-batches' losses; metrics are summed alike, `grad_norm` is before
+        the clip.
+        """
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), self.trainable)
         totals: dict[str, Array] = {}
         for batch in micro_batches:
@@ -92,14 +93,18 @@ def _combined(name: str, total: Array | None, share: Array) -> Array:
     return combine(total, share)
 
 
-def _apply(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, Array]:
-    norm = optax.global_norm(grads)
+def _apply(
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any
+) -> tuple[Any, Any, Array]:
+    norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state, norm
 
 
 def compiler_options() -> dict[str, str]:
-    """XLA's memory-saving order of operations on CPU; without it, rematerialised layers that are unrolled save nothing there."""
+    """XLA's memory-saving order of operations on CPU; without it, rematerialised layers that are unrolled save nothing
+    there.
+    """
     if jax.default_backend() != "cpu":
         return {}
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

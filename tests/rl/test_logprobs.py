@@ -55,7 +55,9 @@ def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
         logps, entropy = score(weight, hidden)
         return jnp.sum(g * logps + h * entropy)
 
-    chunked = jax.grad(lambda w, x: loss(lambda w, x: chunked_scores(head, w, x, target, jnp.int32(COUNT)), w, x), (0, 1))
+    chunked = jax.grad(
+        lambda w, x: loss(lambda w, x: chunked_scores(head, w, x, target, jnp.int32(COUNT)), w, x), (0, 1)
+    )
     plain = jax.grad(lambda w, x: loss(lambda w, x: plain_scores(head, w, x, target), w, x), (0, 1))
     for one, other in zip(chunked(weight, hidden), plain(weight, hidden), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -87,4 +89,6 @@ def temporary_bytes(vocabulary: int, tokens: int) -> int:
 def test_memory_is_flat_in_the_vocabulary_and_in_the_tokens() -> None:
     small, large = temporary_bytes(8192, 1024), temporary_bytes(131_072, 1024)
     assert large < 1.1 * small
-    assert temporary_bytes(131_072, 8192) < 1.1 * large + 8 * 8192 * 64 * 4  # hidden states and their gradient are the tokens' own
+    assert (
+        temporary_bytes(131_072, 8192) < 1.1 * large + 8 * 8192 * 64 * 4
+    )  # hidden states and their gradient are the tokens' own

@@ -19,7 +19,9 @@ from covey.types import Completion, FinishReason, Group
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
 LENGTHS = [n for _, sizes in SHAPES for n in sizes]
 
-shapes = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=5)
+shapes = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=5
+)
 
 
 def random_groups(shape: list[tuple[int, list[int]]]) -> list[Group]:
@@ -27,7 +29,8 @@ def random_groups(shape: list[tuple[int, list[int]]]) -> list[Group]:
     draw = lambda n: np.array([next(counter) for _ in range(n)], np.int32)  # noqa: E731
     none = np.zeros(0, np.float32)
     return [
-        Group("", draw(p), tuple(Completion(draw(n), none, none, FinishReason.STOP) for n in sizes)) for p, sizes in shape
+        Group("", draw(p), tuple(Completion(draw(n), none, none, FinishReason.STOP) for n in sizes))
+        for p, sizes in shape
     ]
 
 
@@ -51,7 +54,7 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
     samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
     found = [0] * len(samples)
     for row, at in zip(*np.nonzero(rows.scored), strict=True):
-        number, place = rows.index[row, at]
+        number, place = rows.home[row, at]
         prompt, tokens = samples[number]
         source = int(rows.source[row, at])
         assert rows.target[row, at] == tokens[place]
@@ -59,7 +62,7 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
         assert rows.positions[row, source] == len(prompt) + place - 1
         found[number] += 1
     assert found == [len(tokens) for _, tokens in samples]
-    assert (rows.index[~rows.scored] == -1).all()
+    assert (rows.home[~rows.scored] == -1).all()
 
 
 def test_a_prompt_stands_once_for_its_group() -> None:

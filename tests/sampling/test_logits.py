@@ -78,7 +78,9 @@ def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     assert jnp.array_equal(token, logits.argmax(-1))
 
 
-@pytest.mark.parametrize(("size", "k"), [(1, 1), (100, 7), (128, 128), (129, 1), (700, 5), (700, 6), (700, 699), (5000, 50)])
+@pytest.mark.parametrize(
+    ("size", "k"), [(1, 1), (100, 7), (128, 128), (129, 1), (700, 5), (700, 6), (700, 699), (5000, 50)]
+)
 def test_kth_largest_is_exact_ties_included(size: int, k: int) -> None:
     values = np.random.default_rng(k).normal(size=(30, size)).round(1).astype(np.float32)
     assert np.array_equal(kth_largest(jnp.asarray(values), k), np.sort(values, axis=1)[:, -k])

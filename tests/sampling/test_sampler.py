@@ -43,8 +43,12 @@ def sample(wanted: list[Request], **settings: object) -> list[list[Completion]]:
     return Sampler(GRAPH, STOPS, config).generate(PARAMS, wanted)
 
 
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
 def same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
-    for one, other in zip(sum(a, []), sum(b, []), strict=True):
+    for one, other in zip(flat(a), flat(b), strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         assert one.finish == other.finish
         np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
@@ -97,7 +101,7 @@ def test_greedy_with_the_cache_gives_the_tokens_of_the_plain_forward() -> None:
 
 def test_every_stop_token_ends_a_completion_and_stays_in_it() -> None:
     """Traps: the stop token stripped, so that stopping is never trained; only one of several honoured."""
-    completions = sum(sample(requests(16), temperature=1.5, top_k=0, top_p=1.0), [])
+    completions = flat(sample(requests(16), temperature=1.5, top_k=0, top_p=1.0))
     ends = {int(c.tokens[-1]) for c in completions if c.finish is FinishReason.STOP}
     assert ends == set(STOPS)
     for c in completions:
@@ -146,7 +150,7 @@ def test_few_programs_are_compiled_whatever_the_lengths() -> None:
 
 
 def test_attention_covers_the_live_length_only() -> None:
-    """The trap: attention over the whole cache. The buffers follow the longest live sample, not the maxima in the config."""
+    """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
     inner = sampler._decode

@@ -1,0 +1,157 @@
+"""Whole runs on a tiny random model: what the folder holds, that a resumed run is the run that was never stopped, and what
+uses a finished one.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from covey import recipe, run
+from covey.cli import main
+from covey.errors import ResumeError
+from covey.train.checkpoint import Checkpointer
+from covey.train.metrics import MetricsWriter
+
+TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+CLOCKS = ("time/", "step_time", "tokens_per_second")
+SETTINGS = [
+    "rollout.max_new_tokens=8",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=8",
+    "training.max_steps=6",
+    "training.prompts_per_step=2",
+    "training.checkpoint_every_n_steps=3",
+    "training.actor_optimizer.learning_rate=1e-3",
+    "grpo.num_generations=4",
+    "evaluation.prompts=8",
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The programs of one run serve the others, as they do on a user's machine."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def ready(*more: str) -> recipe.Recipe:
+    return recipe.load("arithmetic-smollm2", [f"model.source={TINY}", *SETTINGS, *more])
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in found]
+
+
+def weights_of(folder: Path, step: int = 6) -> list[np.ndarray]:
+    with Checkpointer(folder / "checkpoints", read_only=True) as saves:
+        state, _ = saves.restore(step)
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`stopping(step)`: the process dies when it is about to write that step's metrics."""
+    write = MetricsWriter.step
+
+    def arm(at: int) -> None:
+        def step(self: MetricsWriter, row: dict[str, Any]) -> None:
+            if row["step"] == at:
+                raise Stopped
+            write(self, row)
+
+        monkeypatch.setattr(MetricsWriter, "step", step)
+
+    return arm
+
+
+@pytest.mark.parametrize("more", [(), ("model.lora.rank=4", "grpo.beta=0.1", "grpo.num_iterations=1")])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(
+    tmp_path: Path, stopping: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """6 steps straight = 3, death in step 5, and the rest: parameters, completions and metrics, bit for bit."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    whole = run.train(ready(*more), straight)
+    with monkeypatch.context():
+        stopping(5)
+        with pytest.raises(Stopped):
+            run.train(ready(*more), broken)
+    monkeypatch.undo()
+    assert [row["step"] for row in rows(broken, "metrics.jsonl")] == [1, 2, 3, 4]
+    resumed = run.resume(broken)
+    assert rows(straight, "metrics.jsonl") == rows(broken, "metrics.jsonl")
+    assert (straight / "samples.jsonl").read_bytes() == (broken / "samples.jsonl").read_bytes()
+    for one, other in zip(weights_of(straight), weights_of(broken), strict=True):
+        assert np.array_equal(one, other)
+    assert (whole["before"], whole["after"]) == (resumed["before"], resumed["after"])
+
+
+def test_the_folder_tells_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary = run.train(ready(), out)
+    assert recipe.load(out) == ready()
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert {"accuracy", "format", "samples"} <= summary["before"].keys() & summary["after"].keys()
+    assert summary["steps"] == 6
+    metrics, samples = rows(out, "metrics.jsonl"), rows(out, "samples.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert len(samples) == 6 * 2 * 4
+    first = [s for s in samples if s["step"] == 1]
+    assert metrics[0]["reward"] == pytest.approx(np.mean([s["reward"] for s in first]))
+    wanted = {"prompt", "text", "rewards", "advantage", "finish", "prompt_length", "length"}
+    assert all(wanted <= s.keys() for s in samples)
+    # The sampler's log-probs are the trainer's, so that the ratio of the first update is 1 in truth too.
+    assert all(row["sampling/logp_difference/max"] < 1e-4 for row in metrics)
+    assert all(row["clip_ratio/region_mean"] == 0 for row in metrics)
+
+
+def test_the_same_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
+    short = ("training.max_steps=2", "evaluation.prompts=8")
+    texts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run.train(ready(*short, f"seed={seed}"), tmp_path / name)
+        texts.append((tmp_path / name / "samples.jsonl").read_bytes())
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_other_data_are_refused_on_resume(tmp_path: Path) -> None:
+    """The trap: a loader whose state is an index goes on in whatever data it finds."""
+    out = tmp_path / "run"
+    run.train(ready("training.max_steps=3"), out)
+    text = (out / "recipe.yaml").read_text()
+    (out / "recipe.yaml").write_text(text.replace("max_steps: 3", "max_steps: 4").replace("seed: 42", "seed: 43"))
+    with pytest.raises(ResumeError, match="content was"):
+        run.resume(out)
+
+
+def test_the_commands_use_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    words = ["train", "arithmetic-smollm2", "--model.source", TINY, "--max-steps", "1", "--out", str(out)]
+    assert main([*words, *SETTINGS[:2], *SETTINGS[4:5], *SETTINGS[7:]]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1/1" in shown
+    assert str(out) in shown
+    assert main(["eval", str(out)]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert main(["generate", str(out), "2+3?", "--n", "2", "--rollout.max-new-tokens", "4"]) == 0
+    assert "--- 2 of 2" in capsys.readouterr().out
+    assert main(["train", "--resume", str(out)]) == 0
+    assert main(["train", "arithmetic-smollm2", "--out", str(out)]) == 2
+    assert "a run is already here" in capsys.readouterr().err
