@@ -20,14 +20,14 @@ from covey.configs import ModelOptions, RolloutConfig
 from covey.data import source as data_source
 from covey.data.loader import PromptLoader
 from covey.errors import ResumeError
-from covey.evaluate import Evaluation
+from covey.evaluate import Evaluation, Generates
 from covey.evaluate import evaluate as judge
 from covey.models import weights
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 from covey.recipe import Recipe, is_run
 from covey.rl.cluster import ClusterConfig, RLCluster
-from covey.rl.grpo import GRPOLearner, StepRecord
+from covey.rl.grpo import GRPOLearner, StepRecord, total_steps
 from covey.rl.rollout import RolloutWorker
 from covey.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -59,15 +59,7 @@ def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
         worker = RolloutWorker(model, tokenizer, ready.rollout)
         held_out = data_source.load(ready.data).test
         progress.phase("sampling answers")
-        found = judge(
-            worker,
-            held_out,
-            ready.evaluation,
-            ready.rollout,
-            ready.rewards,
-            ready.grpo.reward_weights,
-            progress=progress.advance,
-        )
+        found = _judge(worker, held_out, ready, progress)
         progress.evaluation(source, found.summary())
     return found.summary()
 
@@ -98,7 +90,7 @@ def chat(source: str, rollout: RolloutConfig) -> None:
 
 
 def open_model(source: str, options: ModelOptions, say: Say) -> tuple[Decoder, Tokenizer]:
-    """The model at `source`: a run folder (its recipe's model with the last checkpoint's weights) or any model source."""
+    """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source."""
     if not is_run(source):
         model, tokenizer, _ = _load(options, source, say)
         return model, tokenizer
@@ -115,7 +107,6 @@ class _Run:
     """One run in its folder."""
 
     def __init__(self, ready: Recipe, out: Path, resuming: bool = False):
-        use_compilation_cache()
         self.recipe, self.out, self.resuming = ready, out, resuming
         self.started = time.monotonic()
         self.data = data_source.load(ready.data)
@@ -129,11 +120,11 @@ class _Run:
                 return self._go()
 
     def _go(self) -> dict[str, Any]:
-        learner_total = self._total()
-        with Progress(learner_total) as self.progress:
+        total = total_steps(self.recipe.training, self.recipe.grpo, len(self.loader))
+        with Progress(total) as self.progress:
             cluster, origin = self._cluster()
             learner = self._learner(cluster)
-            cluster.prepare(self.recipe.grpo, learner_total)
+            cluster.prepare(self.recipe.grpo, total)
             self.origin = origin
             self._restore(learner)
             summary = self._written() or {"model": origin, "before": self._judged(cluster, "before").summary()}
@@ -148,10 +139,6 @@ class _Run:
             write_summary(self.out, summary)
             self.progress.done(summary, self.out)
         return summary
-
-    def _total(self) -> int:
-        training = self.recipe.training
-        return training.max_steps or len(self.loader) * training.num_epochs * self.recipe.grpo.num_iterations
 
     def _cluster(self) -> tuple[RLCluster, str]:
         ready = self.recipe
@@ -174,9 +161,7 @@ class _Run:
     def _judged(self, cluster: RLCluster, name: str) -> Evaluation:
         ready = self.recipe
         self.progress.phase(f"evaluating {name} training")
-        found = judge(
-            cluster, self.data.test, ready.evaluation, ready.rollout, ready.rewards, ready.grpo.reward_weights
-        )
+        found = _judge(cluster, self.data.test, ready, self.progress)
         self.progress.evaluation(name, found.summary())
         return found
 
@@ -234,6 +219,7 @@ def use_compilation_cache() -> None:
 
 
 def _load(options: ModelOptions, source: str, say: Say) -> tuple[Decoder, Tokenizer, str]:
+    use_compilation_cache()
     say(f"loading {source}")
     loaded = weights.load(
         source,
@@ -245,6 +231,11 @@ def _load(options: ModelOptions, source: str, say: Say) -> tuple[Decoder, Tokeni
     )
     model = with_lora(loaded.model, options.lora) if options.lora.rank else loaded.model
     return model, loaded.tokenizer, loaded.origin
+
+
+def _judge(model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress) -> Evaluation:
+    weights = ready.grpo.reward_weights
+    return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress=progress.advance)
 
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:

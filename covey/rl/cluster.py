@@ -117,7 +117,7 @@ class RLCluster:
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Group]:
-        """Samples each example's prompt `samples` times with the rollout role's weights; see `RolloutWorker.generate`."""
+        """Samples each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
         return self.rollout.generate(examples, samples, step=step, config=config, progress=progress)
 
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray] | None:

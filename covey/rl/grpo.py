@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from covey.configs import EvalConfig, GRPOConfig
+from covey.configs import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import RecipeError
-from covey.evaluate import evaluate
+from covey.evaluate import Evaluation, evaluate
 from covey.rewards.scoring import RewardFn, score
 from covey.rl.advantages import group_zscore
 from covey.rl.cluster import RLCluster
@@ -109,7 +109,7 @@ class GRPOLearner:
             eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
         """
         loader = self._loader(train_ds)
-        total = self.total_steps(loader)
+        total = total_steps(self.cluster.config.training_config, self.config, len(loader))
         if self.cluster.trainer is None:
             self.cluster.prepare(self.config, total)
         held_out = None if eval_ds is None else as_rows(eval_ds)
@@ -131,11 +131,6 @@ class GRPOLearner:
             self.step += len(metrics)
             self._report(total, groups, rows, metrics, clock, held_out)
         return self.cluster
-
-    def total_steps(self, loader: PromptLoader) -> int:
-        """Optimizer updates of the whole run."""
-        training, mu = self.cluster.config.training_config, self.config.num_iterations
-        return training.max_steps or len(loader) * training.num_epochs * mu
 
     def _loader(self, train_ds: Any) -> PromptLoader:
         if isinstance(train_ds, PromptLoader):
@@ -185,11 +180,19 @@ class GRPOLearner:
         every = training.eval_every_n_steps
         if held_out is not None and every and self.step % every == 0:
             self.on_phase("evaluate")
-            result = evaluate(cluster, held_out, self.eval_config, cluster.config.rollout_config, self.reward_fns)
-            found = {name: value for name, value in result.summary().items() if value is not None}
-            metrics |= {f"eval/{name}": float(value) for name, value in found.items()}
+            found = self._evaluate(held_out).summary()
+            metrics |= {f"eval/{name}": float(value) for name, value in found.items() if value is not None}
         for observer in self.observers:
             observer(StepRecord(self.step, total, metrics, groups))
+
+    def _evaluate(self, held_out: Sequence[Any]) -> Evaluation:
+        rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights
+        return evaluate(self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights)
+
+
+def total_steps(training: RLTrainingConfig, grpo: GRPOConfig, batches: int) -> int:
+    """Optimizer updates of a whole run over data of so many batches an epoch."""
+    return training.max_steps or batches * training.num_epochs * grpo.num_iterations
 
 
 def with_advantages(groups: Sequence[Group]) -> list[Group]:

@@ -121,7 +121,7 @@ def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]
 
 
 def tree_attention(rows: Rows) -> Attend:
-    """The `Attend` of a batch of rows: a token sees its group's prompt and its own completion, never what comes later."""
+    """The `Attend` of a batch of rows: a token sees its group's prompt and its own completion's past."""
     length = rows.tokens.shape[1]
     earlier = jnp.tril(jnp.ones((length, length), bool))
     same_group = (rows.group[:, :, None] == rows.group[:, None, :]) & (rows.group[:, :, None] > 0)
@@ -152,17 +152,30 @@ def _pieces(groups: Sequence[Group], row_length: int, packing: str) -> Iterator[
     number = 0
     for group in groups:
         prompt, tokens = np.asarray(group.prompt_tokens), [np.asarray(c.tokens) for c in group.completions]
-        numbers = range(number, number + len(tokens))
+        parts = [[i] for i in range(len(tokens))] if packing == "dense" else _split(prompt, tokens, row_length)
+        for part in parts:
+            yield _Piece(prompt, tuple(tokens[i] for i in part), tuple(number + i for i in part))
         number += len(tokens)
-        taken: list[int] = []
-        for i, completion in enumerate(tokens):
-            full = _room(prompt, [*(tokens[j] for j in taken), completion]) > row_length
-            if taken and (packing == "dense" or full):
-                yield _Piece(prompt, tuple(tokens[j] for j in taken), tuple(numbers[j] for j in taken))
-                taken = []
-            taken.append(i)
-        if taken:
-            yield _Piece(prompt, tuple(tokens[j] for j in taken), tuple(numbers[j] for j in taken))
+
+
+def _split(prompt: np.ndarray, completions: Sequence[np.ndarray], row_length: int) -> list[list[int]]:
+    """The completions in as few runs as fit into rows, and those as even as the buckets let them be."""
+    parts = _filled(prompt, completions, row_length)
+    for length in ROW_BUCKETS if len(parts) > 1 else ():
+        even = _filled(prompt, completions, length)
+        if len(even) == len(parts):
+            return even
+    return parts
+
+
+def _filled(prompt: np.ndarray, completions: Sequence[np.ndarray], row_length: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    for i, completion in enumerate(completions):
+        if parts and _room(prompt, [*(completions[j] for j in parts[-1]), completion]) <= row_length:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
 
 
 def _room(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> int:
@@ -184,7 +197,7 @@ def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int, micro_batch
 
 
 def rows_together(length: int, micro_batch: int, ways: int = 1) -> int:
-    """Rows of `length` tokens in a micro-batch of about `micro_batch` tokens: a multiple of `ways`, and at least that."""
+    """Rows of `length` tokens in a micro-batch of about `micro_batch` tokens: a multiple of `ways`, never 0."""
     return max(micro_batch // (length * ways), 1) * ways
 
 

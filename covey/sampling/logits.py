@@ -32,7 +32,7 @@ class Warp:
 
     @property
     def scale(self) -> float:
-        """The temperature at which log-probs are reported: 1 when decoding greedily, where dividing by 0 means nothing."""
+        """The temperature at which log-probs are reported: 1 when greedy, where dividing by 0 means nothing."""
         return self.temperature if self.temperature > 0 else 1.0
 
 

@@ -77,6 +77,11 @@ def test_a_group_too_long_for_a_row_is_split_and_its_prompt_repeated() -> None:
     assert ((rows.group > 0) & (rows.sample == 0)).sum() == 2 * 40
 
 
+def test_a_group_that_is_split_is_split_evenly() -> None:
+    rows = pack(random_groups([(128, [64] * 8)]), row_length=512)
+    assert rows.tokens.shape == (2, 384)
+
+
 def test_a_sample_longer_than_the_row_raises_it() -> None:
     rows = pack(random_groups([(400, [300, 10])]), row_length=128)
     assert rows.tokens.shape[1] == 768

@@ -16,8 +16,8 @@ from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)
 CONFIG = ModelConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
-    tie_embeddings=True, windows=(None, 5, None),
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    tie_embeddings=True, windows=(None, 5),
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ def build() -> Decoder:
 
 MODEL = build()
 GRAPH, PARAMS = nnx.split(MODEL)
+SHARED = Sampler(GRAPH, STOPS, RolloutConfig())  # one for all, so that its programs are compiled once
 
 
 def requests(samples: int = 3, step: int = 0) -> list[Request]:
@@ -40,7 +41,7 @@ def requests(samples: int = 3, step: int = 0) -> list[Request]:
 def sample(wanted: list[Request], **settings: object) -> list[list[Completion]]:
     base = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 32}
     config = RolloutConfig(**{**base, **settings})  # type: ignore[arg-type]
-    return Sampler(GRAPH, STOPS, config).generate(PARAMS, wanted)
+    return SHARED.generate(PARAMS, wanted, config=config)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -126,14 +127,14 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
 
 def test_each_prompt_is_prefilled_once_for_all_its_samples() -> None:
     wanted = requests(7)
-    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=6, slots=4))
-    sampler.generate(PARAMS, wanted)
-    assert sampler.stats.prompt_tokens == sum(len(r.prompt) for r in wanted)
+    sample(wanted, slots=4, decode_chunk=3, max_new_tokens=6)
+    assert SHARED.stats.prompt_tokens == sum(len(r.prompt) for r in wanted)
 
 
 def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     """The trap: a batch that waits for its slowest row."""
-    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
+    stops = range(0, 300, 15)  # many, so that lengths are ragged
+    sampler = Sampler(GRAPH, stops, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
     groups = sampler.generate(PARAMS, requests(8))
     lengths = np.array([len(c.tokens) for group in groups for c in group])
     padded = sum(int(lengths[i : i + 8].max()) for i in range(0, len(lengths), 8)) * 8

@@ -1,0 +1,101 @@
+"""Log-probs, forward and backward: groups in rows against one sample a row, chunked head against plain logits.
+
+The plain head is the textbook's: logits of every column at once, [R, M, V], log-softmax, gather. "dense, plain" is
+therefore the padded batch that most trainers compute.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from benchmarks.common import MICRO_BATCH, Result, Settings, interleaved, megabytes, relative_difference
+from covey.models.lora import split_trainable
+from covey.rl.logprobs import TokenScores, row_scores
+from covey.rl.rows import Rows, micro_batches, pack, padding_waste, rows_together, tree_attention, unpack
+from covey.train.trainer import compiler_options
+from covey.types import Group
+
+
+def measure(settings: Settings) -> Result:
+    """Gradient of the sum of all log-probs, micro-batch by micro-batch, in each layout with each head."""
+    parts = split_trainable(settings.model())
+    groups = settings.groups()
+    works = {
+        f"{packing}, {head}": _Work(parts, groups, packing, score)
+        for packing in ("dense", "groups")
+        for head, score in (("plain", plain_scores), ("chunked", row_scores))
+    }
+    results = {name: work() for name, work in works.items()}
+    base = next(iter(results.values()))
+    checks = {
+        "logps_difference": max(relative_difference(logps, base[0]) for logps, _ in results.values()),
+        "gradient_difference": max(relative_difference(grads, base[1]) for _, grads in results.values()),
+    }
+    seconds = interleaved({name: work.grads for name, work in works.items()}, settings.repeat)
+    tokens = sum(len(c.tokens) for g in groups for c in g.completions)
+    return Result(seconds, tokens, {name: work.facts for name, work in works.items()}, checks)
+
+
+def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenScores:
+    """The reference for `row_scores`: the same numbers by way of the whole [R, M, V] array."""
+    model = nnx.merge(graph, params)
+    hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
+    picked = jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
+    logps = jax.nn.log_softmax(model.logits(picked) / temperature)
+    entropy = -(jnp.exp(logps) * logps).sum(-1)
+    chosen = jnp.take_along_axis(logps, rows.target[..., None], axis=-1)[..., 0]
+    return TokenScores(jnp.where(rows.scored, chosen, 0.0), jnp.where(rows.scored, entropy, 0.0))
+
+
+class _Work:
+    """One layout with one head, compiled."""
+
+    def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenScores]):
+        graph, self.trainable, self.frozen = parts
+        self.lengths = [len(c.tokens) for g in groups for c in g.completions]
+        self.rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
+        self.batches = list(micro_batches(self.rows, rows_together(self.rows.tokens.shape[1], MICRO_BATCH)))
+        program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,), compiler_options=compiler_options())
+        lowered = program.lower(self.trainable, self.frozen, self._zeros(), self.batches[0])
+        self.program = lowered.compile()
+        self.facts = {
+            "rows": "x".join(map(str, self.rows.tokens.shape)),
+            "padding": round(padding_waste(self.rows), 3),
+            "temp_mb": megabytes(self.program),
+        }
+
+    def __call__(self) -> tuple[list[np.ndarray], Any]:
+        """Log-probs by completion, and the gradients."""
+        grads, scores = self._all()
+        logps = np.concatenate([np.asarray(s.logps) for s in scores])[: len(self.rows.tokens)]
+        return unpack(self.rows, logps, self.lengths), jax.tree.map(np.asarray, grads)
+
+    def grads(self) -> Any:
+        return self._all()[0]
+
+    def _all(self) -> tuple[Any, list[TokenScores]]:
+        grads, scores = self._zeros(), []
+        for batch in self.batches:
+            grads, part = self.program(self.trainable, self.frozen, grads, batch)
+            scores.append(part)
+        return grads, scores
+
+    def _zeros(self) -> Any:
+        return jax.tree.map(jnp.zeros_like, self.trainable)
+
+
+def _add_grads(
+    graph: Any, score: Callable[..., TokenScores], trainable: Any, frozen: Any, grads: Any, rows: Rows
+) -> tuple[Any, TokenScores]:
+    def total(trainable: Any) -> tuple[Array, TokenScores]:
+        scores = score(graph, nnx.merge_state(trainable, frozen), rows, 1.0)
+        return scores.logps.sum(), scores
+
+    new, scores = jax.grad(total, has_aux=True)(trainable)
+    return jax.tree.map(jnp.add, grads, new), scores

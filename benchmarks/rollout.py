@@ -1,0 +1,46 @@
+"""Rollout: slots refilled while others go on, against a padded batch that waits for its slowest member.
+
+The padded batch is the same sampler with one chunk as long as the longest completion: a slot that is finished then
+stands idle until all are, the cache has its full length from the start, and the batch never shrinks. Every variant
+draws the same tokens, because the noise hangs on prompt, sample and token alone.
+"""
+
+from functools import partial
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.common import Result, Settings, interleaved
+from covey.configs import RolloutConfig
+from covey.sampling.sampler import Request, Sampler
+
+
+def measure(settings: Settings) -> Result:
+    """Samples P · G completions in each way."""
+    graph, params = nnx.split(settings.model())
+    requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
+    sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
+    runs = {n: partial(sampler.generate, params, requests, config=c) for n, c in ways(settings).items()}
+    drawn: dict[str, list[np.ndarray]] = {}
+    facts = {}
+    for name, run in runs.items():
+        drawn[name] = [completion.tokens for group in run() for completion in group]
+        stats = sampler.stats
+        facts[name] = {"slot_steps": stats.slot_steps, "waste": round(stats.waste, 3)}
+    first = next(iter(drawn.values()))
+    same = all(np.array_equal(a, b) for other in drawn.values() for a, b in zip(first, other, strict=True))
+    tokens = sum(map(len, first))
+    return Result(interleaved(runs, settings.repeat), tokens, facts, {"same_tokens": same})
+
+
+def ways(settings: Settings) -> dict[str, RolloutConfig]:
+    """The variants, by their settings."""
+    shape = settings.shape
+    config = partial(RolloutConfig, max_prompt_length=shape.prompt_length, max_new_tokens=shape.max_new_tokens, seed=3)
+    everything = shape.prompts * shape.samples
+    return {
+        "padded": config(slots=shape.slots, decode_chunk=shape.max_new_tokens),
+        "padded, all at once": config(slots=everything, decode_chunk=shape.max_new_tokens),
+        "refilled": config(slots=shape.slots),
+        "refilled, all at once": config(slots=everything),
+    }

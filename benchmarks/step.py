@@ -1,0 +1,84 @@
+"""A whole GRPO step through `RLCluster` and `GRPOLearner`, phase by phase, and the same with everything padded.
+
+Padded means the padded rollout of `benchmarks.rollout` and one sample a row; all else is the same code. The model is
+random and words are numbers, so the reward (a share of even tokens) means nothing; only time does. Each repetition is
+step 0 again: same prompts, same noise, and weights that the optimizer hardly moves.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
+from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.rl.cluster import ClusterConfig, RLCluster
+from covey.rl.grpo import GRPOLearner, StepRecord
+from covey.tokenizer import Tokenizer
+
+PHASES = ("rollout", "reward", "logps", "update", "sync")
+
+
+def measure(settings: Settings) -> Result:
+    """Takes the same step in both ways."""
+    words = [{"prompt": " ".join(map(str, prompt))} for prompt in settings.prompts()]
+    ways = {"padded, dense": _Way(settings, padded=True), "refilled, groups": _Way(settings, padded=False)}
+    runs = {name: partial(way.step, words) for name, way in ways.items()}
+    first = [run() for run in runs.values()]
+    for way in ways.values():
+        way.records.clear()
+    seconds = interleaved(runs, settings.repeat)
+    facts = {name: way.phases() for name, way in ways.items()}
+    tokens = sum(len(c.tokens) for group in first[0].groups for c in group.completions)
+    names = ("reward", "grad_norm", "kl")
+    checks = {f"{name}_difference": short(abs(first[0].metrics[name] - first[1].metrics[name])) for name in names}
+    return Result(seconds, tokens, facts, checks)
+
+
+def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Share of even token ids."""
+    return [float(np.mean([token % 2 == 0 for token in ids])) for ids in completion_ids]
+
+
+def number_words(settings: Settings) -> Tokenizer:
+    """A tokenizer whose word for token n is the number n; one word more than the model has tokens."""
+    vocab = {str(n): n for n in range(settings.shape.model.vocab_size + 1)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(inner, eos_id=settings.stop_ids[0], stop_ids=settings.stop_ids)
+
+
+class _Way:
+    """A cluster and its learner, which can take the first step again and again."""
+
+    def __init__(self, settings: Settings, padded: bool):
+        shape, self.records = settings.shape, list[StepRecord]()
+        rollout = RolloutConfig(
+            max_prompt_length=shape.prompt_length,
+            max_new_tokens=shape.max_new_tokens,
+            slots=shape.slots,
+            decode_chunk=shape.max_new_tokens if padded else RolloutConfig.decode_chunk,
+        )
+        training = RLTrainingConfig(
+            max_steps=1,
+            prompts_per_step=shape.prompts,
+            actor_optimizer=STILL,
+            packing="dense" if padded else "groups",
+        )
+        config = ClusterConfig(training_config=training, rollout_config=rollout)
+        cluster = RLCluster(actor=settings.model(), tokenizer=number_words(settings), cluster_config=config)
+        self.learner = GRPOLearner(
+            rl_cluster=cluster,
+            reward_fns=even,
+            grpo_config=GRPOConfig(num_generations=shape.samples),
+            observers=[self.records.append],
+        )
+
+    def step(self, words: list[dict[str, str]]) -> StepRecord:
+        self.learner.step = 0
+        self.learner.train(words)
+        return self.records[-1]
+
+    def phases(self) -> dict[str, Any]:
+        return {p: spread_of([float(r.metrics[f"time/{p}"]) for r in self.records]) for p in PHASES}

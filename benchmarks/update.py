@@ -1,0 +1,62 @@
+"""The update: one optimizer step on a whole batch.
+
+Groups in rows against one sample a row, each with layers recomputed in the backward pass (remat) and not.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import MICRO_BATCH, STILL, Result, Settings, interleaved, megabytes, short
+from covey.configs import GRPOConfig
+from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread
+from covey.rl.trainer import MicroBatch, RLTrainer
+from covey.train.optimizers import make_optimizer
+from covey.types import Group
+
+
+def measure(settings: Settings) -> Result:
+    """Updates a trainer with remat and one without on both layouts of the same groups."""
+    groups = settings.groups()
+    batches = {packing: _batches(groups, packing) for packing in ("dense", "groups")}
+    trainers = {name: _trainer(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
+    pairs = {f"{packing}, {remat}": (trainers[remat], batches[packing]) for packing in batches for remat in trainers}
+    runs = {name: partial(trainer.update, parts) for name, (trainer, parts) in pairs.items()}
+    norms = [run()["grad_norm"] for run in runs.values()]
+    facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}
+    tokens = sum(len(c.tokens) for g in groups for c in g.completions)
+    checks = {"grad_norm_difference": short((max(norms) - min(norms)) / min(norms))}
+    return Result(interleaved(runs, settings.repeat), tokens, facts, checks)
+
+
+def _trainer(settings: Settings, remat: bool) -> RLTrainer:
+    return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), GRPOConfig(beta=0.0), 1.0)
+
+
+def _batches(groups: list[Group], packing: Any) -> list[MicroBatch]:
+    rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
+    size = rows_together(rows.tokens.shape[1], MICRO_BATCH)
+    return list(micro_batches(MicroBatch(rows, _inputs(rows, groups)), size))
+
+
+def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
+    completions = [c for g in groups for c in g.completions]
+    lengths = np.array([len(c.tokens) for c in completions])
+    return LossInputs(
+        advantage=spread(rows, np.random.default_rng(4).normal(size=len(lengths))),
+        weight=spread(rows, sequence_mean_weights(lengths)),
+        sampled=lay(rows, [c.logps for c in completions]),
+    )
+
+
+def _facts(trainer: RLTrainer, batches: list[MicroBatch]) -> dict[str, Any]:
+    # The trainer's program has no public name; its memory is half of what remat is about.
+    zeros = jax.tree.map(jnp.zeros_like, trainer.trainable)
+    compiled = trainer._accumulate.lower(trainer.trainable, trainer.frozen, zeros, batches[0]).compile()
+    shape = (sum(len(b.rows.tokens) for b in batches), batches[0].rows.tokens.shape[1])
+    waste = np.mean([padding_waste(b.rows) for b in batches])
+    return {"rows": "x".join(map(str, shape)), "padding": round(float(waste), 3), "temp_mb": megabytes(compiled)}
