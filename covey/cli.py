@@ -126,7 +126,7 @@ def _train(ready: recipe.Recipe) -> int:
     try:
         run.train(ready, out)
     except KeyboardInterrupt:
-        if recipe.is_run(out):
+        if any((out / "checkpoints").glob("*[0-9]")):
             print(f"\ngo on with: covey train --resume {out}", file=sys.stderr)
         raise
     return 0

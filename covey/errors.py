@@ -45,6 +45,10 @@ class ResumeError(CoveyError):
     """A run that cannot go on from its folder as asked."""
 
 
+class NumbersError(CoveyError):
+    """A loss or a gradient that is no finite number."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`"did you mean 'x'?"` for the closest of `choices`, or the list of them when nothing is close.
 

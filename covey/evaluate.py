@@ -89,7 +89,7 @@ def evaluate(
     return Evaluation(
         accuracy=None if accuracy is None else float(accuracy.mean()),
         format=float(judged["format"].mean()) if "format" in judged else None,
-        reward=None if rewards is None else float(np.nanmean(rewards)),
+        reward=None if rewards is None or np.isnan(rewards).all() else float(np.nanmean(rewards)),
         error=None if accuracy is None or len(accuracy) < 2 else float(accuracy.std(ddof=1) / len(accuracy) ** 0.5),
         samples=len(completions),
         mean_length=float(np.mean([len(c.tokens) for c in completions])),

@@ -237,7 +237,7 @@ RANGES = {
     "training.actor_optimizer.b2": "[0, 1)",
     "training.actor_optimizer.eps": "(0, inf)",
     "training.actor_optimizer.weight_decay": "[0, inf)",
-    "training.actor_optimizer.warmup_ratio": "[0, 1]",
+    "training.actor_optimizer.warmup_ratio": "[0, 1)",
     "training.actor_optimizer.max_grad_norm": "[0, inf)",
     "training.eval_every_n_steps": "[0, inf)",
     "training.checkpoint_every_n_steps": "[0, inf)",

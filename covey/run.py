@@ -2,11 +2,14 @@
 generate, chat.
 
 The run folder is the run: `recipe.yaml` says what was asked, `metrics.jsonl` and `samples.jsonl` what happened,
-`checkpoints/` how to go on, `summary.json` what came of it.
+`before.jsonl` and `after.jsonl` what it answered to held-out prompts, `checkpoints/` how to go on, `summary.json` what
+came of it.
 """
 
+import dataclasses
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ from covey import recipe as recipes
 from covey.configs import ModelOptions, RolloutConfig
 from covey.data import source as data_source
 from covey.data.loader import PromptLoader
-from covey.errors import ResumeError
+from covey.errors import CoveyError, ResumeError
 from covey.evaluate import Evaluation, Generates
 from covey.evaluate import evaluate as judge
 from covey.models import weights
@@ -31,7 +34,7 @@ from covey.rl.grpo import GRPOLearner, StepRecord, total_steps
 from covey.rl.rollout import RolloutWorker
 from covey.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import SUMMARY, MetricsWriter, prompt_text, write_summary
+from covey.train.metrics import METRICS, SUMMARY, MetricsWriter, prompt_text, write_answers, write_summary
 from covey.train.progress import Progress, SampleLine
 
 CHECKPOINTS = "checkpoints"
@@ -40,9 +43,15 @@ Say = Callable[[str], None]
 
 def train(ready: Recipe, out: Path) -> dict[str, Any]:
     """Runs `ready` in the new folder `out`; returns what `summary.json` says."""
+    run = _Run(ready, out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(recipes.to_yaml(ready), encoding="utf-8")
-    return _Run(ready, out).go()
+    try:
+        return run.go()
+    except CoveyError:
+        if not (out / METRICS).stat().st_size:
+            shutil.rmtree(out)  # nothing was learnt in it, and the corrected command will want the name
+        raise
 
 
 def resume(folder: Path) -> dict[str, Any]:
@@ -77,11 +86,15 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     from covey.train.progress import printable
 
     model, tokenizer = open_model(source, ModelOptions(), lambda text: print(text, flush=True))
-    worker = RolloutWorker(model, tokenizer, rollout)
+    limit = max(rollout.max_prompt_length, model.config.max_positions - rollout.max_new_tokens)
+    worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
     print("Say something; an empty line ends the chat.", flush=True)
     while text := _read_line():
         messages.append({"role": "user", "content": text})
+        while tokenizer.chat_template and len(tokenizer.encode_prompt(messages)) > limit and len(messages) > 1:
+            messages = messages[2:]
+            print("(the oldest turn is forgotten: the conversation has outgrown the model)", flush=True)
         prompt = messages if tokenizer.chat_template else text
         (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
         answer = group.completions[0].text
@@ -94,11 +107,12 @@ def open_model(source: str, options: ModelOptions, say: Say) -> tuple[Decoder, T
     if not is_run(source):
         model, tokenizer, _ = _load(options, source, say)
         return model, tokenizer
-    options = recipes.load(source).model
-    model, tokenizer, _ = _load(options, options.source, say)
+    recipe = recipes.load(source)
+    model, tokenizer, origin = _load(recipe.model, recipe.model.source, say, recipe.seed)
     with Checkpointer(Path(source) / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
-        held, _ = saves.restore(target={"params": nnx.to_pure_dict(trained)}, subset=True)
+        held, extra = saves.restore(target={"params": nnx.to_pure_dict(trained)}, subset=True)
+    _refuse_other_weights(extra["model"], origin, Path(source))
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer
 
@@ -126,6 +140,7 @@ class _Run:
             learner = self._learner(cluster)
             cluster.prepare(self.recipe.grpo, total)
             self.origin = origin
+            learner.check_prompts(self.loader.rows)
             self._restore(learner)
             summary = self._written() or {"model": origin, "before": self._judged(cluster, "before").summary()}
             write_summary(self.out, summary)
@@ -133,7 +148,7 @@ class _Run:
             if self.saves.latest() != learner.step:
                 self._save(learner)
             after = self._judged(cluster, "after").summary()
-            seconds = summary.get("seconds", 0.0) + time.monotonic() - self.started
+            seconds = time.monotonic() - self.started
             summary |= {"after": after, "steps": learner.step, "seconds": round(seconds, 1)}
             self.saves.wait()
             write_summary(self.out, summary)
@@ -142,7 +157,7 @@ class _Run:
 
     def _cluster(self) -> tuple[RLCluster, str]:
         ready = self.recipe
-        model, tokenizer, origin = _load(ready.model, ready.model.source, self.progress.phase)
+        model, tokenizer, origin = _load(ready.model, ready.model.source, self.progress.phase, ready.seed)
         config = ClusterConfig(training_config=ready.training, rollout_config=ready.rollout)
         return RLCluster(actor=model, tokenizer=tokenizer, cluster_config=config), origin
 
@@ -163,6 +178,7 @@ class _Run:
         self.progress.phase(f"evaluating {name} training")
         found = _judge(cluster, self.data.test, ready, self.progress)
         self.progress.evaluation(name, found.summary())
+        write_answers(self.out, name, found.groups)
         return found
 
     def _write(self, record: StepRecord) -> None:
@@ -178,27 +194,27 @@ class _Run:
         self.progress.step(record.metrics, lines)
 
     def _save_when_due(self, learner: GRPOLearner, record: StepRecord) -> None:
-        every = self.recipe.training.checkpoint_every_n_steps
-        if every and record.step % every == 0:
+        if record.due(self.recipe.training.checkpoint_every_n_steps):
             self._save(learner)
 
     def _save(self, learner: GRPOLearner) -> None:
         trainer = learner.cluster.trainer
         assert trainer is not None
-        self.saves.save(learner.step, trainer.state(), {"data": self.loader.state(), "model": self.origin})
+        seconds = time.monotonic() - self.started
+        extra = {"data": self.loader.state(), "model": self.origin, "seconds": seconds}
+        self.saves.save(learner.step, trainer.state(), extra)
 
     def _restore(self, learner: GRPOLearner) -> None:
-        if not self.resuming or self.saves.latest() is None:
+        if not self.resuming:
+            return
+        if self.saves.latest() is None:
+            self.progress.phase("no checkpoint was written yet: starting from the beginning")
             return
         trainer = learner.cluster.trainer
         assert trainer is not None
         state, extra = self.saves.restore(target=trainer.state())
-        if extra["model"] != self.origin:
-            raise ResumeError(
-                f"this run began with the weights {extra['model']!r}, and {self.origin!r} is what can be had now",
-                fix="make the first available again: other weights would not continue the run",
-                where=str(self.out),
-            )
+        _refuse_other_weights(extra["model"], self.origin, self.out)
+        self.started -= extra["seconds"]
         learner.step = self.saves.latest() or 0
         trainer.load_state(state, learner.step)
         self.loader.restore(extra["data"])
@@ -218,7 +234,7 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-def _load(options: ModelOptions, source: str, say: Say) -> tuple[Decoder, Tokenizer, str]:
+def _load(options: ModelOptions, source: str, say: Say, seed: int = 0) -> tuple[Decoder, Tokenizer, str]:
     use_compilation_cache()
     say(f"loading {source}")
     loaded = weights.load(
@@ -229,8 +245,17 @@ def _load(options: ModelOptions, source: str, say: Say) -> tuple[Decoder, Tokeni
         scan_layers=options.scan_layers,
         say=say,
     )
-    model = with_lora(loaded.model, options.lora) if options.lora.rank else loaded.model
+    model = with_lora(loaded.model, options.lora, seed=seed) if options.lora.rank else loaded.model
     return model, loaded.tokenizer, loaded.origin
+
+
+def _refuse_other_weights(then: str, now: str, where: Path) -> None:
+    if then != now:
+        raise ResumeError(
+            f"this run began with the weights {then!r}, and {now!r} is what can be had now",
+            fix="make the first available again: other weights would not continue the run",
+            where=str(where),
+        )
 
 
 def _judge(model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny random model: what the folder holds, that a resumed run is the run that was never stopped, and what
+"""Whole runs on a tiny random model: what the folder holds, that a resumed run is the run that was never stopped, what
 uses a finished one.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from covey import recipe, run
 from covey.cli import main
-from covey.errors import ResumeError
+from covey.errors import DataError, NumbersError, ResumeError
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
@@ -27,6 +27,7 @@ SETTINGS = [
     "training.prompts_per_step=2",
     "training.checkpoint_every_n_steps=3",
     "training.actor_optimizer.learning_rate=1e-3",
+    "training.max_to_keep=9",
     "grpo.num_generations=4",
     "evaluation.prompts=8",
 ]
@@ -47,7 +48,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def ready(*more: str) -> recipe.Recipe:
-    return recipe.load("arithmetic-smollm2", [f"model.source={TINY}", *SETTINGS, *more])
+    return recipe.load("quickstart", [f"model.source={TINY}", *SETTINGS, *more])
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def weights_of(folder: Path, step: int = 6) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
-class Stopped(Exception):
+class DiedError(Exception):
     pass
 
 
@@ -73,7 +74,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def arm(at: int) -> None:
         def step(self: MetricsWriter, row: dict[str, Any]) -> None:
             if row["step"] == at:
-                raise Stopped
+                raise DiedError
             write(self, row)
 
         monkeypatch.setattr(MetricsWriter, "step", step)
@@ -90,7 +91,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     whole = run.train(ready(*more), straight)
     with monkeypatch.context():
         stopping(5)
-        with pytest.raises(Stopped):
+        with pytest.raises(DiedError):
             run.train(ready(*more), broken)
     monkeypatch.undo()
     assert [row["step"] for row in rows(broken, "metrics.jsonl")] == [1, 2, 3, 4]
@@ -99,6 +100,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     assert (straight / "samples.jsonl").read_bytes() == (broken / "samples.jsonl").read_bytes()
     for one, other in zip(weights_of(straight), weights_of(broken), strict=True):
         assert np.array_equal(one, other)
+    early, late = weights_of(straight, 3), weights_of(straight)
+    assert not all(np.array_equal(one, other) for one, other in zip(early, late, strict=True))  # something was learnt
     assert (whole["before"], whole["after"]) == (resumed["before"], resumed["after"])
 
 
@@ -119,6 +122,34 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     # The sampler's log-probs are the trainer's, so that the ratio of the first update is 1 in truth too.
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in metrics)
     assert all(row["clip_ratio/region_mean"] == 0 for row in metrics)
+
+
+def test_a_run_that_diverges_is_stopped_before_the_update_and_leaves_no_bad_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    wild = ("training.actor_optimizer.learning_rate=1e30", "training.actor_optimizer.max_grad_norm=0")
+    with pytest.raises(NumbersError, match="not finite"):
+        run.train(ready(*wild, "training.checkpoint_every_n_steps=1"), out)
+    with Checkpointer(out / "checkpoints", read_only=True) as saves:
+        last = saves.latest()
+    assert last == len(rows(out, "metrics.jsonl"))
+    assert all(np.isfinite(row["loss"]) for row in rows(out, "metrics.jsonl"))
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    """So that the corrected command can have the name. The trap: a prompt too long, found in the middle of a run."""
+    out = tmp_path / "run"
+    with pytest.raises(DataError, match="row 0 of the training data has"):
+        run.train(ready("rollout.max_prompt_length=20"), out)
+    assert not out.exists()
+
+
+def test_checkpoints_come_when_several_updates_share_a_batch(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run.train(ready("grpo.num_iterations=2", "training.max_steps=7"), out)
+    with Checkpointer(out / "checkpoints", read_only=True) as saves:
+        assert saves.steps() == [4, 6, 7]
+    assert [row["step"] for row in rows(out, "metrics.jsonl")] == [2, 4, 6, 7]
+    assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows(out, "metrics.jsonl"))
 
 
 def test_the_same_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
@@ -143,7 +174,7 @@ def test_other_data_are_refused_on_resume(tmp_path: Path) -> None:
 
 def test_the_commands_use_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    words = ["train", "arithmetic-smollm2", "--model.source", TINY, "--max-steps", "1", "--out", str(out)]
+    words = ["train", "quickstart", "--model.source", TINY, "--max-steps", "1", "--out", str(out)]
     assert main([*words, *SETTINGS[:2], *SETTINGS[4:5], *SETTINGS[7:]]) == 0
     shown = capsys.readouterr().out
     assert "step 1/1" in shown
@@ -153,5 +184,5 @@ def test_the_commands_use_a_finished_run(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["generate", str(out), "2+3?", "--n", "2", "--rollout.max-new-tokens", "4"]) == 0
     assert "--- 2 of 2" in capsys.readouterr().out
     assert main(["train", "--resume", str(out)]) == 0
-    assert main(["train", "arithmetic-smollm2", "--out", str(out)]) == 2
+    assert main(["train", "quickstart", "--out", str(out)]) == 2
     assert "a run is already here" in capsys.readouterr().err

@@ -5,7 +5,7 @@ A role on another mesh gets its own copy there, and `sync_weights` moves the act
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora, split_trainable, without_lora
+from covey.models.lora import split_trainable, without_lora
 from covey.models.weights import load
 from covey.parallel.placement import put_rows, row_ways
 from covey.parallel.reshard import reshard
 from covey.parallel.sharding import shardings
+from covey.recipe import validate
 from covey.rl.inference import RowScorer
 from covey.rl.losses import LossInputs
 from covey.rl.rollout import RolloutWorker
@@ -57,6 +58,21 @@ class ClusterConfig:
     rollout_config: RolloutConfig = field(default_factory=RolloutConfig)
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """The parts of a recipe that a cluster gets, under the names that `recipe.validate` knows."""
+
+    rollout: RolloutConfig
+    training: RLTrainingConfig
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "_Settings":
+        training = config.training_config
+        if not isinstance(training.actor_optimizer, OptimizerConfig):  # an optax transformation has no ranges
+            training = replace(training, actor_optimizer=OptimizerConfig())
+        return cls(config.rollout_config, training)
+
+
 class RLCluster:
     """The models of a run.
 
@@ -78,6 +94,7 @@ class RLCluster:
         cluster_config: ClusterConfig | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
+        validate(_Settings.of(self.config))
         if isinstance(actor, str):
             loaded = load(actor)
             actor, tokenizer = loaded.model, tokenizer or loaded.tokenizer
@@ -94,9 +111,15 @@ class RLCluster:
 
     def prepare(self, grpo: GRPOConfig, total_steps: int) -> None:
         """Builds the trainer and, when β asks for it, the reference, for a run of `total_steps` updates."""
+        if self.trainer is not None:
+            raise RecipeError(
+                "this cluster has been trained already, with its own loss and schedule",
+                want="one learner a cluster",
+                fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
+            )
         training, temperature = self.config.training_config, self.config.rollout_config.temperature
         if grpo.beta and self._reference is None:
-            self._reference = without_lora(self._actor) if has_lora(self._actor) else _copied(self._actor)
+            self._reference = self._on_mesh(without_lora(self._actor), Role.REFERENCE)
         if self._reference is not None:
             self._reference = _apart_from(self._reference, self._actor)
         optimizer = make_optimizer(training.actor_optimizer, total_steps)
@@ -163,8 +186,10 @@ class RLCluster:
         return self._actor if self.trainer is None else nnx.merge(self.trainer.graph, self.trainer.params)
 
     def close(self) -> None:
-        """Lets go of every array."""
+        """Lets go of every array; the cluster cannot be used any more."""
         self.trainer = self._reference = self._reference_scorer = None
+        for name in ("rollout", "_actor", "_actor_scorer"):
+            self.__dict__.pop(name, None)
 
     @property
     def _trained(self) -> RLTrainer:
@@ -188,13 +213,13 @@ class RLCluster:
         return nnx.merge(graph, reshard(params, target))
 
 
-def _copied(model: Decoder) -> Decoder:
-    graph, params = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(jnp.copy, params))
-
-
 def _apart_from(reference: Decoder, actor: Decoder) -> Decoder:
     """`reference` with its own copy of the arrays that training `actor` will overwrite."""
     graph, params = nnx.split(reference)
-    taken = {id(x) for x in jax.tree.leaves(split_trainable(actor)[1])}
-    return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if id(x) in taken else x, params))
+    taken = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
+    return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if _buffers(x) & taken else x, params))
+
+
+def _buffers(x: jax.Array) -> set[int]:
+    """Where the pieces of `x` lie in memory: two arrays may share them without being one object."""
+    return {piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards}

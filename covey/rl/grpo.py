@@ -17,13 +17,13 @@ import numpy as np
 from covey.configs import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import RecipeError
 from covey.evaluate import Evaluation, evaluate
-from covey.rewards.scoring import RewardFn, score
+from covey.recipe import validate
+from covey.rewards.scoring import RewardFn, resolve, score
 from covey.rl.advantages import group_zscore
 from covey.rl.cluster import RLCluster
 from covey.rl.losses import LossInputs, sequence_mean_weights
-from covey.rl.metrics import group_metrics, work_metrics
+from covey.rl.metrics import group_metrics, over_updates, work_metrics
 from covey.rl.rows import Rows, lay, pack, padding_waste, spread
 from covey.train.trainer import Metrics
 from covey.types import Group
@@ -34,15 +34,20 @@ class StepRecord:
     """What observers see after each step.
 
     Attributes:
-        step: optimizer updates made so far, `total` those the run will make.
+        step: optimizer updates made so far, `updates` of them on this batch; `total` is what the run will make.
         metrics: numbers under their usual names; `time/...` are seconds.
         groups: every completion with its rewards and advantage.
     """
 
     step: int
+    updates: int
     total: int
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     groups: Sequence[Group]
+
+    def due(self, every: int) -> bool:
+        """True when this step reached or passed a multiple of `every`; never when that is 0."""
+        return bool(every) and self.step // every > (self.step - self.updates) // every
 
 
 Observer = Callable[[StepRecord], None]
@@ -61,6 +66,13 @@ class Clock:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The part of a recipe that a learner gets, under the name that `recipe.validate` knows."""
+
+    grpo: GRPOConfig
 
 
 class GRPOLearner:
@@ -91,14 +103,9 @@ class GRPOLearner:
         self.reward_fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
         self.observers = [_print_line] if observers is None else list(observers)
         self.on_phase, self.eval_config = on_phase, eval_config or EvalConfig()
-        self.step = 0
-        if self.config.num_generations < 2:
-            raise RecipeError(
-                f"a group of {self.config.num_generations}",
-                want="at least 2 samples to compare",
-                fix="set num_generations=8",
-                where="grpo.num_generations",
-            )
+        self.step, self._checked = 0, False
+        validate(_Settings(self.config))
+        self.reward_fns = [resolve(fn) if isinstance(fn, str) else fn for fn in self.reward_fns]
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> RLCluster:
         """Runs to `max_steps` updates, or through the data `num_epochs` times.
@@ -113,6 +120,7 @@ class GRPOLearner:
         if self.cluster.trainer is None:
             self.cluster.prepare(self.config, total)
         held_out = None if eval_ds is None else as_rows(eval_ds)
+        self.check_prompts(loader.rows)
         while self.step < total:
             clock = Clock(phase=self.on_phase)
             examples = next(loader)
@@ -131,6 +139,12 @@ class GRPOLearner:
             self.step += len(metrics)
             self._report(total, groups, rows, metrics, clock, held_out)
         return self.cluster
+
+    def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses training data with a prompt that cannot be sampled; `train` does so too, once."""
+        if not self._checked:
+            self.cluster.rollout.check_prompts(rows, "training data")
+        self._checked = True
 
     def _loader(self, train_ds: Any) -> PromptLoader:
         if isinstance(train_ds, PromptLoader):
@@ -173,17 +187,17 @@ class GRPOLearner:
         metrics = {
             "step": self.step,
             **group_metrics(groups),
-            **{name: float(np.mean([m[name] for m in updates])) for name in updates[0]},
+            **over_updates(updates),
             "learning_rate": cluster.learning_rate(self.step - 1),
             **work_metrics(cluster.rollout.stats, clock.seconds, padding_waste(rows)),
         }
-        every = training.eval_every_n_steps
-        if held_out is not None and every and self.step % every == 0:
+        record = StepRecord(self.step, len(updates), total, metrics, groups)
+        if held_out is not None and record.due(training.eval_every_n_steps):
             self.on_phase("evaluate")
             found = self._evaluate(held_out).summary()
-            metrics |= {f"eval/{name}": float(value) for name, value in found.items() if value is not None}
+            metrics.update({f"eval/{name}": float(value) for name, value in found.items() if value is not None})
         for observer in self.observers:
-            observer(StepRecord(self.step, total, metrics, groups))
+            observer(record)
 
     def _evaluate(self, held_out: Sequence[Any]) -> Evaluation:
         rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights

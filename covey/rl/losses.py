@@ -89,19 +89,19 @@ def grpo_loss(
         per_token = per_token + beta * means["kl"]
     means["loss"] = per_token
     loss = jnp.sum(inputs.weight * per_token)
-    shares = {name: jnp.sum(inputs.weight * value) for name, value in means.items()} | sampler_shares(logps, inputs)
+    shares = {name: jnp.sum(inputs.weight * value) for name, value in means.items()} | sampler_shares(old, inputs)
     return loss, jax.lax.stop_gradient(shares)
 
 
-def sampler_shares(logps: Float[Array, "R M"], inputs: LossInputs) -> Shares:
-    """How far the trainer's log-probs are from the sampler's, and the ratio of the two probabilities, over tokens."""
+def sampler_shares(old_logps: Float[Array, "R M"], inputs: LossInputs) -> Shares:
+    """How far the trainer's log-probs before any update are from the sampler's, and the ratio of the two."""
     real = inputs.weight > 0
-    difference = jnp.where(real, logps - inputs.sampled, 0.0)
-    ratio = jnp.exp(difference)  # 1 at padding, which is neutral for a smallest and a largest value around 1
+    difference = jnp.where(real, old_logps - inputs.sampled, 0.0)
+    ratio = jnp.exp(difference)
     return {
         "sampling/logp_difference/mean": jnp.sum(inputs.weight * jnp.abs(difference)),
         "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
         "sampling/importance_ratio/mean": jnp.sum(inputs.weight * ratio),
-        "sampling/importance_ratio/min": jnp.min(ratio),
-        "sampling/importance_ratio/max": jnp.max(ratio),
+        "sampling/importance_ratio/min": jnp.min(ratio, where=real, initial=jnp.inf),
+        "sampling/importance_ratio/max": jnp.max(ratio, where=real, initial=0.0),
     }

@@ -18,13 +18,13 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     means.
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
-    means = np.nanmean(rewards, axis=1)
+    means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
     cut = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
     metrics = {
-        "reward": float(np.nanmean(rewards)),
+        "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
-        "reward_error": float(_std(means) / np.sqrt(len(means))),
+        "reward_error": float(_std(means) / np.sqrt(max(len(means), 1))),
         "frac_reward_zero_std": float(np.mean([not informative(row) for row in rewards])),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -37,6 +37,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
     return metrics
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several updates on one batch as one row: means, and the extremes of extremes."""
+    combine = {"min": np.min, "max": np.max}
+    return {
+        name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)([update[name] for update in updates]))
+        for name in updates[0]
+    }
 
 
 def work_metrics(stats: SamplerStats, seconds: Mapping[str, float], row_waste: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from covey.configs import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.sampling.sampler import Request, Sampler, SamplerStats
+from covey.sampling.sampler import Request, Sampler, SamplerStats, check_length
 from covey.tokenizer import Tokenizer
 from covey.types import Completion, Group
 
@@ -57,6 +57,14 @@ class RolloutWorker:
             Group(prompt, request.prompt, tuple(self._with_text(c) for c in completions), column)
             for prompt, request, completions, column in zip(prompts, requests, drawn, columns, strict=True)
         ]
+
+    def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
+        """Refuses data with a prompt that cannot be sampled, before anything is spent on the others.
+
+        Errors: DataError that names the row of `data`.
+        """
+        for number, row in enumerate(examples):
+            check_length(len(self.tokenizer.encode_prompt(row["prompt"])), self.config, f"row {number} of the {data}")
 
     def update_params(self, params: Any) -> None:
         """New weights for the next call."""

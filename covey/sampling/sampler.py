@@ -54,13 +54,14 @@ class SamplerStats:
     """What the last call cost.
 
     Attributes:
-        tokens: completion tokens that were kept.
+        tokens: completion tokens kept; `first_tokens` of them were drawn with the prompt, not in a decode step.
         slot_steps: decode steps × slots, used or not.
         chunks: calls of the decode program.
         prompt_tokens: prompt tokens prefilled, and `prefill_cells` with their padding.
     """
 
     tokens: int = 0
+    first_tokens: int = 0
     slot_steps: int = 0
     chunks: int = 0
     prompt_tokens: int = 0
@@ -69,7 +70,7 @@ class SamplerStats:
     @property
     def waste(self) -> float:
         """Share of the decode work that gave no token."""
-        return 1.0 - self.tokens / max(self.slot_steps, self.tokens, 1)
+        return 1.0 - (self.tokens - self.first_tokens) / self.slot_steps if self.slot_steps else 0.0
 
 
 class _Sample(NamedTuple):
@@ -139,7 +140,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         for number, request in enumerate(self.requests):
-            _check(request, number, self.config)
+            check_length(len(request.prompt), self.config, f"prompt {number}")
             self.waiting.extend(_Sample(number, sample, []) for sample in range(request.samples))
         self.total = len(self.waiting)
         self.warp = Warp.of(self.config)
@@ -223,6 +224,7 @@ class _Run:
             source[slot], taken[slot], keys[slot] = sample.request - self.prefix_first, True, self._key(sample)
             self.held[slot] = sample
             self.lengths[slot] = len(self.requests[sample.request].prompt)
+        self.sampler.stats.first_tokens += len(placed)
         limit = np.int32(self.config.max_new_tokens)
         self.slots, drawn = self.sampler._admit(self.slots, self.prefix, source, taken, keys, limit, warp=self.warp)
         self._collect(drawn, taken[None])
@@ -363,20 +365,23 @@ def _stops(token: Int[Array, "S"], stop_ids: tuple[int, ...]) -> Array:
     return jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(token, dtype=bool)
 
 
-def _check(request: Request, number: int, config: RolloutConfig) -> None:
-    size = len(request.prompt)
+def check_length(size: int, config: RolloutConfig, which: str) -> None:
+    """Refuses a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
+
+    Errors: DataError for no tokens, more than `max_prompt_length`, or more than the cache holds with the answer.
+    """
     if size == 0:
-        raise DataError(f"prompt {number} has no tokens", want="at least one token")
+        raise DataError(f"{which} has no tokens", want="at least one token")
     if size > config.max_prompt_length:
         raise DataError(
-            f"prompt {number} has {size} tokens",
+            f"{which} has {size} tokens",
             want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
             fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
         )
     needed = size + config.max_new_tokens
     if config.kv_cache_size is not None and needed > config.kv_cache_size:
         raise DataError(
-            f"prompt {number} and its answer may need {needed} tokens",
+            f"{which} and its answer may need {needed} tokens",
             want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
             fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
         )

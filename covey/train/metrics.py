@@ -70,6 +70,12 @@ class MetricsWriter:
         self.close()
 
 
+def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
+    """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0."""
+    with (folder / f"{name}.jsonl").open("wb") as file:
+        file.writelines(line(row) for row in sample_rows(0, groups))
+
+
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
     """One row a completion: what was asked, what came, how it was scored, how it ended."""
     for number, group in enumerate(groups):

@@ -5,6 +5,7 @@ A loss here is a *share*: summed over the micro-batches of a step it is the step
 before the first micro-batch. Adding shares is then all that gradient accumulation does.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from covey.errors import NumbersError
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable
 from covey.parallel.placement import optimizer_shardings
@@ -48,6 +50,7 @@ class Trainer:
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
         options = compiler_options()
         self._accumulate = jax.jit(self._share, donate_argnums=(2,), compiler_options=options)
+        self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1))
 
     @property
@@ -64,9 +67,21 @@ class Trainer:
         for batch in micro_batches:
             grads, shares = self._accumulate(self.trainable, self.frozen, grads, batch)
             totals = {name: _combined(name, totals.get(name), share) for name, share in shares.items()}
-        self.trainable, self.opt_state, norm = self._apply(self.trainable, self.opt_state, grads)
+        metrics = {name: float(total) for name, total in totals.items()} | {"grad_norm": float(self._norm(grads))}
+        self._refuse_what_is_not_finite(metrics)
+        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, grads)
         self.step += 1
-        return {name: float(total) for name, total in totals.items()} | {"grad_norm": float(norm)}
+        return metrics
+
+    def _refuse_what_is_not_finite(self, metrics: Metrics) -> None:
+        """The weights are still those of the last good update, and stay so."""
+        bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
+        if bad:
+            raise NumbersError(
+                f"update {self.step + 1} is not finite: " + ", ".join(f"{name} {value}" for name, value in bad.items()),
+                want="finite numbers; nothing was updated with these",
+                fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
+            )
 
     def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any) -> tuple[Any, dict[str, Array]]:
         def loss(trainable: Any) -> tuple[Array, dict[str, Array]]:
@@ -93,12 +108,9 @@ def _combined(name: str, total: Array | None, share: Array) -> Array:
     return combine(total, share)
 
 
-def _apply(
-    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any
-) -> tuple[Any, Any, Array]:
-    norm = optax.tree.norm(grads)
+def _apply(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
     updates, opt_state = optimizer.update(grads, opt_state, trainable)
-    return optax.apply_updates(trainable, updates), opt_state, norm
+    return optax.apply_updates(trainable, updates), opt_state
 
 
 def compiler_options() -> dict[str, str]:

@@ -1,0 +1,191 @@
+"""The decoder: one function however it is run, and padding and windows that mean what they say."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.configs import LoRAConfig
+from covey.models.attention import causal
+from covey.models.config import ModelConfig, RopeScaling
+from covey.models.decoder import Decoder, head_logits
+from covey.models.lora import with_lora
+
+PLAIN = ModelConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+EVERYTHING = dataclasses.replace(
+    PLAIN, tie_embeddings=True, activation="gelu_tanh", attention_bias=True, qk_norm=True, post_norms=True,
+    norm_offset=1.0, embed_scale=32**0.5, query_scale=0.3, attn_softcap=5.0, final_softcap=4.0, windows=(3, None),
+    local_rope_theta=1000.0, rope_theta=50_000.0, rope_scaling=RopeScaling("linear", 4.0),
+)  # fmt: skip
+TIME = 16
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, TIME))
+POSITIONS = np.broadcast_to(np.arange(TIME), (2, TIME))
+
+
+def build(config: ModelConfig, lora: bool = False, **switches: Any) -> Decoder:
+    """Always the same weights, with biases, scales and adapters that are not what they start as."""
+    model = Decoder(config, rngs=nnx.Rngs(0), **switches)
+    if lora:
+        model = with_lora(model, LoRAConfig(rank=3))
+    graph, state = nnx.split(model)
+    rng = np.random.default_rng(1)
+    shift = lambda x: (x + rng.normal(size=x.shape, scale=0.1)).astype(x.dtype)  # noqa: E731
+    return nnx.merge(graph, jax.tree.map(shift, state))
+
+
+def forward(model: Decoder) -> Callable[..., jax.Array]:
+    """The jitted forward: (state, tokens, positions, valid) → hidden states."""
+    graph = nnx.split(model)[0]
+
+    def run(state: Any, tokens: Any, positions: Any, valid: Any) -> jax.Array:
+        return nnx.merge(graph, state)(tokens, positions, causal(valid, positions))[0]
+
+    return jax.jit(run)
+
+
+@cache
+def compiled(config: ModelConfig, scan_layers: bool = False) -> tuple[Callable[..., jax.Array], Any]:
+    model = build(config, scan_layers=scan_layers)
+    return forward(model), nnx.split(model)[1]
+
+
+def hidden(config: ModelConfig, tokens: np.ndarray, *, scan_layers: bool = False) -> np.ndarray:
+    run, state = compiled(config, scan_layers=scan_layers)
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    return np.asarray(run(state, tokens, positions, np.ones(tokens.shape, bool)))
+
+
+def values_and_gradients(config: ModelConfig, lora: bool, **switches: bool) -> tuple[jax.Array, Any]:
+    """Hidden states, and the gradient of a random combination of them for every array, adapters and base."""
+    graph, state = nnx.split(build(config, lora, **switches))
+    pull = np.random.default_rng(2).normal(size=(2, TIME, config.hidden_size)).astype(np.float32)
+
+    def total(state: Any) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.asarray(POSITIONS)
+        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal(jnp.ones((2, TIME), bool), positions))
+        return jnp.sum(out * pull), out
+
+    grads, out = jax.jit(jax.grad(total, has_aux=True))(state)
+    return out, grads
+
+
+def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
+    np.testing.assert_allclose(one[0], other[0], atol=1e-5 * float(jnp.abs(other[0]).max()))
+    theirs = jax.tree_util.tree_leaves_with_path(other[1])
+    scale = max(float(jnp.abs(g).max()) for _, g in theirs)
+    assert scale > 0.1
+    for got, (path, want) in zip(jax.tree.leaves(one[1]), theirs, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_neither_scan_nor_recomputation_changes_values_or_gradients() -> None:
+    """With every switch of the families on, and adapters."""
+    plain = values_and_gradients(EVERYTHING, True, remat=False, scan_layers=False)
+    same(values_and_gradients(EVERYTHING, True, remat=True, scan_layers=True), plain)
+
+
+@pytest.mark.slow
+def test_recomputing_unrolled_layers_changes_neither() -> None:
+    config = dataclasses.replace(PLAIN, windows=(3, None))
+    plain = values_and_gradients(config, False, remat=False, scan_layers=False)
+    same(values_and_gradients(config, False, remat=True, scan_layers=False), plain)
+
+
+def test_scan_gives_the_values_of_the_unrolled_layers() -> None:
+    np.testing.assert_allclose(hidden(EVERYTHING, TOKENS, scan_layers=True), hidden(EVERYTHING, TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_windows_shorter_than_the_sequence_bound_the_reach(scan_layers: bool) -> None:
+    """Two layers with a window of 4 reach 2·3 tokens back, exactly."""
+    config = dataclasses.replace(PLAIN, windows=(4, 4))
+    changed = TOKENS.copy()
+    changed[:, 2] = (changed[:, 2] + 1) % 50
+    moved = np.abs(hidden(config, changed, scan_layers=scan_layers) - hidden(config, TOKENS, scan_layers=scan_layers))
+    touched = moved.max(axis=(0, 2)) > 1e-6
+    assert np.flatnonzero(touched).tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_window_as_long_as_the_sequence_is_none() -> None:
+    wide = dataclasses.replace(PLAIN, windows=(TIME, TIME))
+    np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [PLAIN, EVERYTHING], ids=["plain", "every switch"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, scan_layers: bool) -> None:
+    """Left, right, both and none, with rubbish for padding; a row of nothing but padding is finite."""
+    run, state = compiled(config, scan_layers=scan_layers)
+    size, places = 7, [0, 4, TIME - 7]
+    tokens = np.random.default_rng(3).integers(0, 50, (4, TIME))
+    valid = np.zeros((4, TIME), bool)
+    for row, start in enumerate(places):
+        tokens[row, start : start + size], valid[row, start : start + size] = TOKENS[0, :size], True
+    positions = np.maximum(np.cumsum(valid, axis=1) - 1, 0)
+    out = np.asarray(run(state, tokens, positions, valid))
+    assert np.isfinite(out).all()
+    want = hidden(config, TOKENS, scan_layers=scan_layers)[0, :size]
+    for row, start in enumerate(places):
+        np.testing.assert_allclose(out[row, start : start + size], want, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_are_finite_when_a_row_is_padding() -> None:
+    model = build(dataclasses.replace(PLAIN, attn_softcap=5.0, windows=(3, None)))
+    graph, state = nnx.split(model)
+    valid = np.ones((2, TIME), bool)
+    valid[0, :5], valid[1] = False, False
+    positions = jnp.asarray(np.maximum(np.cumsum(valid, axis=1) - 1, 0))
+
+    def total(state: Any) -> jax.Array:
+        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal(jnp.asarray(valid), positions))
+        return jnp.sum(jnp.where(valid[..., None], out, 0.0))
+
+    for grad in jax.tree.leaves(jax.jit(jax.grad(total))(state)):
+        assert jnp.isfinite(grad).all()
+
+
+def test_tokens_see_no_future() -> None:
+    changed = TOKENS.copy()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 50
+    before, after = hidden(EVERYTHING, TOKENS), hidden(EVERYTHING, changed)
+    np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-6)
+    assert np.abs(before[:, 10:] - after[:, 10:]).max() > 1e-2
+
+
+@pytest.mark.parametrize(("held", "stream"), [("float32", jnp.float32), ("bfloat16", jnp.bfloat16)])
+def test_the_residual_stream_has_the_type_of_the_weights(held: str, stream: Any) -> None:
+    model = build(PLAIN, param_dtype=held, compute_dtype="bfloat16")
+    out = forward(model)(nnx.split(model)[1], TOKENS, POSITIONS, np.ones((2, TIME), bool))
+    assert out.dtype == stream
+    assert model.logits(out).dtype == jnp.float32
+    difference = np.abs(np.asarray(out, np.float32) - hidden(PLAIN, TOKENS))
+    assert 0 < difference.mean() < 0.05
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_logits_by_hand(softcap: float | None) -> None:
+    rng = np.random.default_rng(4)
+    weight, states = rng.normal(size=(50, 32)), rng.normal(size=(2, 3, 32))
+    want = states @ weight.T
+    want = softcap * np.tanh(want / softcap) if softcap else want
+    got = head_logits(jnp.asarray(weight, jnp.float32), jnp.asarray(states, jnp.float32), jnp.float32, softcap)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert softcap is None or np.abs(got).max() <= softcap
+
+
+def test_the_head_is_the_embedding_only_when_tied() -> None:
+    tied, apart = build(EVERYTHING), build(PLAIN)
+    assert tied.head is None
+    assert tied.head_weight is tied.embed.embedding[...]
+    assert apart.head is not None
+    assert not jnp.array_equal(apart.head_weight, apart.embed.embedding[...])

@@ -1,0 +1,297 @@
+"""Products, norms, rotations and attention against float64 formulas written out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.models.attention import attention, causal, masked
+from covey.models.config import ModelConfig, RopeScaling
+from covey.models.layers import MLP, Linear, LoRA, RMSNorm, project, rope_frequencies, rope_tables, rotate
+
+TYPES = ["float32", "bfloat16"]
+
+
+def wide(x: object) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x` as an operand of `dtype` sees it, in float64."""
+    return wide(jnp.asarray(x, jnp.float32).astype(dtype))
+
+
+# --- products
+
+
+@jax.jit
+def products(x: jax.Array, kernel: jax.Array, grad: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
+    """The product and both its gradients, computed in each type."""
+
+    def one(dtype: str) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda x, kernel: project(x, kernel, jnp.dtype(dtype)), x, kernel)
+        return out, *pull(grad.astype(out.dtype))
+
+    return {dtype: one(dtype) for dtype in TYPES}
+
+
+def operands(stored: str, depth: int = 700) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = [(3, 50, depth), (depth, 9), (3, 50, 9)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.dtype(stored)) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_and_both_gradients_round_operands_once_and_add_in_float32(dtype: str) -> None:
+    x, kernel, grad = operands("float32")
+    got = products(x, kernel, grad)[dtype]
+    a, w, g = (rounded(np.asarray(v), dtype) for v in (x, kernel, grad))
+    want = a @ w, g @ w.T, np.einsum("bti,bto->io", a, g)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=3e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_results_have_the_type_of_what_they_are_for(dtype: str) -> None:
+    """The output follows x, each gradient its own argument; narrow ones are rounded once, at the end."""
+    x, kernel, grad = operands("bfloat16")
+    got = products(x, kernel, grad)[dtype]
+    a, w, g = wide(x), wide(kernel), wide(grad)
+    want = a @ w, g @ w.T, np.einsum("bti,bto->io", a, g)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(wide(ours), theirs, rtol=2**-8, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_a_long_bfloat16_sum_does_not_stall() -> None:
+    """Added up in bfloat16, ones get no further than 256."""
+    x, kernel, grad = jnp.ones((3, 2000, 3000)), jnp.ones((3000, 1)), jnp.ones((3, 2000, 1))
+    out, grad_x, grad_kernel = (np.asarray(v) for v in products(x, kernel, grad)["bfloat16"])
+    assert (out == 3000).all()
+    assert (grad_x == 1).all()
+    assert (grad_kernel == 6000).all()
+
+
+def test_linear_adds_bias_and_adapter() -> None:
+    linear = Linear(5, 3, bias=True, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    linear.lora = LoRA(5, 3, 2, alpha=6.0, rngs=nnx.Rngs(1))
+    rng = np.random.default_rng(2)
+    linear.bias[...], linear.lora.b[...] = rng.normal(size=3), rng.normal(size=(2, 3))
+    x = rng.normal(size=(4, 5)).astype(np.float32)
+    w, b, lora_a, lora_b = (wide(v[...]) for v in (linear.kernel, linear.bias, linear.lora.a, linear.lora.b))
+    np.testing.assert_allclose(linear(jnp.asarray(x)), x @ w + b + 3.0 * (x @ lora_a) @ lora_b, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_gated_mlp(activation: str) -> None:
+    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation=activation)  # type: ignore[arg-type]
+    mlp = MLP(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 3, 6)) * 2
+    gate, up, down = (wide(p.kernel[...]) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    z = x @ gate
+    by_hand = {
+        "silu": z / (1 + np.exp(-z)),
+        "gelu_tanh": 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    }
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), (by_hand[activation] * (x @ up)) @ down, atol=3e-6)
+
+
+# --- norms
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_rms_norm(offset: float, eps: float) -> None:
+    norm = RMSNorm(48, eps, offset, jnp.float32)
+    rng = np.random.default_rng(0)
+    norm.scale[...] = rng.normal(size=48)
+    x = rng.normal(size=(2, 5, 48)) * np.array([1e-3, 1, 1e3, 1, 0])[:, None]
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * (wide(norm.scale[...]) + offset)
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), want, rtol=2e-6, atol=2e-6)
+
+
+def test_a_fresh_norm_scales_by_one_and_computes_in_float32() -> None:
+    for offset in (0.0, 1.0):
+        norm = RMSNorm(64, 1e-6, offset, jnp.bfloat16)
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(7, 64)) * 300, jnp.bfloat16)
+        want = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6)
+        assert norm(x).dtype == jnp.bfloat16
+        np.testing.assert_allclose(wide(norm(x)), want, rtol=2**-8)
+
+
+# --- rotary positions
+
+
+def frequencies(width: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """By cases, as the Llama 3.1 release and Chen et al. (2023) write them."""
+    out = []
+    for i in range(0, width, 2):
+        f = theta ** -(i / width)
+        if scaling is not None and scaling.kind == "linear":
+            f /= scaling.factor
+        elif scaling is not None:
+            wave, old = 2 * np.pi / f, scaling.original_max_positions
+            if wave > old / scaling.low_freq_factor:
+                f /= scaling.factor
+            elif wave >= old / scaling.high_freq_factor:
+                low, high = scaling.low_freq_factor, scaling.high_freq_factor
+                smooth = (old / wave - low) / (high - low)
+                f = (1 - smooth) * f / scaling.factor + smooth * f
+        out.append(f)
+    return np.array(out)
+
+
+SCALINGS = [
+    None,
+    RopeScaling("linear", 8.0),
+    RopeScaling("llama3", 8.0),
+    RopeScaling("llama3", 32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=512),
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_rope_frequencies(theta: float, scaling: RopeScaling | None) -> None:
+    got = np.asarray(rope_frequencies(64, theta, scaling))
+    np.testing.assert_allclose(got, frequencies(64, theta, scaling), rtol=3e-6)
+
+
+def test_llama3_scaling_has_all_three_regions_in_the_test_above() -> None:
+    plain, scaled = frequencies(64, 500_000.0, None), frequencies(64, 500_000.0, SCALINGS[2])
+    ratio = plain / scaled
+    assert np.isclose(ratio, 1).any()
+    assert np.isclose(ratio, 8).any()
+    assert ((ratio > 1.01) & (ratio < 7.99)).any()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[:3])
+def test_rotation_turns_pairs_half_a_head_apart(scaling: RopeScaling | None) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 6, 3, 16))
+    positions = np.array([[0, 1, 2, 3, 4, 5], [0, 7, 100, 3, 500, 0]])
+    turned = jax.jit(lambda x, p: rotate(x, rope_tables(p, rope_frequencies(16, 1e4, scaling))))(
+        jnp.asarray(x, jnp.float32), jnp.asarray(positions)
+    )
+    angle = positions[:, :, None, None] * frequencies(16, 1e4, scaling)
+    pairs = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angle)
+    np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=1e-4)
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 1, 16)).astype(np.float32)
+    q, k = (np.broadcast_to(x[:, :1], x.shape) for x in (q, k))  # the same head at five positions
+
+    @jax.jit
+    def scores_at(positions: jax.Array) -> jax.Array:
+        rope = rope_tables(positions, rope_frequencies(16, 1e4, None))
+        return jnp.einsum("btnw,bunw->btu", rotate(q, rope), rotate(k, rope))
+
+    scores = [scores_at(jnp.arange(5)[None] + start) for start in (0, 200)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=3e-4)
+    assert abs(scores[0][0, 0, 0] - scores[0][0, 0, 3]) > 1e-2
+
+
+# --- attention
+
+
+def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, softcap: float | None) -> np.ndarray:
+    """One query, one head at a time, in float64. A query that may look at nothing is left NaN."""
+    out = np.full(q.shape, np.nan)
+    shared = q.shape[2] // k.shape[2]
+    for b, t, h in np.ndindex(q.shape[:3]):
+        seen = np.flatnonzero(allowed[b, t])
+        if seen.size:
+            scores = k[b, seen, h // shared] @ q[b, t, h]
+            scores = softcap * np.tanh(scores / softcap) if softcap else scores
+            weights = np.exp(scores - scores.max())
+            out[b, t, h] = weights / weights.sum() @ v[b, seen, h // shared]
+    return out
+
+
+def block(heads: int, kv_heads: int, scale: float = 1.0) -> list[np.ndarray]:
+    rng = np.random.default_rng(heads * 10 + kv_heads)
+    return [scale * rng.normal(size=(2, 9, n, 8)) for n in (heads, kv_heads, kv_heads)]
+
+
+def single(*arrays: np.ndarray) -> list[jax.Array]:
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_grouped_query_attention(heads: int, kv_heads: int, softcap: float | None) -> None:
+    q, k, v = block(heads, kv_heads, 2.0)
+    allowed = np.random.default_rng(0).random((2, 9, 9)) < 0.5
+    allowed[..., 0] = True
+    got = jax.jit(attention, static_argnums=4)(*single(q, k, v), jnp.asarray(allowed), softcap)
+    np.testing.assert_allclose(got, oracle(q, k, v, allowed, softcap), atol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = block(4, 2, 1.0)
+    allowed = np.ones((2, 9, 9), bool)
+    got = attention(*single(300 * q, k, v), jnp.asarray(allowed))
+    np.testing.assert_allclose(got, oracle(300 * q, k, v, allowed, None), atol=1e-3)
+
+
+def test_narrow_attention_keeps_its_softmax_in_float32() -> None:
+    q, k, v = (rounded(x, "bfloat16") for x in block(4, 2))
+    allowed = np.ones((2, 9, 9), bool)
+    got = attention(*(x.astype(jnp.bfloat16) for x in single(q, k, v)), jnp.asarray(allowed))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide(got), oracle(q, k, v, allowed, None), atol=2e-2)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_query_that_sees_nothing_is_finite_and_so_are_gradients(softcap: float | None) -> None:
+    q, k, v = single(*block(4, 2))
+    allowed = np.tril(np.ones((2, 9, 9), bool))
+    allowed[0, 3], allowed[1] = False, False  # one query, and a whole row of padding
+    keep = jnp.asarray(allowed.any(-1), jnp.float32)[..., None, None]
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(keep * jnp.square(attention(q, k, v, jnp.asarray(allowed), softcap)))
+
+        return attention(q, k, v, jnp.asarray(allowed), softcap), jax.grad(total, (0, 1, 2))(q, k, v)
+
+    out, grads = run(q, k, v)
+    assert jnp.isfinite(out).all()
+    assert all(jnp.isfinite(g).all() for g in grads)
+    assert not any(g[1].any() for g in grads)  # padding moves nothing
+    assert not grads[0][0, 3].any()
+    seen = allowed.any(-1)
+    np.testing.assert_allclose(out[seen], oracle(*map(wide, (q, k, v)), allowed, softcap)[seen], atol=3e-6)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 9), st.integers(0, 9), st.one_of(st.none(), st.integers(1, 12)))
+def test_windows_and_padding_follow_positions(left: int, right: int, window: int | None) -> None:
+    """A window counts the query itself: `window` 1 sees nothing but it. Padding on either side is never looked at."""
+    q, k, v = block(4, 2)
+    valid = np.zeros((2, 9), bool)
+    valid[0, left:], valid[1, : 9 - right] = True, True
+    positions = np.maximum(np.cumsum(valid, 1) - 1, 0)
+    behind = positions[:, :, None] - positions[:, None, :]
+    allowed = (np.arange(9)[:, None] >= np.arange(9)) & valid[:, None, :] & (behind < (window or 99))
+    got, cache = attend(valid, positions, *single(q, k, v), jnp.int32(window or 99))
+    assert cache is None
+    np.testing.assert_allclose(got[valid], oracle(q, k, v, allowed, None)[valid], atol=3e-6)
+
+
+@jax.jit
+def attend(valid: jax.Array, positions: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array):  # type: ignore[no-untyped-def]
+    return causal(valid, positions)(q, k, v, None, window=window, softcap=None)
+
+
+def test_no_window_sees_everything_allowed_and_the_cache_is_handed_on() -> None:
+    q, k, v = block(4, 2)
+    allowed = np.tril(np.ones((2, 9, 9), bool))
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    got, cache = masked(jnp.asarray(allowed), positions)(*single(q, k, v), "kept", window=None, softcap=None)
+    assert cache == "kept"
+    np.testing.assert_allclose(got, oracle(q, k, v, allowed, None), atol=3e-6)

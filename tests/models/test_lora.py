@@ -1,0 +1,162 @@
+"""Adapters: on, off, merged; what they share with the base and what they leave alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.configs import LORA_TARGETS, LoRAConfig
+from covey.errors import RecipeError
+from covey.models.attention import causal
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import has_lora, merged, with_lora, without_lora
+from covey.parallel import flatten
+
+CONFIG = ModelConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 9))
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def base(**switches: Any) -> Decoder:
+    return Decoder(CONFIG, rngs=nnx.Rngs(0), **switches)
+
+
+def hidden(model: Decoder) -> np.ndarray:
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state: Any) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+        return nnx.merge(graph, state)(TOKENS, positions, causal(jnp.ones((2, 9), bool), positions))[0]
+
+    return np.asarray(run(state))
+
+
+def arrays(model: Decoder) -> dict[str, jax.Array]:
+    return flatten(nnx.split(model)[1])
+
+
+def pointers(model: Decoder) -> dict[str, int]:
+    return {name: x.unsafe_buffer_pointer() for name, x in arrays(model).items()}
+
+
+def stirred(model: Decoder) -> Decoder:
+    """`model` with every B away from zero."""
+    rng = np.random.default_rng(1)
+    for layer in model.layers:
+        for linear in [getattr(part, n) for part in (layer.attn, layer.mlp) for n in LORA_TARGETS if hasattr(part, n)]:
+            if linear.lora is not None:
+                linear.lora.b[...] = rng.normal(size=linear.lora.b.shape, scale=0.3)
+    return model
+
+
+def test_fresh_adapters_change_nothing() -> None:
+    """B starts at zero, so the function is the base's to the last bit."""
+    model = base()
+    assert np.array_equal(hidden(with_lora(model, LoRAConfig(rank=4))), hidden(model))
+
+
+def test_the_base_is_shared_and_not_copied() -> None:
+    model = base()
+    adapted = with_lora(model, LoRAConfig(rank=4))
+    own, theirs = pointers(model), pointers(adapted)
+    assert {name: theirs[name] for name in own} == own
+    assert {name.rsplit(".", 2)[-2] for name in theirs.keys() - own.keys()} == {"lora"}
+    assert pointers(without_lora(adapted)) == own
+    assert (has_lora(model), has_lora(adapted), has_lora(without_lora(adapted))) == (False, True, False)
+
+
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "down_proj"), ATTENTION])
+def test_only_the_named_projections_get_adapters(targets: tuple[str, ...]) -> None:
+    names = arrays(with_lora(base(), LoRAConfig(rank=2, targets=targets))).keys()
+    assert {name.split(".")[3] for name in names if ".lora." in name} == set(targets)
+    assert sum(".lora." in name for name in names) == 2 * 2 * len(targets)
+
+
+def test_shapes_are_those_of_the_rank_and_a_is_not_zero() -> None:
+    found = arrays(with_lora(base(), LoRAConfig(rank=5)))
+    assert found["layers.0.attn.k_proj.lora.a"].shape == (32, 5)
+    assert found["layers.1.mlp.down_proj.lora.b"].shape == (5, 32)
+    a = np.asarray(found["layers.1.mlp.down_proj.lora.a"])
+    assert 0.8 * 48**-0.5 < np.abs(a).max() <= 48**-0.5
+    assert not np.asarray(found["layers.1.mlp.down_proj.lora.b"]).any()
+    assert not np.array_equal(found["layers.0.attn.q_proj.lora.a"], found["layers.1.attn.q_proj.lora.a"])
+
+
+def test_the_seed_decides_the_adapters() -> None:
+    config = LoRAConfig(rank=2)
+    one, same, other = (arrays(with_lora(base(), config, seed=s)) for s in (3, 3, 4))
+    name = "layers.0.attn.q_proj.lora.a"
+    assert np.array_equal(one[name], same[name])
+    assert not np.array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_merged_is_the_same_function_without_adapters(scan_layers: bool) -> None:
+    """Trap: merged by a transpose, which a square matrix would not notice; these are not all square."""
+    model = stirred(with_lora(base(scan_layers=scan_layers), LoRAConfig(rank=4, alpha=6.0)))
+    before = pointers(model)
+    plain = merged(model)
+    want = hidden(model)
+    assert np.abs(want - hidden(without_lora(model))).max() > 0.1
+    np.testing.assert_allclose(hidden(plain), want, atol=1e-5)
+    assert not has_lora(plain)
+    assert arrays(plain).keys() == arrays(base()).keys()
+    assert pointers(model) == before
+
+
+def test_merging_by_hand() -> None:
+    model = stirred(with_lora(base(), LoRAConfig(rank=4, alpha=6.0, targets=("up_proj",))))
+    found, plain = arrays(model), arrays(merged(model))
+    path = "layers.1.mlp.up_proj"
+    a, b, kernel = (np.asarray(found[f"{path}.{n}"], np.float64) for n in ("lora.a", "lora.b", "kernel"))
+    np.testing.assert_allclose(plain[f"{path}.kernel"], kernel + 1.5 * a @ b, atol=1e-6)
+    untouched = "layers.1.mlp.gate_proj.kernel"
+    assert plain[untouched].unsafe_buffer_pointer() == found[untouched].unsafe_buffer_pointer()
+
+
+def test_narrow_weights_stay_narrow_and_adapters_wide() -> None:
+    model = stirred(with_lora(base(param_dtype="bfloat16"), LoRAConfig(rank=2)))
+    types = {name: x.dtype for name, x in arrays(model).items()}
+    assert {t for name, t in types.items() if ".lora." in name} == {jnp.dtype("float32")}
+    assert {x.dtype for x in arrays(merged(model)).values()} == {jnp.dtype("bfloat16")}
+
+
+def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
+    """With B = 0 the gradient of A is zero and that of B is not; later both move."""
+    graph, trained, rest = nnx.split(with_lora(base(), LoRAConfig(rank=2)), nnx.LoRAParam, ...)
+    assert {name.split(".")[-2] for name in flatten(trained)} == {"lora"}
+    assert not any(".lora." in name for name in flatten(rest))
+
+    def total(trained: Any) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+        model = nnx.merge(graph, nnx.merge_state(trained, rest))
+        return jnp.sum(jnp.sin(3 * model(TOKENS, positions, causal(jnp.ones((2, 9), bool), positions))[0]))
+
+    gradient = jax.jit(jax.grad(total))
+    at_start = flatten(gradient(trained))
+    assert len(at_start) == 2 * 2 * len(LORA_TARGETS)
+    assert all(bool(np.asarray(g).any()) == name.endswith(".b") for name, g in at_start.items())
+    rng = np.random.default_rng(1)
+    later = gradient(jax.tree.map(lambda x: x + rng.normal(size=x.shape, scale=0.1).astype(np.float32), trained))
+    assert all(np.asarray(g).any() for g in flatten(later).values())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoRAConfig(rank=2, targets=("q_porj",)), "did you mean 'q_proj'"),
+        (LoRAConfig(rank=2, targets=("embed",)), "unknown LoRA target 'embed'"),
+        (LoRAConfig(rank=0), "rank 0"),
+        (LoRAConfig(rank=-1), "rank -1"),
+    ],
+)
+def test_mistakes_are_answered(config: LoRAConfig, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        with_lora(base(), config)

@@ -1,0 +1,285 @@
+"""The models by role: what they share, where they live, and that nobody works with stale or borrowed weights."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import RecipeError, WeightsError
+from covey.models.decoder import Decoder
+from covey.models.lora import has_lora
+from covey.parallel import flatten, make_mesh, mesh_of
+from covey.rl.cluster import ClusterConfig, RLCluster, Role
+from covey.rl.grpo import GRPOLearner, StepRecord
+from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.rows import Rows, lay, pack, spread
+from covey.tokenizer import Tokenizer
+from covey.types import Group
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TOKENIZER = Tokenizer.from_folder(TINY)
+EXAMPLES = [{"prompt": "hello there"}, {"prompt": "a"}]
+
+
+def config(meshes: dict[Role, Any] | None = None, steps: int = 2) -> ClusterConfig:
+    sgd: Any = optax.sgd(3.0)
+    training = RLTrainingConfig(
+        actor_optimizer=sgd, tokens_per_micro_batch=64, row_length=64, prompts_per_step=2, max_steps=steps
+    )
+    return ClusterConfig(meshes or {}, training, RolloutConfig(max_new_tokens=8, temperature=0.7, slots=8))
+
+
+@pytest.fixture
+def cluster(decoder: Callable[..., Decoder]) -> Callable[..., RLCluster]:
+    """`cluster(lora=0, beta=0.04, meshes={}, **given)`: prepared, around the room's tiny decoder."""
+
+    def make(lora: int = 0, beta: float = 0.04, meshes: dict[Role, Any] | None = None, **given: Any) -> RLCluster:
+        given = {"actor": None, **given}
+        given["actor"] = given["actor"] or decoder(lora)
+        made = RLCluster(tokenizer=TOKENIZER, cluster_config=config(meshes), **given)
+        made.prepare(GRPOConfig(beta=beta), 10)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def step(groups_of: Callable) -> tuple[Rows, np.ndarray, LossInputs]:
+    """Rows of one group, its lengths, and inputs that pull the policy about."""
+    lengths = np.array([3, 9, 4, 6])
+    rows = pack(groups_of([(5, lengths)]), 64, "dense")
+    advantages = spread(rows, np.array([1.0, -1.0, 2.0, -2.0]))
+    weights, nothing = spread(rows, sequence_mean_weights(lengths)), spread(rows, np.zeros(4))
+    return rows, lengths, LossInputs(advantages, weights, nothing)
+
+
+def pointers(model: Decoder | nnx.State) -> dict[str, int]:
+    """Where each array's first piece lies in memory."""
+    state = nnx.state(model) if isinstance(model, Decoder) else model
+    return {name: x.addressable_shards[0].data.unsafe_buffer_pointer() for name, x in flatten(state).items()}
+
+
+def tokens(groups: Sequence[Group]) -> list[list[int]]:
+    return [c.tokens.tolist() for g in groups for c in g.completions]
+
+
+def updated_and_compared(made: RLCluster, step: tuple[Rows, np.ndarray, LossInputs]) -> tuple[float, float]:
+    """How far one update moved the reference's and the actor's log-probs."""
+    rows, lengths, inputs = step
+    ref, old = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
+    assert ref is not None
+    made.update_actor(rows, inputs._replace(ref_logps=lay(rows, ref)))
+    made.sync_weights()
+    ref_after, after = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
+    assert ref_after is not None
+    return moved(ref, ref_after), moved(old, after)
+
+
+def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True))
+
+
+# --- what is shared
+
+
+def test_with_adapters_all_roles_share_one_base(cluster: Callable) -> None:
+    """The reference costs no memory: its arrays are the actor's."""
+    made = cluster(lora=4)
+    actor, reference = pointers(made.actor), pointers(made._reference)
+    assert pointers(made.rollout.params) == actor
+    assert reference == {name: at for name, at in actor.items() if ".lora." not in name}
+    assert not has_lora(made._reference)
+
+
+def test_without_adapters_the_reference_is_a_copy(cluster: Callable) -> None:
+    made = cluster()
+    actor, reference = pointers(made.actor), pointers(made._reference)
+    assert actor.keys() == reference.keys()
+    assert not set(actor.values()) & set(reference.values())
+    assert pointers(made.rollout.params) == actor
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_beta_zero_makes_no_reference(cluster: Callable, step: Any, lora: int) -> None:
+    made = cluster(lora, beta=0.0)
+    assert made._reference is None
+    assert made.get_ref_per_token_logps(*step[:2]) is None
+
+
+@pytest.mark.slow
+def test_training_moves_the_actor_and_leaves_the_reference(cluster: Callable, step: Any) -> None:
+    """Though they share the base."""
+    reference, actor = updated_and_compared(cluster(4), step)
+    assert reference == 0.0
+    assert actor > 1e-3
+
+
+@pytest.mark.slow
+def test_one_model_given_as_actor_and_reference(cluster: Callable, decoder: Callable, step: Any) -> None:
+    """Buffers of the actor are reused at each update; none of them may be the reference's."""
+    model = decoder()
+    made = cluster(actor=model, reference=model)
+    reference, actor = updated_and_compared(made, step)
+    assert reference == 0.0
+    assert actor > 1e-3
+    assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(made._reference)))
+
+
+# --- where they live
+
+
+def apart() -> dict[Role, Any]:
+    first, last = jax.devices()[:2], jax.devices()[2:]
+    return {Role.ACTOR: make_mesh((2, 1), devices=first), Role.ROLLOUT: make_mesh((1, 2), devices=last)}
+
+
+@pytest.mark.slow
+def test_a_rollout_on_other_devices_gets_the_new_adapters_and_draws_the_same(cluster: Callable, step: Any) -> None:
+    rows, _, inputs = step
+    both = [cluster(4, 0.0, apart()), cluster(4, 0.0)]
+    far = both[0].rollout
+    before = tokens(far.generate(EXAMPLES, 4))
+    assert before == tokens(both[1].generate(EXAMPLES, 4))
+    base = {name: at for name, at in pointers(far.params).items() if ".lora." not in name}
+    for made in both:
+        made.update_actor(rows, inputs)
+    assert tokens(far.generate(EXAMPLES, 4)) == before  # not yet
+    for made in both:
+        made.sync_weights()
+    after = tokens(far.generate(EXAMPLES, 4))
+    assert after != before
+    assert after == tokens(both[1].generate(EXAMPLES, 4))
+    held = pointers(far.params)
+    assert {name: held[name] for name in base} == base  # only adapters travelled
+
+
+def test_a_rollout_on_other_devices_gets_every_weight_when_all_are_trained(cluster: Callable) -> None:
+    made = cluster(0, 0.0, apart())
+    trainer, devices = made.trainer, set(apart()[Role.ROLLOUT].devices.flat)
+    trainer.trainable = jax.tree.map(lambda x: x + 1, trainer.trainable)
+    assert not any(np.array_equal(a, b) for a, b in zip(*weights(made), strict=True))
+    made.sync_weights()
+    assert all(np.array_equal(a, b) for a, b in zip(*weights(made), strict=True))
+    assert set(mesh_of(made.rollout.params).devices.flat) == devices
+    assert set(mesh_of(trainer.params).devices.flat).isdisjoint(devices)
+
+
+def weights(made: RLCluster) -> tuple[list[jax.Array], list[jax.Array]]:
+    assert made.trainer is not None
+    return jax.tree.leaves(made.rollout.params), jax.tree.leaves(made.trainer.params)
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_log_probs_of_one_device(cluster: Callable, step: Any) -> None:
+    rows, lengths, _ = step
+    meshed, alone = cluster(meshes={Role.ACTOR: make_mesh((2, 2))}), cluster()
+    for role in ("get_old_per_token_logps", "get_ref_per_token_logps"):
+        for one, other in zip(getattr(meshed, role)(rows, lengths), getattr(alone, role)(rows, lengths), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_reference_on_its_own_mesh(cluster: Callable, step: Any, lora: int) -> None:
+    first, third = jax.devices()[:2], jax.devices()[2:3]
+    meshes = {Role.ACTOR: make_mesh((2, 1), devices=first), Role.REFERENCE: make_mesh((1, 1), devices=third)}
+    made = cluster(lora, meshes=meshes)
+    assert set(mesh_of(nnx.state(made._reference)).devices.flat) == set(third)
+    assert updated_and_compared(made, step)[0] == 0.0
+
+
+# --- what it computes
+
+
+def prefers_long(prompts: Sequence[str], completions: Sequence[str], completion_ids: Any) -> list[float]:
+    return [float(sum(ids)) / 100 for ids in completion_ids]
+
+
+@pytest.mark.slow
+def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> None:
+    """In a batch's second update the ratio is no longer 1: it is taken against the log-probs before the first.
+
+    Those are the sampler's own, at the rollout's temperature (trap 9); also in the next batch, drawn by new weights.
+    """
+    seen: list[tuple[LossInputs, dict[str, float]]] = []
+    records: list[StepRecord] = []
+    made = RLCluster(actor=decoder(), tokenizer=TOKENIZER, cluster_config=config(steps=4))
+    inner = made.update_actor
+
+    def spy(rows: Rows, inputs: LossInputs) -> dict[str, float]:
+        seen.append((inputs, inner(rows, inputs)))
+        return seen[-1][1]
+
+    made.update_actor = spy  # type: ignore[method-assign]
+    grpo = GRPOConfig(num_generations=4, num_iterations=2, beta=0.04)
+    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
+    assert [r.step for r in records] == [2, 4]
+    for (first, before), (second, after), record in zip(seen[::2], seen[1::2], records, strict=True):
+        assert first is second
+        np.testing.assert_allclose(first.old_logps, first.sampled, atol=1e-4)
+        assert before["clip_ratio/region_mean"] == 0.0
+        # The sampler is compared with the policy it drew for, not with what the first update made of it.
+        assert [m["sampling/importance_ratio/max"] for m in (before, after)] == pytest.approx([1.0, 1.0], abs=1e-3)
+        assert after["clip_ratio/region_mean"] > 0.0
+        assert record.metrics["kl"] == pytest.approx((before["kl"] + after["kl"]) / 2)
+    kl = [metrics["kl"] for _, metrics in seen]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)  # the actor is still the reference
+    assert min(kl[1:]) > 1e-4
+
+
+@pytest.mark.slow
+def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the rollouts of two steps differ: trap 1, a sampler seeded with a constant."""
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config())
+    monkeypatch.setattr(made, "get_old_per_token_logps", None)
+    records: list[StepRecord] = []
+    grpo = GRPOConfig(num_generations=4, beta=0.0)
+    learner = GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append])
+    learner.train(EXAMPLES[:1])
+    assert [r.step for r in records] == [1, 2]
+    assert tokens(records[0].groups) != tokens(records[1].groups)
+    for record in records:
+        assert record.metrics["clip_ratio/region_mean"] == 0.0
+        assert record.metrics["sampling/logp_difference/max"] < 1e-4
+        assert sum(record.groups[0].advantages) == pytest.approx(0.0, abs=1e-5)
+
+
+# --- what users give
+
+
+def test_a_path_is_loaded_with_its_tokenizer() -> None:
+    made = RLCluster(actor=str(TINY), reference=str(TINY), cluster_config=config())
+    assert made.tokenizer.vocab_size == made.actor.config.vocab_size == 300
+    assert len(made.tokenizer.stop_ids) == len(made.rollout.sampler.stop_ids) == 2
+    assert not set(pointers(made.actor).values()) & set(pointers(made._reference).values())
+
+
+def test_a_model_without_a_tokenizer_is_a_clear_error(decoder: Callable) -> None:
+    with pytest.raises(RecipeError, match="no tokenizer") as caught:
+        RLCluster(actor=decoder())
+    assert caught.value.fix == "pass tokenizer="
+
+
+def test_a_path_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError):
+        RLCluster(actor=str(tmp_path / "nothing"))
+
+
+def test_a_group_of_one_is_refused(cluster: Callable) -> None:
+    with pytest.raises(RecipeError, match="num_generations is 1"):
+        GRPOLearner(rl_cluster=cluster(beta=0.0), reward_fns=prefers_long, grpo_config=GRPOConfig(num_generations=1))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_closing_lets_go_of_the_reference_and_the_trainer(cluster: Callable, beta: float) -> None:
+    made = cluster(4, beta)
+    made.close()
+    assert made.trainer is None
+    assert made._reference is None
+    assert not hasattr(made, "rollout")

@@ -1,0 +1,89 @@
+"""A step's numbers under the names people look for, worked by hand."""
+
+import numpy as np
+import pytest
+
+from covey.rl.metrics import group_metrics, work_metrics
+from covey.sampling.sampler import SamplerStats
+from covey.types import Completion, FinishReason, Group
+
+NAN = float("nan")
+
+
+def group(rewards: list[float], lengths: list[int], cut: tuple[int, ...] = (), **by_function: list[float]) -> Group:
+    none = np.zeros(0, np.float32)
+    completions = tuple(
+        Completion(np.zeros(n, np.int32), none, none, FinishReason.LENGTH if i in cut else FinishReason.STOP)
+        for i, n in enumerate(lengths)
+    )
+    table = {name: np.array(values) for name, values in by_function.items()}
+    return Group("p", none, completions, rewards=np.array(rewards), rewards_by_function=table)
+
+
+def test_every_name_and_value_by_hand() -> None:
+    groups = [
+        group([1.0, 0.0], [4, 8], cut=(1,), right=[1.0, 0.0], tidy=[0.0, NAN]),
+        group([3.0, 3.0], [2, 6], right=[1.0, 1.0], tidy=[2.0, 2.0]),
+    ]
+    got = group_metrics(groups)
+    want = {
+        "reward": 7 / 4,
+        "reward_std": (np.sqrt(0.5) + 0.0) / 2,
+        "reward_error": np.std([0.5, 3.0], ddof=1) / np.sqrt(2),
+        "frac_reward_zero_std": 0.5,
+        "completions/mean_length": 5.0,
+        "completions/min_length": 2.0,
+        "completions/max_length": 8.0,
+        "completions/clipped_ratio": 0.25,
+        "rewards/right/mean": 0.75,
+        "rewards/right/std": 0.5,
+        "rewards/tidy/mean": 4 / 3,
+        "rewards/tidy/std": np.std([0, 2, 2], ddof=1),
+    }
+    assert got.keys() == want.keys()
+    assert got == pytest.approx(want)
+    assert all(type(value) is float for value in got.values())
+
+
+def test_unscored_samples_are_left_out() -> None:
+    got = group_metrics([group([NAN, 1.0, 0.0], [1, 1, 1]), group([2.0, 2.0, NAN], [1, 1, 1])])
+    assert got["reward"] == pytest.approx(5 / 4)
+    assert got["frac_reward_zero_std"] == 0.5
+    assert got["reward_std"] == pytest.approx(np.sqrt(0.5) / 2)
+    assert got["reward_error"] == pytest.approx(np.std([0.5, 2.0], ddof=1) / np.sqrt(2))
+
+
+def test_a_group_that_nobody_scored_is_left_out_of_the_means() -> None:
+    """Legal: its advantages are 0. It says nothing about the reward, and NumPy has nothing to warn about."""
+    got = group_metrics([group([NAN, NAN], [1, 1]), group([1.0, 0.0], [1, 1]), group([1.0, 1.0], [1, 1])])
+    assert got["reward"] == pytest.approx(3 / 4)
+    assert got["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert got["reward_error"] == pytest.approx(np.std([0.5, 1.0], ddof=1) / np.sqrt(2))
+
+
+def test_one_group_has_no_error_to_speak_of() -> None:
+    assert group_metrics([group([1.0, 0.0], [3, 3])])["reward_error"] == 0.0
+
+
+def test_a_function_that_scored_nothing_has_no_mean() -> None:
+    got = group_metrics([group([1.0, 0.0], [3, 3], never=[NAN, NAN])])
+    assert np.isnan(got["rewards/never/mean"])
+    assert got["rewards/never/std"] == 0.0
+
+
+def test_ties_count_as_uninformative_whatever_rounding_does_to_their_mean() -> None:
+    assert group_metrics([group([0.1] * 3, [1] * 3), group([0.7] * 3, [1] * 3)])["frac_reward_zero_std"] == 1.0
+
+
+def test_work_by_hand() -> None:
+    stats = SamplerStats(tokens=30, slot_steps=40, chunks=3, prompt_tokens=10, prefill_cells=64)
+    got = work_metrics(stats, {"rollout": 2.0, "update": 3.0}, 0.125)
+    assert got == {
+        "num_tokens": 40,
+        "waste/rollout": 0.25,
+        "waste/rows": 0.125,
+        "tokens_per_second": 6.0,
+        "step_time": 5.0,
+        "time/rollout": 2.0,
+        "time/update": 3.0,
+    }
