@@ -2,8 +2,8 @@
 
 A prompt is prefilled once; its keys and values are copied into the slot of each of its samples. Decode steps run in
 chunks on the device; between chunks the host takes out what is finished and admits what waits. When nothing waits any
-more, the batch shrinks with the samples that are left. Policy is plain Python here; the arithmetic is in `cache` and
-`logits`.
+more, the batch shrinks with the samples that are left. Policy is plain Python here; what runs on the device is
+in `steps`.
 
 The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same
 sample is drawn in any slot, batch, order or chunk size.
@@ -16,16 +16,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from covey.configs import RolloutConfig
 from covey.errors import DataError
 from covey.models.decoder import Decoder
-from covey.sampling.cache import Prefix, Slots, admit, decoding, empty_slots, keep_slots, prefilling, resize_time
-from covey.sampling.logits import Warp, draw
+from covey.sampling import steps
+from covey.sampling.cache import Prefix, empty_slots, keep_slots, resize_time
+from covey.sampling.logits import Warp
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
@@ -94,10 +93,10 @@ class Sampler:
         self.graph, self.config = graph, config
         self.stop_ids = tuple(sorted(stop_ids))
         self.stats = SamplerStats()
-        self._prefill = jax.jit(partial(_prefill, graph))
-        self._admit = jax.jit(partial(_admit, self.stop_ids), static_argnames=("warp",), donate_argnums=(0,))
+        self._prefill = jax.jit(partial(steps.prefill, graph))
+        self._admit = jax.jit(partial(steps.start, self.stop_ids), static_argnames=("warp",), donate_argnums=(0,))
         self._decode = jax.jit(
-            partial(_decode, graph, self.stop_ids), static_argnames=("warp", "steps"), donate_argnums=(1,)
+            partial(steps.decode, graph, self.stop_ids), static_argnames=("warp", "steps"), donate_argnums=(1,)
         )
 
     def generate(
@@ -187,7 +186,7 @@ class _Run:
         rows = [(r.step, r.index, s) for r in self.requests for s in range(r.samples)]
         folded = np.zeros((_power_of_two(max(len(rows), 1)), 3), np.uint32)
         folded[: len(rows)] = np.asarray(rows, np.uint32).reshape(-1, 3)
-        return np.asarray(_fold(self.config.seed, folded))
+        return np.asarray(steps.sample_keys(self.config.seed, folded))
 
     def _key(self, sample: _Sample) -> np.ndarray:
         before = sum(r.samples for r in self.requests[: sample.request])
@@ -230,8 +229,8 @@ class _Run:
         self._collect(drawn, taken[None])
 
     def _decode_chunk(self) -> None:
-        steps = self.config.decode_chunk
-        self.slots, drawn, valid, used = self.sampler._decode(self.params, self.slots, warp=self.warp, steps=steps)
+        chunk = self.config.decode_chunk
+        self.slots, drawn, valid, used = self.sampler._decode(self.params, self.slots, warp=self.warp, steps=chunk)
         valid = np.asarray(valid)
         self.sampler.stats.slot_steps += int(used) * len(self.held)
         self.sampler.stats.chunks += 1
@@ -270,99 +269,6 @@ class _Run:
         rows = np.array((live + [s for s in range(len(self.held)) if s not in live])[:size])
         self.slots = keep_slots(self.slots, rows)
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
-
-
-def _prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
-    model = nnx.merge(graph, params)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, cache = model(tokens, positions, prefilling(length), [None] * model.config.num_layers)
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return Prefix(cache, model.logits(last), length)
-
-
-def _admit(
-    stop_ids: tuple[int, ...],
-    slots: Slots,
-    prefix: Prefix,
-    source: Int[Array, "S"],
-    taken: Any,
-    keys: Array,
-    limit: Array,
-    *,
-    warp: Warp,
-) -> tuple[Slots, tuple[Array, ...]]:
-    """Puts prompts into the slots that are `taken` and draws the first token of each."""
-    keys = jnp.where(taken[:, None], keys, slots.key)
-    zero = jnp.zeros_like(slots.drawn)
-    token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
-    going = ~_stops(token, stop_ids) & (limit > 1)
-
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(taken, new, old)
-
-    new = Slots(
-        cache=admit(slots, prefix, source, taken),
-        length=pick(prefix.length[source], slots.length),
-        token=pick(token, slots.token),
-        drawn=pick(zero + 1, slots.drawn),
-        limit=pick(zero + limit, slots.limit),
-        key=keys,
-        active=pick(going, slots.active),
-    )
-    return new, (token[None], logp[None], sampler_logp[None])
-
-
-def _decode(
-    graph: Any, stop_ids: tuple[int, ...], params: Any, slots: Slots, *, warp: Warp, steps: int
-) -> tuple[Slots, tuple[Array, ...], Array, Array]:
-    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made."""
-    model = nnx.merge(graph, params)
-    size = slots.token.shape[0]
-    blank = jnp.zeros((steps, size))
-    out = (jnp.zeros((steps, size), jnp.int32), blank, blank)
-
-    def going(carry: Any) -> Array:
-        step, slots, _, _ = carry
-        return (step < steps) & slots.active.any()
-
-    def body(carry: Any) -> Any:
-        step, slots, out, valid = carry
-        hidden, cache = model(slots.token[:, None], slots.length[:, None], decoding(slots.length), slots.cache)
-        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp)
-        was = slots.active
-        count = slots.drawn + was
-        after = Slots(
-            cache=cache,
-            length=slots.length + was,
-            token=jnp.where(was, drawn[0], slots.token),
-            drawn=count,
-            limit=slots.limit,
-            key=slots.key,
-            active=was & ~_stops(drawn[0], stop_ids) & (count < slots.limit),
-        )
-        out = tuple(buffer.at[step].set(new) for buffer, new in zip(out, drawn, strict=True))
-        return step + 1, after, out, valid.at[step].set(was)
-
-    start = (jnp.int32(0), slots, out, jnp.zeros((steps, size), bool))
-    used, slots, out, valid = jax.lax.while_loop(going, body, start)
-    return slots, out, valid, used
-
-
-def _noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:
-    """One number in [0, 1) a slot, from the sample's key and the token's index."""
-    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
-
-
-@jax.jit
-def _fold(seed: int, rows: Int[Array, "n 3"]) -> Array:
-    """The key of each (step, prompt index, sample index) under the run's seed."""
-    base = jax.random.PRNGKey(seed)
-    fold = jax.random.fold_in
-    return jax.vmap(lambda row: fold(fold(fold(base, row[0]), row[1]), row[2]))(rows)
-
-
-def _stops(token: Int[Array, "S"], stop_ids: tuple[int, ...]) -> Array:
-    return jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(token, dtype=bool)
 
 
 def check_length(size: int, config: RolloutConfig, which: str) -> None:

@@ -1,0 +1,109 @@
+"""What the sampler runs on the device: prefill prompts, start samples in slots, decode some steps. Pure functions.
+
+The noise of a token comes from its sample's key and its place in the sample; the key from (seed, step, prompt index,
+sample index). Nothing else enters it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from covey.sampling.cache import Prefix, Slots, admit, decoding, prefilling
+from covey.sampling.logits import Warp, draw
+
+
+def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
+    """Runs right-padded prompts through the model: their caches, and the logits behind their last tokens."""
+    model = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, cache = model(tokens, positions, prefilling(length), [None] * model.config.num_layers)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    return Prefix(cache, model.logits(last), length)
+
+
+def start(
+    stop_ids: tuple[int, ...],
+    slots: Slots,
+    prefix: Prefix,
+    source: Int[Array, "S"],
+    taken: Any,
+    keys: Array,
+    limit: Array,
+    *,
+    warp: Warp,
+) -> tuple[Slots, tuple[Array, ...]]:
+    """Puts prompts into the slots that are `taken` and draws the first token of each."""
+    keys = jnp.where(taken[:, None], keys, slots.key)
+    zero = jnp.zeros_like(slots.drawn)
+    token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
+    going = ~_stops(token, stop_ids) & (limit > 1)
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(taken, new, old)
+
+    new = Slots(
+        cache=admit(slots, prefix, source, taken),
+        length=pick(prefix.length[source], slots.length),
+        token=pick(token, slots.token),
+        drawn=pick(zero + 1, slots.drawn),
+        limit=pick(zero + limit, slots.limit),
+        key=keys,
+        active=pick(going, slots.active),
+    )
+    return new, (token[None], logp[None], sampler_logp[None])
+
+
+def decode(
+    graph: Any, stop_ids: tuple[int, ...], params: Any, slots: Slots, *, warp: Warp, steps: int
+) -> tuple[Slots, tuple[Array, ...], Array, Array]:
+    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made."""
+    model = nnx.merge(graph, params)
+    size = slots.token.shape[0]
+    blank = jnp.zeros((steps, size))
+    out = (jnp.zeros((steps, size), jnp.int32), blank, blank)
+
+    def going(carry: Any) -> Array:
+        step, slots, _, _ = carry
+        return (step < steps) & slots.active.any()
+
+    def body(carry: Any) -> Any:
+        step, slots, out, valid = carry
+        hidden, cache = model(slots.token[:, None], slots.length[:, None], decoding(slots.length), slots.cache)
+        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp)
+        was = slots.active
+        count = slots.drawn + was
+        after = Slots(
+            cache=cache,
+            length=slots.length + was,
+            token=jnp.where(was, drawn[0], slots.token),
+            drawn=count,
+            limit=slots.limit,
+            key=slots.key,
+            active=was & ~_stops(drawn[0], stop_ids) & (count < slots.limit),
+        )
+        out = tuple(buffer.at[step].set(new) for buffer, new in zip(out, drawn, strict=True))
+        return step + 1, after, out, valid.at[step].set(was)
+
+    start = (jnp.int32(0), slots, out, jnp.zeros((steps, size), bool))
+    used, slots, out, valid = jax.lax.while_loop(going, body, start)
+    return slots, out, valid, used
+
+
+def _noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:
+    """One number in [0, 1) a slot, from the sample's key and the token's index."""
+    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
+
+
+@jax.jit
+def sample_keys(seed: int, rows: Int[Array, "n 3"]) -> Array:
+    """The key of each (step, prompt index, sample index) under the run's seed."""
+    base = jax.random.PRNGKey(seed)
+    fold = jax.random.fold_in
+    return jax.vmap(lambda row: fold(fold(fold(base, row[0]), row[1]), row[2]))(rows)
+
+
+def _stops(token: Int[Array, "S"], stop_ids: tuple[int, ...]) -> Array:
+    return jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(token, dtype=bool)
