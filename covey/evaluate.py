@@ -44,7 +44,7 @@ class Evaluation:
         samples: completions judged.
         mean_length: tokens a completion.
         clipped_ratio: share that ran out of tokens.
-        groups: the completions themselves.
+        groups: the completions themselves, with the training rewards when their functions were given.
     """
 
     accuracy: float | None
@@ -84,7 +84,8 @@ def evaluate(
     named = {"accuracy": config.accuracy, "format": config.format}
     judged = {what: _shares(groups, name) for what, name in named.items() if name}
     accuracy = judged.get("accuracy")
-    rewards = np.concatenate([g.rewards for g in score(groups, reward_fns, weights)]) if reward_fns else None
+    groups = score(groups, reward_fns, weights) if reward_fns else groups
+    rewards = np.concatenate([g.rewards for g in groups]) if reward_fns else None
     completions = [c for g in groups for c in g.completions]
     return Evaluation(
         accuracy=None if accuracy is None else float(accuracy.mean()),

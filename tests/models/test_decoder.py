@@ -100,6 +100,7 @@ def test_recomputing_unrolled_layers_changes_neither() -> None:
     same(values_and_gradients(config, False, remat=True, scan_layers=False), plain)
 
 
+@pytest.mark.slow
 def test_scan_gives_the_values_of_the_unrolled_layers() -> None:
     np.testing.assert_allclose(hidden(EVERYTHING, TOKENS, scan_layers=True), hidden(EVERYTHING, TOKENS), atol=1e-5)
 
@@ -115,6 +116,7 @@ def test_windows_shorter_than_the_sequence_bound_the_reach(scan_layers: bool) ->
     assert np.flatnonzero(touched).tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
     wide = dataclasses.replace(PLAIN, windows=(TIME, TIME))
     np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
@@ -122,6 +124,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
 
 @pytest.mark.parametrize("config", [PLAIN, EVERYTHING], ids=["plain", "every switch"])
 @pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.slow
 def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, scan_layers: bool) -> None:
     """Left, right, both and none, with rubbish for padding; a row of nothing but padding is finite."""
     run, state = compiled(config, scan_layers=scan_layers)
@@ -163,6 +166,7 @@ def test_tokens_see_no_future() -> None:
 
 
 @pytest.mark.parametrize(("held", "stream"), [("float32", jnp.float32), ("bfloat16", jnp.bfloat16)])
+@pytest.mark.slow
 def test_the_residual_stream_has_the_type_of_the_weights(held: str, stream: Any) -> None:
     model = build(PLAIN, param_dtype=held, compute_dtype="bfloat16")
     out = forward(model)(nnx.split(model)[1], TOKENS, POSITIONS, np.ones((2, TIME), bool))

@@ -147,6 +147,7 @@ def test_logits_are_those_of_transformers(make, logits):
 
 
 @pytest.mark.parametrize("name", ["llama", "linear-rope", "qwen2", "qwen3"])
+@pytest.mark.slow
 def test_other_architectures_too(name: str, tmp_path: Path, logits):
     described = json.loads((GOLDEN / "families.json").read_text())[name]
     config, golden = described["config"], np.load(GOLDEN / "families.npz")

@@ -98,6 +98,7 @@ def test_the_seed_decides_the_adapters() -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.slow
 def test_merged_is_the_same_function_without_adapters(scan_layers: bool) -> None:
     """Trap: merged by a transpose, which a square matrix would not notice; these are not all square."""
     model = stirred(with_lora(base(scan_layers=scan_layers), LoRAConfig(rank=4, alpha=6.0)))
@@ -128,6 +129,7 @@ def test_narrow_weights_stay_narrow_and_adapters_wide() -> None:
     assert {x.dtype for x in arrays(merged(model)).values()} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
     """With B = 0 the gradient of A is zero and that of B is not; later both move."""
     graph, trained, rest = nnx.split(with_lora(base(), LoRAConfig(rank=2)), nnx.LoRAParam, ...)

@@ -65,6 +65,7 @@ def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
     same(base, backwards[::-1])
 
 
+@pytest.mark.slow
 def test_a_sample_drawn_alone_is_the_one_drawn_in_a_batch() -> None:
     everything = sample(requests())
     same([everything[3]], sample([requests()[3]]))
@@ -100,6 +101,7 @@ def test_greedy_with_the_cache_gives_the_tokens_of_the_plain_forward() -> None:
         assert completion.tokens.tolist() == best.tolist()
 
 
+@pytest.mark.slow
 def test_every_stop_token_ends_a_completion_and_stays_in_it() -> None:
     """Traps: the stop token stripped, so that stopping is never trained; only one of several honoured."""
     completions = flat(sample(requests(16), temperature=1.5, top_k=0, top_p=1.0))
@@ -112,6 +114,7 @@ def test_every_stop_token_ends_a_completion_and_stays_in_it() -> None:
         assert len(c.tokens) == len(c.logps) == len(c.sampler_logps)
 
 
+@pytest.mark.slow
 def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
     """The trap: a constant seed, so that every call and every sample draws the same noise."""
     prompt, wild = requests()[3].prompt, {"temperature": 2.0, "top_k": 0, "top_p": 1.0}
@@ -131,6 +134,7 @@ def test_each_prompt_is_prefilled_once_for_all_its_samples() -> None:
     assert SHARED.stats.prompt_tokens == sum(len(r.prompt) for r in wanted)
 
 
+@pytest.mark.slow
 def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     """The trap: a batch that waits for its slowest row."""
     stops = range(0, 300, 15)  # many, so that lengths are ragged
@@ -142,6 +146,7 @@ def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     assert sampler.stats.slot_steps < 0.8 * padded
 
 
+@pytest.mark.slow
 def test_few_programs_are_compiled_whatever_the_lengths() -> None:
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=24, slots=32))
     for step in range(4):
@@ -160,6 +165,7 @@ def test_attention_covers_the_live_length_only() -> None:
     assert set(seen) == {64}
 
 
+@pytest.mark.slow
 def test_one_new_token_and_immediate_stops_need_no_decode_step() -> None:
     groups = sample(requests(2), max_new_tokens=1)
     assert all(len(c.tokens) == 1 for group in groups for c in group)
