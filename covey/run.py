@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import METRICS, SUMMARY, MetricsWriter, prompt_text, write_answers, write_summary
-from covey.train.progress import Progress, SampleLine
+from covey.train.progress import Progress, SampleLine, printable
 
 CHECKPOINTS = "checkpoints"
 Say = Callable[[str], None]
@@ -63,10 +63,10 @@ def resume(folder: Path) -> dict[str, Any]:
 
 def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
     """Evaluates the model or run at `source` on the held-out prompts of `ready`, prints and returns the figures."""
+    held_out = data_source.load(ready.data).test
     with Progress(0) as progress:
         model, tokenizer = open_model(source, ready.model, progress.phase)
         worker = RolloutWorker(model, tokenizer, ready.rollout)
-        held_out = data_source.load(ready.data).test
         progress.phase("sampling answers")
         found = _judge(worker, held_out, ready, progress)
         progress.evaluation(source, found.summary())
@@ -83,8 +83,6 @@ def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> 
 
 def chat(source: str, rollout: RolloutConfig) -> None:
     """A conversation on the terminal; an empty line or end of input leaves it."""
-    from covey.train.progress import printable
-
     model, tokenizer = open_model(source, ModelOptions(), lambda text: print(text, flush=True))
     limit = max(rollout.max_prompt_length, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
@@ -281,6 +279,3 @@ def _read_line() -> str:
 
 def _quiet(text: str) -> None:
     """For commands whose output is the answer alone."""
-
-
-Summary = Mapping[str, Any]
