@@ -13,7 +13,7 @@ Host arrays are NumPy at their true length: nothing is padded before `rl.rows.pa
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,9 +40,12 @@ class Completion:
     Attributes:
         tokens: int32 [n], the stop token included when there is one.
         logps: float32 [n], log-softmax(logits / temperature) at each token: what the trainer recomputes.
-        sampler_logps: float32 [n], log-probability under the distribution drawn from (after top-k and top-p).
+        sampler_logps: float32 [n], log-probability under the distribution drawn from (after top-k and top-p); 0 where
+            there was no choice.
         finish: why it ended.
-        text: the tokens decoded, stop token left out.
+        text: the tokens decoded, stop token left out; what a tool answered is part of it, between its markers.
+        mask: bool [n], True for tokens that the model drew and False for those that a tool put there; None when all
+            were drawn.
     """
 
     tokens: np.ndarray
@@ -50,6 +53,7 @@ class Completion:
     sampler_logps: np.ndarray
     finish: FinishReason
     text: str = ""
+    mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,10 @@ class Group:
     rewards: np.ndarray | None = None
     rewards_by_function: Mapping[str, np.ndarray] = field(default_factory=dict)
     advantages: np.ndarray | None = None
+
+
+class Mean(NamedTuple):
+    """A metric on its way through a step: sums and counts are added up apart, and divided when the step is whole."""
+
+    total: Any
+    count: Any

@@ -1,30 +1,149 @@
-"""How much better an answer was than its group: from rewards [P, G] to advantages [P, G], in float64 on the host."""
+"""How much better an answer was than others: in float64 on the host.
+
+From the rewards of groups [P, G] to advantages [P, G], or for PPO from rewards and values of tokens to advantages and
+returns of tokens. A sample that no function scored (NaN) is left out of every mean and gets 0. A group whose rewards
+are all equal gets exactly 0: rounding in the mean must not become a gradient.
+"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 EPSILON = 1e-4
+"""Added to standard deviations of rewards, as in TRL."""
+
+TIE = 1e-12
+"""Rewards closer than this share of the largest are equal: 0.1 + 0.2 is 0.3."""
+
+Rewards = Float[np.ndarray, "P G"]
+AdvantageFn = Callable[[Rewards], Rewards]
 
 
-def group_zscore(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-    """(R − mean of the group) / (std of the group + 1e-4), std with ddof 1 (Shao et al., 2024, eq. 3; ε as in TRL).
-
-    Samples that no function scored (NaN) are left out of mean and std and get 0. A group whose rewards are all equal
-    gets exactly 0: rounding in the mean must not become a gradient.
+def group_zscore(rewards: Rewards) -> Rewards:
+    """(R − mean of the group) / (std of the group + 1e-4), std with ddof 1 (Shao et al., 2024, section 4.1).
 
     >>> group_zscore(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
     [[0.707, -0.707], [0.0, 0.0]]
     """
-    out = np.zeros_like(rewards, dtype=np.float64)
-    for row, group in zip(out, rewards, strict=True):
-        scored = ~np.isnan(group)
-        if informative(group):
-            values = group[scored]
-            row[scored] = (values - values.mean()) / (values.std(ddof=1) + EPSILON)
-    return out
+    return _in_groups(rewards, lambda values: (values - values.mean()) / (values.std(ddof=1) + EPSILON))
+
+
+def batch_std(rewards: Rewards) -> Rewards:
+    """(R − mean of the group) / (std of all rewards of the step + 1e-4), std with ddof 1 (Liu et al., 2025, "Tricks or
+    traps? A deep dive into RL for LLM reasoning").
+
+    >>> batch_std(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
+    [[1.2244, -1.2244], [0.0, 0.0]]
+    """
+    scored = rewards[~np.isnan(rewards)]
+    spread = scored.std(ddof=1) if scored.size > 1 else 0.0
+    return centred(rewards) / (spread + EPSILON)
+
+
+def centred(rewards: Rewards) -> Rewards:
+    """R − mean of the group (Liu et al., 2025, Dr. GRPO).
+
+    >>> centred(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
+    [[0.5, -0.5], [0.0, 0.0]]
+    """
+    return _in_groups(rewards, lambda values: values - values.mean())
+
+
+def leave_one_out(rewards: Rewards) -> Rewards:
+    """R − mean of the group's other rewards (Ahmadian et al., 2024, RLOO).
+
+    >>> leave_one_out(np.array([[3.0, 0.0, 0.0], [0.5, 0.5, 0.5]])).tolist()
+    [[3.0, -1.5, -1.5], [0.0, 0.0, 0.0]]
+    """
+    return _in_groups(rewards, lambda values: (values - values.mean()) * values.size / (values.size - 1))
 
 
 def informative(group: Float[np.ndarray, "G"]) -> bool:
     """True when the rewards of a group differ: only then can it teach anything."""
     scored = group[~np.isnan(group)]
-    return scored.size > 1 and bool(scored.min() < scored.max())
+    return scored.size > 1 and not _tied(scored)
+
+
+def gae(
+    rewards: Sequence[Float[np.ndarray, "n"]], values: Sequence[Float[np.ndarray, "n"]], gamma: float, lam: float
+) -> tuple[list[Float[np.ndarray, "n"]], list[Float[np.ndarray, "n"]]]:
+    """Generalised advantage estimation (Schulman et al., 2016, eq. 16): A_t = δ_t + γλ·A_{t+1} with
+    δ_t = r_t + γ·V_{t+1} − V_t. The value after the last token is 0.
+
+    Args:
+        rewards: one array a sample: the reward of each token.
+        values: the critic's, of the state each token was drawn from.
+        gamma: discount γ.
+        lam: λ; 0 trusts the critic, 1 the rewards.
+
+    Returns:
+        Advantages, and returns A + V, which the critic learns. Whiten the advantages afterwards, never the returns.
+
+    >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
+    ([array([0.125, 0.75 ])], [array([0.625, 1.   ])])
+    """
+    advantages = [
+        _gae_of_one(np.asarray(r, float), np.asarray(v, float), gamma, lam) for r, v in _pairs(rewards, values)
+    ]
+    return advantages, [a + v for a, v in _pairs(advantages, values)]
+
+
+def whiten(
+    arrays: Sequence[Float[np.ndarray, "n"]], mask: Sequence[Bool[np.ndarray, "n"]] | None = None
+) -> list[Float[np.ndarray, "n"]]:
+    """(x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 0 as in PPO's code: mean 0, variance 1.
+
+    Args:
+        arrays: one a sample.
+        mask: True for the tokens that count; the others get 0. All when None.
+
+    Returns:
+        Arrays of the same lengths. A single number, or equal ones, become 0.
+
+    >>> arrays, mask = [np.array([1.0, 3.0]), np.array([5.0])], [np.array([True, True]), np.array([False])]
+    >>> [a.round(6).tolist() for a in whiten(arrays, mask)]
+    [[-1.0, 1.0], [0.0]]
+    """
+    masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
+    counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(0)])
+    if counted.size < 2 or _tied(counted):
+        return [np.zeros(len(a)) for a in arrays]
+    mean, std = counted.mean(), counted.std()
+    return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _pairs(arrays, masks)]
+
+
+def _in_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) -> Rewards:
+    out = np.zeros(rewards.shape)
+    for row, group in zip(out, rewards, strict=True):
+        if informative(group):
+            scored = ~np.isnan(group)
+            row[scored] = of_group(group[scored])
+    return out
+
+
+def _tied(values: Float[np.ndarray, "n"]) -> bool:
+    return bool(np.ptp(values) <= TIE * np.abs(values).max())
+
+
+def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    pairs = list(zip(left, right, strict=True))
+    assert all(a.shape == b.shape for a, b in pairs), "one number a token in both, or NumPy would broadcast"
+    return pairs
+
+
+def _gae_of_one(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    deltas = rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
+    out, ahead = np.zeros(len(values)), 0.0
+    for t in reversed(range(len(values))):
+        out[t] = ahead = deltas[t] + gamma * lam * ahead
+    return out
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "group_zscore": group_zscore,
+    "batch_std": batch_std,
+    "centred": centred,
+    "leave_one_out": leave_one_out,
+}
+"""Name → advantages of groups. The fifth, `gae`, takes values too."""

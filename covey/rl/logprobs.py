@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from covey.models.decoder import head_logits
+from covey.models.decoder import Decoder, head_logits
 from covey.rl.rows import Rows, tree_attention
 
 CHUNK = 1024
@@ -52,13 +52,18 @@ def row_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> Token
         temperature: the rollout's; 0 (greedy) counts as 1.
     """
     model = nnx.merge(graph, params)
-    hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
-    picked = jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
+    picked = picked_hidden(model, rows)
     head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
     scored = rows.scored.sum(axis=1).max()
     logps, entropy = chunked_scores(head, model.head_weight, picked, rows.target, scored)
     keep = rows.scored
     return TokenScores(jnp.where(keep, logps, 0.0), jnp.where(keep, entropy, 0.0))
+
+
+def picked_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
+    """The hidden state from which each scored token is predicted; any at padding."""
+    hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
+    return jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,107 +1,320 @@
-"""The loss as algebra: ratio, surrogate, KL and aggregate, each a small pure function over scored tokens [R, M].
+"""The loss as algebra: ratio × surrogate × aggregate × KL, each a small pure function over scored tokens [R, M].
 
-Denominators depend on the completions' lengths alone, which are known before any gradient. So they are computed once
-for the whole step and travel as one weight a sample; a micro-batch's loss is a plain sum, and gradients do not depend
-on how a step is cut.
+A micro-batch's loss is a plain sum Σ weight·l over its tokens. The denominator depends on the completions' lengths
+alone and travels apart; the trainer adds both up over the step and divides once. So gradients do not depend on how a
+step is cut.
+
+No exponential here may overflow: exponents are cut off at `LIMIT`, far beyond any clip. A token that far off gives a
+large finite number and no gradient, instead of inf·0.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from covey.algorithms import Algorithm
+from covey.types import Mean
 
-def token_ratio(logps: Float[Array, "R M"], old_logps: Float[Array, "R M"]) -> Float[Array, "R M"]:
-    """exp(logp − logp_old): the importance ratio of each token (Schulman et al., 2017)."""
-    return jnp.exp(logps - old_logps)
+LIMIT = 20.0
+"""Largest exponent: e^20 is 5e8."""
 
+Shares = dict[str, Mean | Array]
+"""A micro-batch's part of each metric. Bare arrays only where the name ends in `/min` or `/max`: those are compared."""
 
-def clipped_surrogate(
-    ratio: Float[Array, "R M"], advantage: Float[Array, "R M"], low: float, high: float
-) -> Float[Array, "R M"]:
-    """−min(w·A, clip(w, 1 − low, 1 + high)·A) per token (Schulman et al., 2017, eq. 7)."""
-    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)
-
-
-def k3(logps: Float[Array, "R M"], ref_logps: Float[Array, "R M"]) -> Float[Array, "R M"]:
-    """exp(d) − d − 1 with d = logp_ref − logp: unbiased, never negative (Schulman, 2020, "Approximating KL
-    divergence").
-    """
-    d = ref_logps - logps
-    return jnp.expm1(d) - d
-
-
-def sequence_mean_weights(lengths: np.ndarray) -> np.ndarray:
-    """Weight of each token of sample i so that the sum is mean_i(mean over the sample's tokens): 1 / (B · n_i).
-
-    A sample without tokens weighs 0, never 0/0, and still counts in B.
-    """
-    return np.where(lengths > 0, 1.0 / (len(lengths) * np.maximum(lengths, 1)), 0.0)
+PerToken = Float[Array, "R M"]
+Ratio = Callable[[PerToken, PerToken, Bool[Array, "R M"], Int[Array, "R M"]], PerToken]
+"""(logps, old logps, tokens in the loss, owner) → importance ratio at each token."""
+Surrogate = Callable[[PerToken, PerToken, PerToken, Algorithm], PerToken]
+"""(ratio, logps, advantage, algorithm) → loss at each token. A user's own may be passed to `policy_loss`."""
+Aggregate = Callable[[Int[np.ndarray, "B"], int], tuple[Float[np.ndarray, "B"], float]]
+"""(tokens in the loss of each sample, max_new_tokens) → weight of each token of a sample, denominator."""
 
 
 class LossInputs(NamedTuple):
-    """What a micro-batch needs beside its rows, each [R, M], 0 at padding, NumPy or JAX.
+    """What a micro-batch needs beside its rows: each [R, M] float32, 0 at padding, NumPy or JAX.
 
     Attributes:
-        advantage: of the sample, at each of its tokens.
-        weight: of the token in the step's loss; sums to at most 1 over the step.
+        advantage: of the token; a sample's own at each of its tokens, or one a token (PPO).
+        weight: of the token in the sum, from `AGGREGATES`; more than 0 exactly where the token is in the loss.
+        sampled: the log-prob that the sampler reported.
+        beta: [R, 1], weight of the KL term: data, because it may adapt; one a row, so that it is cut with the rows.
         old_logps: under the policy that sampled; None when this is the batch's only update, where they equal the
             policy's own.
-        ref_logps: under the reference; None without a KL term.
-        sampled: what the sampler reported for the same tokens; only compared, never used.
+        ref_logps: under the reference; None without one.
     """
 
     advantage: Float[Any, "R M"]
     weight: Float[Any, "R M"]
     sampled: Float[Any, "R M"]
+    beta: Float[Any, "R 1"]
     old_logps: Float[Any, "R M"] | None = None
     ref_logps: Float[Any, "R M"] | None = None
 
 
-Shares = dict[str, Float[Array, ""]]
-"""A micro-batch's part of each metric: parts are added up, those called `.../min` and `.../max` compared."""
-
-
-def grpo_loss(
-    logps: Float[Array, "R M"],
-    entropy: Float[Array, "R M"],
+def policy_loss(
+    algorithm: Algorithm,
+    logps: PerToken,
+    entropy: PerToken,
+    owner: Int[Array, "R M"],
     inputs: LossInputs,
-    *,
-    beta: float,
-    epsilon_low: float,
-    epsilon_high: float,
+    surrogate: Surrogate | None = None,
 ) -> tuple[Float[Array, ""], Shares]:
-    """The micro-batch's share of the step's loss, Σ weight · (surrogate + β·KL), and its share of each metric.
+    """Σ weight·(surrogate·correction + beta·KL − entropy_bonus·entropy) over a micro-batch, and its metrics.
 
-    The deviation from Shao et al. (2024): without `old_logps` the ratio is taken against the policy's own detached
-    log-probs, whose value is 1 and whose gradient is the policy gradient.
+    Args:
+        algorithm: which functions, and their settings.
+        logps: under the policy; differentiable.
+        entropy: of the policy where the token was drawn, in nats; differentiable.
+        owner: number of the token's completion in its row, from 1; 0 is padding.
+        inputs: see `LossInputs`.
+        surrogate: used instead of the algorithm's.
+
+    Returns:
+        The sum, to be divided by the step's denominator, and the shares of the metrics, where a mean is over weights.
+        Without `old_logps` the ratio is taken against the policy's own detached log-probs: its value is 1, its
+        gradient the policy gradient.
     """
+    weight, advantage, mask = inputs.weight, inputs.advantage, inputs.weight > 0
     old = jax.lax.stop_gradient(logps) if inputs.old_logps is None else inputs.old_logps
-    ratio, advantage = token_ratio(logps, old), inputs.advantage
-    per_token = clipped_surrogate(ratio, advantage, epsilon_low, epsilon_high)
-    low, high = (ratio < 1 - epsilon_low) & (advantage < 0), (ratio > 1 + epsilon_high) & (advantage > 0)
-    means = {"entropy": entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
-    means["clip_ratio/region_mean"] = low | high
+    ratio = RATIOS[algorithm.ratio](logps, old, mask, owner)
+    per_token = (surrogate or SURROGATES[algorithm.surrogate])(ratio, logps, advantage, algorithm)
+    means = {"entropy": entropy}
+    if surrogate is None and algorithm.surrogate in CLIPPED:
+        means |= CLIPPED[algorithm.surrogate](ratio, advantage, algorithm)
+    if algorithm.correction != "none":
+        means["sampling/correction/mean"] = correction(algorithm, old, inputs.sampled, mask, owner)
+        per_token = per_token * means["sampling/correction/mean"]
     if inputs.ref_logps is not None:
-        means["kl"] = k3(logps, inputs.ref_logps)
-        per_token = per_token + beta * means["kl"]
-    means["loss"] = per_token
-    loss = jnp.sum(inputs.weight * per_token)
-    shares = {name: jnp.sum(inputs.weight * value) for name, value in means.items()} | sampler_shares(old, inputs)
-    return loss, jax.lax.stop_gradient(shares)
+        means["kl"] = KLS[algorithm.kl](logps, inputs.ref_logps)
+        per_token = per_token + inputs.beta * means["kl"] if algorithm.kl_in == "loss" else per_token
+    if algorithm.entropy_bonus:
+        per_token = per_token - algorithm.entropy_bonus * entropy
+    shares = sampler_shares(old, inputs) | {name: weighted(value, weight) for name, value in means.items()}
+    return jnp.sum(weight * per_token), jax.lax.stop_gradient(shares)
 
 
-def sampler_shares(old_logps: Float[Array, "R M"], inputs: LossInputs) -> Shares:
+def weighted(values: PerToken, weight: PerToken) -> Mean:
+    """Σ weight·value and Σ weight."""
+    return Mean(jnp.sum(weight * values), jnp.sum(weight))
+
+
+def sampler_shares(old_logps: PerToken, inputs: LossInputs) -> Shares:
     """How far the trainer's log-probs before any update are from the sampler's, and the ratio of the two."""
     real = inputs.weight > 0
     difference = jnp.where(real, old_logps - inputs.sampled, 0.0)
-    ratio = jnp.exp(difference)
+    ratio = _exp(difference)
     return {
-        "sampling/logp_difference/mean": jnp.sum(inputs.weight * jnp.abs(difference)),
+        "sampling/logp_difference/mean": weighted(jnp.abs(difference), inputs.weight),
         "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
-        "sampling/importance_ratio/mean": jnp.sum(inputs.weight * ratio),
+        "sampling/importance_ratio/mean": weighted(ratio, inputs.weight),
         "sampling/importance_ratio/min": jnp.min(ratio, where=real, initial=jnp.inf),
         "sampling/importance_ratio/max": jnp.max(ratio, where=real, initial=0.0),
     }
+
+
+def correction(
+    algorithm: Algorithm, old_logps: PerToken, sampled: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
+) -> PerToken:
+    """Weight that makes up for a sampler whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer − logp_sampler), no gradient.
+
+    `..._truncate` is min(ρ, correction_cap); `..._mask` is ρ, and 0 above the cap. `sequence_...` takes the geometric
+    mean over the sample's tokens, so that ρ does not grow with length.
+    """
+    level, cut = algorithm.correction.split("_")
+    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, sampled, mask, owner))
+    return jnp.where(rho > algorithm.correction_cap, algorithm.correction_cap if cut == "truncate" else 0.0, rho)
+
+
+# --- ratios
+
+
+def token_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
+    """exp(logp − logp_old): the importance ratio of each token (Schulman et al., 2017)."""
+    return _exp(logps - old)
+
+
+def sequence_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
+    """exp of the mean of logp − logp_old over the sample's tokens, at each of them (Zheng et al., 2025, eq. 7).
+
+    A sample without tokens in the loss has ratio 1.
+    """
+    return _exp(sample_mean(logps - old, mask, owner))
+
+
+def sequence_token_ratio(
+    logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
+) -> PerToken:
+    """The value of `sequence_ratio`, with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
+    (Zheng et al., 2025, section 4.3).
+    """
+    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, owner)) * _one(logps)
+
+
+def sample_mean(values: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
+    """Mean over the masked tokens with the same owner in the row, at each token; 0 where there are none.
+
+    By comparison of all pairs, O(M²) as attention is: it works row by row under any mesh and any vmap, and unlike a
+    scatter it adds in the same order every time.
+    """
+    together = (owner[..., :, None] == owner[..., None, :]) & mask[..., None, :]
+    total = jnp.sum(jnp.where(together, values[..., None, :], 0.0), axis=-1)
+    return total / jnp.maximum(jnp.sum(together, axis=-1), 1)
+
+
+# --- surrogates
+
+
+def clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
+    """−min(min(w, δ)·A, clip(w, 1 − ε_low, 1 + ε_high)·A) (Schulman et al., 2017, eq. 7; δ: INTELLECT-2, 2025).
+
+    On the bound itself the gradient is still the unclipped one.
+    """
+    free = ratio if algorithm.delta is None else _between(ratio, -jnp.inf, algorithm.delta)
+    bounded = _between(ratio, 1 - algorithm.epsilon, 1 + algorithm.high)
+    return -jnp.where(free * advantage <= bounded * advantage, free, bounded) * advantage
+
+
+def dual_clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
+    """`clip`, and for A < 0 at most c·|A| (Ye et al., 2020, "Mastering complex control in MOBA games")."""
+    loss, most = clip(ratio, logps, advantage, algorithm), -algorithm.dual_clip * advantage
+    return jnp.where((advantage < 0) & (loss > most), most, loss)
+
+
+def cispo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
+    """−stop_gradient(min(w, cap))·A·logp (MiniMax, 2025, eq. 4): capped tokens keep their gradient."""
+    return -jax.lax.stop_gradient(jnp.minimum(ratio, algorithm.cap)) * advantage * logps
+
+
+def reinforce(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
+    """−A·logp (Williams, 1992)."""
+    return -advantage * logps
+
+
+def sapo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
+    """−σ(τ(w − 1))·4/τ·A, τ by the sign of A (Gao et al., 2025): at w = 1 its slope is that of w·A."""
+    tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+
+
+# --- what they cut
+
+
+def clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+    """Tokens whose gradient `clip` stops: below, above, and anywhere (beyond δ included).
+
+    A ratio of the whole sample counts all its tokens, so that the metrics are shares of samples in the weights of the
+    aggregate.
+    """
+    low, high = (ratio < 1 - algorithm.epsilon) & (advantage < 0), (ratio > 1 + algorithm.high) & (advantage > 0)
+    beyond = (ratio > (jnp.inf if algorithm.delta is None else algorithm.delta)) & (advantage != 0)
+    return _clip_ratios(low, high, low | high | beyond)
+
+
+def dual_clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+    """As `clipped`; `region` also has the tokens with A < 0 that are beyond c."""
+    parts = clipped(ratio, advantage, algorithm)
+    beyond = (ratio > algorithm.dual_clip) & (advantage < 0)
+    return parts | {"clip_ratio/region_mean": parts["clip_ratio/region_mean"] | beyond}
+
+
+def capped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+    """Tokens that `cispo` weighs less than their ratio; none of them loses its gradient."""
+    high = ratio > algorithm.cap
+    return _clip_ratios(jnp.zeros_like(high), high, high)
+
+
+def _clip_ratios(low: PerToken, high: PerToken, region: PerToken) -> dict[str, PerToken]:
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": region}
+
+
+# --- estimators of the KL to the reference (Schulman, 2020, "Approximating KL divergence"), d = logp_ref − logp
+
+
+def k1(logps: PerToken, ref_logps: PerToken) -> PerToken:
+    """−d: unbiased, of either sign. For the reward and the metrics: as a loss its expected gradient is 0."""
+    return logps - ref_logps
+
+
+def k2(logps: PerToken, ref_logps: PerToken) -> PerToken:
+    """d²/2: biased, small variance; its gradient is that of the KL on-policy."""
+    return jnp.square(ref_logps - logps) / 2
+
+
+def k3(logps: PerToken, ref_logps: PerToken) -> PerToken:
+    """exp(d) − d − 1: unbiased, never negative."""
+    d = jnp.minimum(ref_logps - logps, LIMIT)
+    return jnp.expm1(d) - d
+
+
+# --- aggregates, on the host
+
+
+def sequence_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
+    """Mean over samples of the mean over their tokens (GRPO). A sample without tokens weighs 0 and counts in B.
+
+    >>> sequence_mean(np.array([4, 0, 2]), 8)
+    (array([0.25, 0.  , 0.5 ]), 3.0)
+    """
+    return np.where(lengths > 0, 1.0 / np.maximum(lengths, 1), 0.0), float(len(lengths))
+
+
+def token_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
+    """Mean over all tokens of the step (DAPO).
+
+    >>> token_mean(np.array([4, 0, 2]), 8)
+    (array([1., 0., 1.]), 6.0)
+    """
+    return np.where(lengths > 0, 1.0, 0.0), float(np.sum(lengths))
+
+
+def constant(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
+    """Sum over all tokens by samples × max_new_tokens, the same for every step (Dr. GRPO).
+
+    >>> constant(np.array([4, 0, 2]), 8)
+    (array([1., 0., 1.]), 24.0)
+    """
+    return np.where(lengths > 0, 1.0, 0.0), float(len(lengths) * max_new_tokens)
+
+
+# --- helpers
+
+
+def _exp(x: PerToken) -> PerToken:
+    return jnp.exp(jnp.minimum(x, LIMIT))
+
+
+def _one(x: PerToken) -> PerToken:
+    """1, with the gradient of x."""
+    return jnp.exp(x - jax.lax.stop_gradient(x))
+
+
+def _between(x: PerToken, low: float, high: float) -> PerToken:
+    """As `jnp.clip`, but on a bound the gradient is 1, not a half."""
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
+RATIOS: dict[str, Ratio] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}
+SURROGATES: dict[str, Surrogate] = {
+    "clip": clip,
+    "dual_clip": dual_clip,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+}
+CLIPPED = {"clip": clipped, "dual_clip": dual_clipped, "cispo": capped}
+"""Surrogates that clip → the tokens they cut; the others have no such metrics."""
+KLS = {"k1": k1, "k2": k2, "k3": k3}
+AGGREGATES: dict[str, Aggregate] = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "constant": constant,
+}

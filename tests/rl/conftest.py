@@ -10,7 +10,7 @@ from covey.configs import LoRAConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.losses import LossInputs, sequence_mean
 from covey.rl.rows import Rows, lay, spread
 from covey.types import Completion, FinishReason, Group
 
@@ -64,10 +64,12 @@ def inputs_for() -> Callable[..., LossInputs]:
         advantages = rng.normal(size=len(lengths))
         sampled = [rng.normal(size=n) - 5 for n in lengths]
         references = [rng.normal(size=n) - 5 for n in lengths]
+        weights, _ = sequence_mean(np.array(lengths), max(lengths))
         return LossInputs(
             advantage=spread(rows, advantages),
-            weight=spread(rows, sequence_mean_weights(np.array(lengths))),
+            weight=spread(rows, weights),
             sampled=lay(rows, sampled),
+            beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
             ref_logps=lay(rows, references) if ref else None,
         )
 

@@ -1,107 +1,233 @@
-"""Advantages: the formula, ties, and samples nobody scored."""
+"""Advantages: the formulas, ties, samples nobody scored, and PPO's estimates over tokens."""
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from covey.rl.advantages import group_zscore, informative
-from covey.rl.grpo import with_advantages
-from covey.types import Completion, FinishReason, Group
+from covey.rl.advantages import ADVANTAGES, batch_std, centred, gae, group_zscore, informative, leave_one_out, whiten
 
-rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=16)
+NAN = np.nan
+REWARD = st.floats(-100, 100, allow_nan=False)
+GROUP = st.lists(REWARD, min_size=2, max_size=16)
+TABLE = st.integers(2, 6).flatmap(lambda n: st.lists(st.lists(REWARD, min_size=n, max_size=n), min_size=1, max_size=5))
+every = pytest.mark.parametrize("name", ADVANTAGES)
 
 
-def one(*values: float) -> np.ndarray:
-    return group_zscore(np.array([values], np.float64))[0]
+def of(name: str, *groups: tuple[float, ...]) -> np.ndarray:
+    return ADVANTAGES[name](np.array(groups, np.float64))
+
+
+# --- of groups
 
 
 def test_by_hand() -> None:
-    """Mean 2, deviations −1, −1, 2; ddof 1: std √3."""
-    std = np.sqrt(3.0)
-    np.testing.assert_allclose(one(1, 1, 4), np.array([-1, -1, 2]) / (std + 1e-4), rtol=1e-12)
+    """Mean 2 and deviations −1, −1, 2: with ddof 1 the std is √3. The other group has mean 10, all together 6."""
+    table = (1.0, 1.0, 4.0), (5.0, 10.0, 15.0)
+    std = np.sqrt(sum((x - 6.0) ** 2 for group in table for x in group) / 5)
+    np.testing.assert_allclose(of("group_zscore", *table)[0], np.array([-1, -1, 2]) / (np.sqrt(3.0) + 1e-4), rtol=1e-12)
+    np.testing.assert_allclose(of("group_zscore", *table)[1], np.array([-5, 0, 5]) / (5 + 1e-4), rtol=1e-12)
+    np.testing.assert_allclose(of("batch_std", *table) * (std + 1e-4), [[-1, -1, 2], [-5, 0, 5]], rtol=1e-12)
+    np.testing.assert_allclose(of("centred", *table), [[-1, -1, 2], [-5, 0, 5]], rtol=1e-12)
+    np.testing.assert_allclose(of("leave_one_out", *table), [[1 - 2.5, 1 - 2.5, 4 - 1], [5 - 12.5, 0, 15 - 7.5]])
 
 
-def test_each_group_is_compared_with_itself_alone() -> None:
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "batch_std"])
+def test_each_group_is_compared_with_itself_alone(name: str) -> None:
     table = np.array([[1.0, 0.0], [100.0, 90.0], [3.0, 3.0]])
-    got = group_zscore(table)
+    got = ADVANTAGES[name](table)
     for row, group in zip(got, table, strict=True):
-        np.testing.assert_array_equal(row, one(*group))
+        np.testing.assert_array_equal(row, of(name, group)[0])
     assert got.dtype == np.float64
 
 
-def test_whole_numbers_do_not_truncate() -> None:
+@every
+def test_whole_numbers_do_not_truncate(name: str) -> None:
     """Trap 7: rewards in an integer array."""
-    np.testing.assert_allclose(group_zscore(np.array([[0, 1, 0]])), [one(0.0, 1.0, 0.0)])
+    whole = ADVANTAGES[name](np.array([[0, 1, 0], [2, 2, 7]]))
+    np.testing.assert_array_equal(whole, of(name, (0.0, 1.0, 0.0), (2.0, 2.0, 7.0)))
+    assert not np.array_equal(whole, np.round(whole))
 
 
+@every
 @given(st.floats(-1e6, 1e6, allow_nan=False), st.integers(1, 16))
-def test_ties_are_exactly_zero(value: float, count: int) -> None:
+def test_ties_are_exactly_zero(name: str, value: float, count: int) -> None:
     """The mean of equal numbers may differ from them in the last bit; that bit must not become a gradient."""
-    assert not one(*[value] * count).any()
+    assert not of(name, (value,) * count).any()
 
 
-@pytest.mark.parametrize("values", [(0.1,) * 3, (0.7,) * 7, (1 / 3,) * 6, (1e15 + 0.1,) * 5])
-def test_ties_whose_mean_is_rounded(values: tuple[float, ...]) -> None:
-    assert not one(*values).any()
+@every
+@pytest.mark.parametrize(
+    "values",
+    [(0.1,) * 3, (0.7,) * 7, (1 / 3,) * 6, (1e15 + 0.1,) * 5, (0.1 + 0.2, 0.3, 0.3), (-0.1 - 0.2, -0.3), (0.0, -0.0)],
+)
+def test_ties_up_to_rounding_are_exactly_zero(name: str, values: tuple[float, ...]) -> None:
+    """0.1 + 0.2 and 0.3 differ in the last bit, and are the same reward. Other groups do not change that."""
+    assert not of(name, values).any()
+    assert not of(name, values, tuple(range(len(values))))[0].any()
+    assert not informative(np.array(values))
 
 
-def test_a_tie_up_to_rounding_teaches_nothing_to_speak_of() -> None:
-    """0.1 + 0.2 and 0.3 differ in the last bit. The 1e-4 under the fraction keeps what comes of it below 1e-11."""
-    assert np.abs(one(0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)).max() < 1e-11
+def test_a_small_difference_is_no_tie() -> None:
+    np.testing.assert_allclose(of("centred", (0.3, 0.3 + 2e-9)), [[-1e-9, 1e-9]], rtol=1e-6)
 
 
-def test_unscored_samples_are_left_out_and_get_zero() -> None:
-    nan = np.nan
-    np.testing.assert_array_equal(one(1, nan, 0, nan), [one(1, 0)[0], 0, one(1, 0)[1], 0])
-    assert not one(nan, nan, nan).any()
-    assert not one(nan, 5.0, nan).any()
-    assert not one(nan, 2.0, 2.0).any()
+@every
+def test_unscored_samples_are_left_out_and_get_zero(name: str) -> None:
+    first, second = of(name, (1, 0))[0]
+    np.testing.assert_array_equal(of(name, (1, NAN, 0, NAN)), [[first, 0, second, 0]])
+    assert not of(name, (NAN, NAN, NAN)).any()
+    assert not of(name, (NAN, 5.0, NAN)).any()
+    assert not of(name, (NAN, 2.0, 2.0), (NAN, NAN, 1.0)).any()
 
 
 @pytest.mark.parametrize(
     ("group", "teaches"),
-    [((1, 0), 1), ((1, 1), 0), ((1,), 0), ((np.nan, np.nan), 0), ((np.nan, 1), 0), ((np.nan, 1, 2), 1)],
+    [((1, 0), 1), ((1, 1), 0), ((1,), 0), ((NAN, NAN), 0), ((NAN, 1), 0), ((NAN, 1, 2), 1), ((), 0)],
 )
 def test_informative(group: tuple[float, ...], teaches: int) -> None:
     assert informative(np.array(group, np.float64)) is bool(teaches)
 
 
-@given(rewards)
-def test_advantages_of_a_group_sum_to_zero(values: list[float]) -> None:
-    assert abs(one(*values).sum()) < 1e-6 * len(values)
+@every
+@given(TABLE)
+def test_a_groups_advantages_sum_to_zero(name: str, table: list[list[float]]) -> None:
+    assert np.abs(of(name, *table).sum(axis=1)).max() < 1e-6
 
 
-@given(rewards, st.floats(0.5, 20), st.floats(-50, 50))
-def test_shift_and_scale_of_the_reward_do_not_matter(values: list[float], scale: float, shift: float) -> None:
-    """As far as the 1e-4 allows: exactly for a shift, nearly for a scale."""
+@every
+@given(TABLE, st.floats(-50, 50))
+def test_a_shift_of_all_rewards_does_not_matter(name: str, table: list[list[float]], shift: float) -> None:
+    assume(all(np.ptp(group) > 1e-3 for group in table))
+    np.testing.assert_allclose(of(name, *(np.array(table) + shift)), of(name, *table), rtol=1e-6, atol=1e-8)
+
+
+@every
+@given(GROUP, st.floats(0.5, 20))
+def test_scale(name: str, values: list[float], scale: float) -> None:
+    """What divides by a std forgets it, up to the 1e-4; the others keep it."""
     assume(np.std(values) > 1.0)
-    np.testing.assert_allclose(one(*(np.array(values) + shift)), one(*values), atol=1e-9)
-    np.testing.assert_allclose(one(*(scale * np.array(values))), one(*values), atol=2e-3)
+    kept = 1.0 if name in ("group_zscore", "batch_std") else scale
+    np.testing.assert_allclose(of(name, scale * np.array(values)), kept * of(name, values), rtol=1e-9, atol=2e-3)
 
 
-@given(rewards)
-def test_order_is_kept_and_nothing_is_larger_than_the_group_allows(values: list[float]) -> None:
-    got = one(*values)
-    order = np.argsort(values, kind="stable")
-    assert (np.diff(got[order]) >= -1e-9).all()
-    assert np.abs(got).max() <= (len(values) - 1) / np.sqrt(len(values)) + 1e-9  # the most a z-score with ddof 1 can be
+@every
+@given(TABLE)
+def test_order_is_kept(name: str, table: list[list[float]]) -> None:
+    for group, got in zip(table, of(name, *table), strict=True):
+        assert (np.diff(got[np.argsort(group, kind="stable")]) >= -1e-9).all()
 
 
-@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, np.nan]), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_never_nan(table: list[list[float]]) -> None:
-    assert np.isfinite(group_zscore(np.array(table))).all()
+@given(GROUP)
+def test_a_zscore_is_not_larger_than_the_group_allows(values: list[float]) -> None:
+    assert np.abs(of("group_zscore", values)).max() <= (len(values) - 1) / np.sqrt(len(values)) + 1e-9
 
 
-def test_groups_get_float32_advantages_and_keep_the_rest() -> None:
-    none = np.zeros(0, np.float32)
-    completion = Completion(np.array([1], np.int32), none, none, FinishReason.STOP)
-    groups = [
-        Group("p", none, (completion,) * 2, rewards=np.array([1.0, 0.0])),
-        Group("q", none, (completion,) * 2, rewards=np.array([np.nan, 0.0])),
-    ]
-    first, second = with_advantages(groups)
-    np.testing.assert_allclose(first.advantages, one(1, 0), rtol=1e-6)
-    assert first.advantages.dtype == np.float32
-    assert second.advantages.tolist() == [0.0, 0.0]
-    assert first.completions == groups[0].completions
+@given(GROUP)
+def test_leave_one_out_is_what_it_says(values: list[float]) -> None:
+    assume(np.ptp(values) > 1e-3)
+    want = [x - np.mean(values[:i] + values[i + 1 :]) for i, x in enumerate(values)]
+    np.testing.assert_allclose(of("leave_one_out", values)[0], want, rtol=1e-6, atol=1e-9)
+
+
+@every
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_never_nan_and_never_a_warning(name: str, table: list[list[float]]) -> None:
+    assert np.isfinite(of(name, *table)).all()
+
+
+def test_batch_std_is_that_of_every_scored_reward() -> None:
+    """Those of tied groups too; with one alone there is none."""
+    table = (1.0, 0.0, NAN), (2.0, 2.0, 2.0)
+    std = np.std([1.0, 0.0, 2.0, 2.0, 2.0], ddof=1)
+    np.testing.assert_allclose(batch_std(np.array(table))[0] * (std + 1e-4), [0.5, -0.5, 0.0], rtol=1e-12)
+    assert not batch_std(np.array([[3.0, NAN]])).any()
+
+
+def test_the_four_agree_on_the_direction_for_two_samples() -> None:
+    for fn in (group_zscore, batch_std, centred, leave_one_out):
+        assert np.array_equal(np.sign(fn(np.array([[0.2, 0.9]]))), [[-1.0, 1.0]])
+
+
+# --- of tokens
+
+
+TOKENS = st.lists(st.floats(-5, 5), max_size=8).map(np.array)
+
+
+def test_gae_by_hand() -> None:
+    """γ = 0.9, λ = 0.5: δ = 1 + 0.9·2 − 1 = 1.8 and 3 − 2 = 1; A = 1.8 + 0.45·1 and 1; returns A + V."""
+    (advantage,), (returns,) = gae([np.array([1.0, 3.0])], [np.array([1.0, 2.0])], 0.9, 0.5)
+    np.testing.assert_allclose(advantage, [2.25, 1.0])
+    np.testing.assert_allclose(returns, [3.25, 3.0])
+
+
+@given(st.lists(TOKENS, max_size=4), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+def test_gae_is_the_sum_of_discounted_errors(rewards: list[np.ndarray], gamma: float, lam: float, seed: int) -> None:
+    """Schulman et al. (2016), eq. 16, as it is written: A_t = Σ_l (γλ)^l δ_{t+l}, sample by sample."""
+    rng = np.random.default_rng(seed)
+    values = [rng.normal(size=len(r)) for r in rewards]
+    advantages, returns = gae(rewards, values, gamma, lam)
+    for r, v, got, value_target in zip(rewards, values, advantages, returns, strict=True):
+        delta = [r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0.0) - v[t] for t in range(len(v))]
+        want = [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, len(v))) for t in range(len(v))]
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(value_target, got + v, rtol=1e-12)
+
+
+@given(TOKENS, st.integers(0, 99))
+def test_lambda_one_trusts_the_rewards_and_zero_the_critic(rewards: np.ndarray, seed: int) -> None:
+    """λ = 1: the return is the reward still to come, whatever the critic says. λ = 0: one step of it."""
+    values = np.random.default_rng(seed).normal(size=len(rewards))
+    _, (returns,) = gae([rewards], [values], 1.0, 1.0)
+    np.testing.assert_allclose(returns, np.cumsum(rewards[::-1])[::-1], atol=1e-9)
+    _, (one_step,) = gae([rewards], [values], 1.0, 0.0)
+    np.testing.assert_allclose(one_step, rewards + np.append(values[1:], 0.0)[: len(values)], atol=1e-9)
+
+
+def test_a_perfect_critic_leaves_no_advantage() -> None:
+    rewards = np.array([0.0, 0.5, 0.0, 1.0])
+    (advantage,), _ = gae([rewards], [np.cumsum(rewards[::-1])[::-1]], 1.0, 0.95)
+    np.testing.assert_allclose(advantage, 0.0, atol=1e-12)
+
+
+def test_gae_is_float64_and_refuses_what_would_broadcast() -> None:
+    """Trap 7 again: integer rewards, float32 values."""
+    (advantage,), (returns,) = gae([np.array([0, 1])], [np.array([0.1, 0.7], np.float32)], 1.0, 1.0)
+    np.testing.assert_allclose(advantage, [0.9, 0.3], rtol=1e-6)
+    assert (advantage.dtype, returns.dtype) == (np.float64, np.float64)
+    for rewards, values in (([1.0, 2.0], [1.0]), ([[1.0]], [1.0])):
+        with pytest.raises(AssertionError, match="broadcast"):
+            gae([np.array(rewards)], [np.array(values)], 1.0, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        gae([np.zeros(2)], [], 1.0, 1.0)
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=5))
+def test_whitened_numbers_have_mean_zero_and_variance_one(arrays: list[np.ndarray]) -> None:
+    """Over all tokens together, not sample by sample."""
+    flat = np.concatenate(arrays)
+    got = np.concatenate(whiten(arrays))
+    assert len(got) == len(flat)
+    assert np.isfinite(got).all()
+    assert (np.diff(got[np.argsort(flat)]) >= 0).all()
+    if flat.size > 1 and np.ptp(flat) > 0.1:
+        assert (got.mean(), got.var()) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arrays", [[], [[]], [[3.0]], [[3.0], []], [[0.1, 0.1], [0.1]], [[0.1 + 0.2], [0.3]], [[0, 0]]]
+)
+def test_nothing_to_whiten_is_zero_and_never_nan(arrays: list[list[float]]) -> None:
+    got = whiten([np.array(a, np.float64) for a in arrays])
+    assert [a.tolist() for a in got] == [[0.0] * len(a) for a in arrays]
+
+
+def test_differences_next_to_nothing_are_not_blown_up() -> None:
+    assert np.abs(whiten([np.array([0.0, 1e-300, -1e-200, 1e-12])])[0]).max() < 1e-3
+
+
+def test_tokens_outside_the_loss_do_not_count_and_get_zero() -> None:
+    arrays, mask = [np.array([1.0, 3.0, 1e9]), np.array([NAN])], [np.array([True, True, False]), np.array([False])]
+    assert [a.round(6).tolist() for a in whiten(arrays, mask)] == [[-1.0, 1.0, 0.0], [0.0]]
+    assert [a.tolist() for a in whiten(arrays, [~mask[0], mask[1]])] == [[0.0, 0.0, 0.0], [0.0]]

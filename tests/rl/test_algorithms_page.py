@@ -1,0 +1,131 @@
+"""`docs/algorithms.md` says what `PRESETS` says: every row, every deviation, every key."""
+
+import re
+from dataclasses import fields
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from covey.algorithms import PRESETS, Algorithm
+from covey.configs import GRPOConfig
+from covey.rl.advantages import ADVANTAGES
+from covey.rl.losses import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def table(heading: str) -> list[dict[str, str]]:
+    """The first table under a heading: a dict a row, column → cell."""
+    lines = dropwhile(lambda line: not line.startswith("|"), PAGE.partition(f"## {heading}\n")[2].splitlines())
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in takewhile(bool, lines)]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+ROWS = {row["name"].strip("`"): row for row in table("The presets")}
+
+
+def clip(x: Algorithm) -> str:
+    high = "" if x.epsilon_high is None else f" / {x.epsilon_high:.4g}"
+    return {
+        "clip": f"{x.epsilon:.4g}{high}",
+        "cispo": f"cap {x.cap:g}",
+        "sapo": f"τ {x.sapo_positive:g} / {x.sapo_negative:g}",
+        "reinforce": "—",
+    }[x.surrogate]
+
+
+def extras(x: Algorithm) -> str:
+    found = {
+        "dynamic sampling": x.max_sampling_rounds > 1,
+        "overlong shaping": x.overlong_buffer > 0,
+        "critic": x.has_critic,
+        "whitened advantages": x.whiten,
+        "entropy bonus": x.entropy_bonus != 0,
+        "correction": x.correction != "none",
+        "truncated masked": x.mask_truncated,
+        "adaptive β": x.kl_target is not None,
+    }
+    return ", ".join(name for name, there in found.items() if there) or "—"
+
+
+def test_every_preset_has_a_row() -> None:
+    assert list(ROWS) == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_row_is_its_preset(name: str) -> None:
+    x, row = PRESETS[name], ROWS[name]
+    assert row == {
+        "name": f"`{name}`",
+        "advantage": f"`{x.advantage}`",
+        "ratio": "—" if x.surrogate == "reinforce" else f"`{x.ratio}`",
+        "surrogate": f"`{x.surrogate}`",
+        "aggregate": f"`{x.aggregate}`",
+        "clip": clip(x),
+        "KL": f"`{x.kl}` in {x.kl_in}, β {x.beta:g}" if x.beta else "—",
+        "extras": extras(x),
+        "paper": row["paper"],
+        "when": x.when,
+    }
+    numbers = re.findall(r"arXiv:([\d.]+\d)", x.paper)
+    assert re.findall(r"abs/([\d.]+)", row["paper"]) == numbers
+    assert numbers or row["paper"] in x.paper
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_deviation_is_told(name: str) -> None:
+    line = f"- `{name}`: {PRESETS[name].deviations}."
+    assert (line in PAGE.splitlines()) == bool(PRESETS[name].deviations)
+
+
+def test_every_setting_and_every_function_is_explained() -> None:
+    texts = {"paper", "deviations", "when", "name"}
+    settings = ({f.name for f in fields(Algorithm)} | {f.name for f in fields(GRPOConfig)}) - texts
+    names = {*settings, *ADVANTAGES, *RATIOS, *SURROGATES, *AGGREGATES, *KLS} - {"algorithm", "reward_weights"}
+    assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "choices"),
+    [
+        ("Advantages: `advantage`", [*ADVANTAGES, "gae"]),
+        ("Ratios: `ratio`", RATIOS),
+        ("Surrogates: `surrogate`", SURROGATES),
+        ("Aggregates: `aggregate`", AGGREGATES),
+        ("KL to the reference: `beta`, `kl`, `kl_in`", KLS),
+    ],
+)
+def test_every_choice_has_its_formula(heading: str, choices: list[str]) -> None:
+    rows = {row["key"].strip("`"): row for row in table(heading)}
+    assert list(rows) == list(choices)
+    assert all("$" in row["formula"] for name, row in rows.items() if name != "gae")
+
+
+def test_math_is_balanced_and_survives_tables() -> None:
+    """GitHub cuts a cell at |, inside of math too, and takes a backslash before punctuation away."""
+    assert all(line.count("$") % 2 == 0 for line in PAGE.replace("$$", "").splitlines())
+    assert PAGE.count("$$") % 2 == 0
+    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+    assert not [row for row in rows for math in re.findall(r"\$([^$]*)\$", row) if "|" in math]
+    assert not re.findall(r"\\[^\sA-Za-z].{9}", PAGE)
+
+
+def test_the_functions_of_the_page_work() -> None:
+    """The surrogate in a loss with its gradient, the advantages of a table with gaps."""
+    page: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.S)[0], page)
+    ones = jnp.ones((1, 2))
+    inputs = LossInputs(advantage=ones, weight=ones, sampled=-ones, beta=0 * ones[:, :1], old_logps=-ones)
+
+    def loss(logps: jax.Array) -> jax.Array:
+        return policy_loss(PRESETS["dr_grpo"], logps, ones, jnp.array([[1, 2]]), inputs, page["my_surrogate"])[0]
+
+    value, grad = jax.value_and_grad(loss)(jnp.array([[-1.0, -0.5]]))
+    assert float(value) == pytest.approx(-1.0 - 1.2, rel=1e-6)
+    assert grad.tolist() == [[-1.0, 0.0]]
+    assert page["my_advantage"](np.array([[1.0, 0.0, np.nan]])).tolist() == [[1.0, -1.0, 0.0]]

@@ -1,0 +1,280 @@
+"""The loss as a whole: its metrics, how it may be cut, packed and divided, and what it does where numbers get large."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from covey.algorithms import PRESETS, Algorithm
+from covey.rl.losses import (
+    AGGREGATES,
+    CLIPPED,
+    RATIOS,
+    SURROGATES,
+    LossInputs,
+    k3,
+    policy_loss,
+)
+from covey.rl.rows import lay, micro_batches, pack, spread, unpack
+from covey.types import Mean
+
+BASE = PRESETS["grpo"]
+
+
+def one(x: float) -> jax.Array:
+    return jnp.full((1, 1), x, jnp.float32)
+
+
+def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, dict[str, Any]]:
+    """Loss, gradient and metrics of one sample of one token with weight 1."""
+    given = {"advantage": 1.0, "weight": 1.0, "sampled": logp, "beta": x.beta} | fields
+    inputs = LossInputs(**{name: one(value) for name, value in given.items()})
+    owner = jnp.ones((1, 1), jnp.int32)
+    (value, shares), grad = jax.value_and_grad(lambda lp: policy_loss(x, lp, one(2.0), owner, inputs), has_aux=True)(
+        one(logp)
+    )
+    return float(value), float(grad[0, 0]), shares
+
+
+def finished(shares: dict[str, Any]) -> dict[str, float]:
+    return {n: float(s.total / s.count) if isinstance(s, Mean) else float(s) for n, s in shares.items()}
+
+
+def laid(
+    groups_of: Callable, lengths: list[int], x: Algorithm = BASE, packing: str = "groups"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, LossInputs]:
+    """Log-probs, entropies, owners and inputs of random samples, as `pack` lays them."""
+    rng = np.random.default_rng(0)
+    logps = [rng.normal(size=n) - 3 for n in lengths]
+    near = lambda scale: [v + rng.normal(size=len(v), scale=scale) for v in logps]  # noqa: E731
+    old, ref, sampled = near(0.3), near(0.5), near(0.2)
+    rows = pack(groups_of([(3, lengths)]), 64, packing)  # type: ignore[arg-type]
+    inputs = LossInputs(
+        advantage=spread(rows, rng.normal(size=len(lengths))),
+        weight=spread(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
+        sampled=lay(rows, sampled),
+        beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
+        old_logps=lay(rows, old),
+        ref_logps=lay(rows, ref),
+    )
+    return lay(rows, logps), np.abs(lay(rows, near(1.0))), rows.owner, inputs
+
+
+def test_shares_by_hand(groups_of: Callable) -> None:
+    """Two samples of 1 and 2 tokens: every metric is the mean over samples of the mean over tokens."""
+    rows = pack(groups_of([(3, [1, 2])]), 64)
+    row = lambda *values: lay(rows, [np.array(values[:1]), np.array(values[1:])])  # noqa: E731
+    inputs = LossInputs(
+        advantage=row(1.0, -2.0, -2.0),
+        weight=row(1.0, 0.5, 0.5),
+        sampled=row(-1.25, -2.0, -3.5),
+        beta=np.full((1, 1), 0.04, np.float32),
+        old_logps=row(-1.5, -2.0, -2.0),  # ratios e^0.5, then 1 and e^-1
+        ref_logps=row(-1.0, -2.0, -2.0),  # d = 0, then 0 and 1
+    )
+    x = replace(BASE, epsilon_high=0.3, entropy_bonus=0.5)
+    loss, shares = policy_loss(x, row(-1.0, -2.0, -3.0), row(3.0, 1.0, 2.0), rows.owner, inputs)
+    kl, surrogate = (np.e - 2) / 4, (-1.3 + (2.0 + 2 * 0.8) / 2) / 2
+    want = {
+        "kl": kl,
+        "entropy": (3 + 1.5) / 2,
+        "clip_ratio/high_mean": 1 / 2,
+        "clip_ratio/low_mean": 1 / 4,
+        "clip_ratio/region_mean": 3 / 4,
+        # Of the log-probs before the update: later ones tell how far the policy has moved.
+        "sampling/logp_difference/mean": (0.25 + 0.75) / 2,
+        "sampling/logp_difference/max": 1.5,
+        "sampling/importance_ratio/mean": (np.exp(-0.25) + (1 + np.exp(1.5)) / 2) / 2,
+        "sampling/importance_ratio/min": np.exp(-0.25),
+        "sampling/importance_ratio/max": np.exp(1.5),
+    }
+    assert finished(shares) == pytest.approx(want, rel=1e-5)
+    assert float(loss) / 2 == pytest.approx(surrogate + 0.04 * kl - 0.5 * 4.5 / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "advantage", "low", "high", "region"),
+    [
+        ({}, 0.79, -1.0, 1, 0, 1),
+        ({}, 0.79, 1.0, 0, 0, 0),
+        ({}, 0.81, -1.0, 0, 0, 0),
+        ({}, 1.19, 1.0, 0, 0, 0),
+        ({}, 1.21, 1.0, 0, 1, 1),
+        ({}, 1.21, -1.0, 0, 0, 0),
+        ({}, 9.0, 0.0, 0, 0, 0),
+        ({"delta": 2.0}, 2.1, -1.0, 0, 0, 1),
+        ({"delta": 2.0}, 1.9, -1.0, 0, 0, 0),
+        ({"delta": 2.0}, 2.1, 0.0, 0, 0, 0),
+        ({"surrogate": "dual_clip"}, 3.1, -1.0, 0, 0, 1),
+        ({"surrogate": "dual_clip"}, 2.9, -1.0, 0, 0, 0),
+        ({"surrogate": "dual_clip"}, 0.79, -1.0, 1, 0, 1),
+        ({"surrogate": "cispo"}, 5.1, -1.0, 0, 1, 1),
+        ({"surrogate": "cispo"}, 4.9, 1.0, 0, 0, 0),
+        ({"ratio": "sequence"}, 1.21, 1.0, 0, 1, 1),
+    ],
+)
+def test_clip_ratios_count_what_the_clip_stops(
+    settings: dict, ratio: float, advantage: float, low: int, high: int, region: int
+) -> None:
+    _, grad, shares = single(replace(BASE, **settings), 0.0, advantage=advantage, old_logps=-np.log(ratio))
+    parts = {"low": low, "high": high, "region": region}
+    assert {name: finished(shares)[f"clip_ratio/{name}_mean"] for name in parts} == parts
+    if settings.get("surrogate") != "cispo":
+        assert (grad == 0) == bool(region or not advantage)
+
+
+def test_surrogates_that_do_not_clip_say_nothing_of_it() -> None:
+    for surrogate in SURROGATES:
+        _, _, shares = single(replace(BASE, surrogate=surrogate), -1.0)
+        assert ("clip_ratio/region_mean" in shares) == (surrogate in CLIPPED)
+
+
+def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
+    """It gets ratio, log-probs, advantages and the algorithm. What it cuts is not known: there is no clip ratio."""
+    batch = laid(groups_of, [2, 3])
+    loss, shares = policy_loss(BASE, *batch, surrogate=lambda ratio, logps, advantage, x: ratio + x.epsilon - logps)
+    logps, _, _, inputs = batch
+    want = np.exp(logps - inputs.old_logps) + 0.2 - logps + inputs.beta * k3(logps, inputs.ref_logps)
+    np.testing.assert_allclose(loss, np.sum(inputs.weight * want), rtol=1e-5)
+    assert not [name for name in shares if name.startswith("clip_ratio")]
+    same, with_ratios = policy_loss(BASE, *batch, surrogate=None)
+    assert float(policy_loss(BASE, *batch, surrogate=SURROGATES["clip"])[0]) == float(same)
+    assert "clip_ratio/low_mean" in with_ratios
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("ratio", ["token", "sequence_token"])
+@pytest.mark.parametrize("advantage", [1.5, 0.0, -0.4])
+def test_at_ratio_one_all_surrogates_have_the_policy_gradient(surrogate: str, ratio: str, advantage: float) -> None:
+    """Trap 16: with one update a batch the loss says nothing, and the gradient is −A·∇logp whatever the surrogate."""
+    x = replace(BASE, surrogate=surrogate, ratio=ratio)
+    _, grad, _ = single(x, -2.0, advantage=advantage)
+    assert grad == pytest.approx(-advantage, abs=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.9, 4.9), (5.1, 5.0), (1e6, 5.0)])
+def test_cispo_weighs_and_never_stops(ratio: float, weight: float) -> None:
+    """The gradient is that of logp alone, times the capped ratio."""
+    value, grad, _ = single(PRESETS["cispo"], -2.0, advantage=0.7, old_logps=-2.0 - np.log(ratio))
+    assert value == pytest.approx(weight * 0.7 * 2.0, rel=1e-5)
+    assert grad == pytest.approx(-weight * 0.7, rel=1e-5)
+
+
+def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
+    x = replace(BASE, correction="token_truncate", correction_cap=9.0)
+    value, grad, shares = single(x, -1.0, sampled=-1.0 - np.log(3.0), ref_logps=-2.0)
+    plain, plain_grad, _ = single(BASE, -1.0, ref_logps=-2.0)
+    assert value - plain == pytest.approx(-2.0, rel=1e-5)  # −3·A instead of −A
+    assert grad - plain_grad == pytest.approx(-2.0, rel=1e-5)
+    assert finished(shares)["sampling/correction/mean"] == pytest.approx(3.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
+    for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):
+        value, grad, shares = single(replace(BASE, correction=name), -1.0, sampled=sampled)
+        assert (value, grad) == pytest.approx((finite, finite))
+        assert all(np.isfinite(x) for x in finished(shares).values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
+    """Trap 6: parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
+    x = replace(PRESETS[name], correction="sequence_truncate", entropy_bonus=0.01)
+    batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37], x)
+    evaluate = partial(policy_loss, x)
+    whole, shares = evaluate(*batch)
+    assert len(batch[0]) == 3
+    for size in (1, 2):
+        parts = [evaluate(*part) for part in micro_batches(batch, size)]
+        assert sum(float(loss) for loss, _ in parts) == pytest.approx(float(whole), rel=1e-5, abs=1e-6)
+        for key, value in shares.items():
+            combine = {"min": min, "max": max}.get(key.rsplit("/")[-1], sum)
+            together = jax.tree.map(lambda *xs: combine(map(float, xs)), *(s[key] for _, s in parts))  # noqa: B023
+            np.testing.assert_allclose(together, value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> None:
+    """Several samples a row, one a row, and rows divided over one and four devices: one loss, one gradient."""
+    x = replace(PRESETS[name], correction="sequence_mask")
+    step = jax.value_and_grad(partial(policy_loss, x), has_aux=True)
+    lengths, results = [5, 9, 3, 20, 1, 7, 2, 4], []
+    for packing, devices in (("groups", 1), ("dense", 1), ("dense", 4)):
+        batch = laid(groups_of, lengths, x, packing)
+        mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+        placed = jax.device_put(batch, NamedSharding(mesh, Spec("fsdp")))
+        (loss, _), grad = (step if devices == 1 else jax.jit(step))(*placed)
+        assert len(grad.devices()) == devices
+        assert not np.asarray(grad)[batch[2] == 0].any()
+        rows = pack(groups_of([(3, lengths)]), 64, packing)  # type: ignore[arg-type]
+        results.append((float(loss), np.concatenate(unpack(rows, np.asarray(grad), lengths))))
+    for loss, grads in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5, abs=1e-6)
+        np.testing.assert_allclose(grads, results[0][1], rtol=1e-5, atol=1e-7)
+
+
+def test_equal_old_log_probs_give_the_same_loss_and_gradient(groups_of: Callable) -> None:
+    """The first of several updates on a batch is the only update of a batch used once."""
+    logps, entropy, owner, inputs = laid(groups_of, [5, 9, 3, 20])
+    step = jax.value_and_grad(lambda lp, inputs: policy_loss(BASE, lp, entropy, owner, inputs)[0])
+    value, grad = step(jnp.asarray(logps), inputs._replace(old_logps=None))
+    again, grad_again = step(jnp.asarray(logps), inputs._replace(old_logps=logps))
+    assert float(value) == float(again)
+    np.testing.assert_array_equal(grad, grad_again)
+
+
+def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callable) -> None:
+    """With β = 0, and with the KL in the reward, whatever β."""
+    logps, entropy, owner, inputs = laid(groups_of, [5, 9])
+    step = lambda x, i: jax.value_and_grad(partial(policy_loss, x), has_aux=True)(logps, entropy, owner, i)  # noqa: E731
+    (plain, shares), plain_grad = step(BASE, inputs._replace(ref_logps=None))
+    assert "kl" not in shares
+    for x, beta in ((BASE, 0.0), (replace(BASE, kl_in="reward"), 0.5)):
+        (value, shares), grad = step(x, inputs._replace(beta=np.full((1, 1), beta, np.float32)))
+        assert float(value) == float(plain)
+        np.testing.assert_array_equal(grad, plain_grad)
+        assert finished(shares)["kl"] > 0.01
+
+
+def test_gspo_and_its_token_form_agree_where_advantages_do(groups_of: Callable) -> None:
+    """Zheng et al. (2025), section 4.3: with one advantage an answer both have the same value and gradient."""
+    batch = laid(groups_of, [5, 9, 3, 20])
+    step = lambda name: jax.value_and_grad(partial(policy_loss, PRESETS[name]), has_aux=True)(*batch)  # noqa: E731
+    ((value, _), grad), ((other, _), other_grad) = step("gspo"), step("gspo_token")
+    assert float(value) == pytest.approx(float(other), rel=1e-6)
+    np.testing.assert_allclose(grad, other_grad, rtol=1e-5, atol=1e-8)
+
+
+def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
+    """No loss, no gradient, and comparisons that say nothing is wrong, whatever the model says at padding."""
+    logps, entropy, owner, inputs = laid(groups_of, [4])
+    inputs, owner = jax.tree.map(np.zeros_like, (inputs, owner))
+    for name in PRESETS:
+        step = jax.value_and_grad(partial(policy_loss, PRESETS[name]), (0, 1), has_aux=True)
+        (value, shares), grads = step(logps - 500, entropy, owner, inputs)
+        assert float(value) == 0
+        assert not any(np.asarray(g).any() for g in grads)
+        bare = {"sampling/importance_ratio/min": np.inf, "sampling/importance_ratio/max": 0.0}
+        assert all(tuple(map(float, s)) == (0, 0) for s in shares.values() if isinstance(s, Mean))
+        assert {n: float(shares[n]) for n in bare} == bare
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:
+    """A ratio of e^1000 is beyond every clip: a large number and no gradient, never inf·0."""
+    x = replace(PRESETS[name], ratio=ratio, kl="k3", kl_in="loss", correction="token_truncate", entropy_bonus=0.1)
+    for logp, old, ref in ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30)):
+        for advantage in (-3.0, 0.0, 1e-6, 2.0):
+            value, grad, shares = single(x, logp, advantage=advantage, old_logps=old, ref_logps=ref, sampled=old)
+            assert np.isfinite([value, grad]).all()
+            assert all(np.isfinite(s) for s in finished(shares).values())

@@ -1,0 +1,163 @@
+"""What is taken from a reward: the length penalty in tokens, the KL per token, and how β moves."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.rl.losses import KLS as LOSS_KLS
+from covey.rl.shaping import KLS, adapted_beta, kl_penalty, overlong_penalty, token_rewards
+
+logps = st.lists(st.floats(-30, 0), max_size=6)
+
+
+# Overlong penalty
+
+
+def oracle_overlong(length: int, limit: int, buffer: float, penalty: float) -> float:
+    """DAPO, eq. 13, case by case."""
+    start = limit - buffer
+    if length <= start:
+        return 0.0
+    return penalty * (start - length) / buffer if length <= limit else -penalty
+
+
+@given(st.lists(st.integers(0, 700), max_size=8), st.integers(1, 600), st.integers(1, 600), st.floats(0, 5))
+def test_overlong_penalty_by_the_formula(lengths: list[int], limit: int, buffer: int, penalty: float) -> None:
+    got = overlong_penalty(np.array(lengths, int), limit, buffer, penalty)
+    np.testing.assert_allclose(got, [oracle_overlong(n, limit, buffer, penalty) for n in lengths], atol=1e-12)
+    assert got.dtype == np.float64
+    assert ((got <= 0) & (got >= -penalty)).all()
+
+
+@given(st.integers(1, 400), st.floats(0.01, 0.99), st.floats(0.1, 3))
+def test_longer_is_never_better_and_the_limit_costs_the_whole_penalty(limit: int, share: float, penalty: float) -> None:
+    got = overlong_penalty(np.arange(limit + 3), limit, share, penalty)
+    assert (np.diff(got) <= 1e-12).all()
+    assert got[0] == 0.0
+    np.testing.assert_allclose(got[limit:], -penalty)
+
+
+def test_a_buffer_below_one_is_a_share_of_the_limit() -> None:
+    lengths = np.arange(120)
+    np.testing.assert_allclose(overlong_penalty(lengths, 100, 0.2, 1.0), overlong_penalty(lengths, 100, 20, 1.0))
+    assert overlong_penalty(np.array([99, 100]), 100, 1, 1.0).tolist() == [0.0, -1.0], "1 is one token"
+
+
+def test_without_a_buffer_there_is_no_penalty() -> None:
+    assert overlong_penalty(np.array([1, 1000]), 10, 0, 1.0).tolist() == [0.0, 0.0]
+
+
+def test_the_penalty_is_a_fraction_of_whole_tokens() -> None:
+    """Trap 7 and 8: token counts are integers, penalties are not."""
+    assert overlong_penalty(np.array([95], np.int32), 100, 10, 0.7).tolist() == [-0.35]
+
+
+# KL in the reward
+
+
+@given(st.lists(logps, min_size=1, max_size=3), st.sampled_from(sorted(KLS)), st.floats(0, 2), st.integers(0, 99))
+def test_kl_penalty_by_the_formulas(policy: list[list[float]], name: str, beta: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = [np.array(p, np.float32) for p in policy]
+    refs = [a + rng.normal(size=a.size).astype(np.float32) for a in arrays]
+    formulas = {"k1": lambda d: -d, "k2": lambda d: 0.5 * d**2, "k3": lambda d: math.exp(d) - d - 1}
+    for got, p, ref in zip(kl_penalty(arrays, refs, name, beta), arrays, refs, strict=True):
+        wanted = [beta * formulas[name](float(r) - float(x)) for x, r in zip(p, ref, strict=True)]
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
+        assert got.dtype == np.float64
+
+
+def test_the_sum_of_k1_is_the_log_ratio_of_the_answers() -> None:
+    policy, ref = np.log([0.5, 0.25, 0.8]), np.log([0.25, 0.5, 0.4])
+    [got] = kl_penalty([policy], [ref], "k1", 1.0)
+    np.testing.assert_allclose(got.sum(), np.log((0.5 * 0.25 * 0.8) / (0.25 * 0.5 * 0.4)))
+
+
+def test_expected_k1_and_k3_are_the_kl() -> None:
+    """Over every token of a small vocabulary, weighed by the policy: the definition of the KL."""
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.3, 0.4])
+    for name in ("k1", "k3"):
+        [estimate] = kl_penalty([np.log(p)], [np.log(q)], name, 1.0)
+        np.testing.assert_allclose((p * estimate).sum(), (p * np.log(p / q)).sum())
+
+
+@given(st.floats(-100, 100))
+def test_host_and_loss_use_the_same_estimators(d: float) -> None:
+    assert set(KLS) == set(LOSS_KLS)
+    for name, estimate in KLS.items():
+        here = estimate(np.array([d]))
+        there = np.asarray(LOSS_KLS[name](np.zeros(1, np.float32), np.array([d], np.float32)))
+        np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-6)
+
+
+def test_a_far_off_reference_gives_no_infinity() -> None:
+    [got] = kl_penalty([np.array([-1000.0])], [np.array([-1.0])], "k3", 0.1)
+    assert np.isfinite(got).all()
+
+
+def test_arrays_of_different_length_never_broadcast() -> None:
+    with pytest.raises(AssertionError, match="3 log-probs and 1 of the reference"):
+        kl_penalty([np.zeros(3)], [np.zeros(1)], "k1", 0.1)
+    with pytest.raises(ValueError, match="zip"):
+        kl_penalty([np.zeros(3)], [], "k1", 0.1)
+
+
+# Rewards of tokens
+
+samples = st.lists(st.tuples(st.floats(-5, 5) | st.just(math.nan), st.lists(st.floats(-1, 1), max_size=5)), max_size=4)
+
+
+@given(samples)
+def test_token_rewards_by_the_rules(rows: list[tuple[float, list[float]]]) -> None:
+    rewards, penalties = np.array([r for r, _ in rows]), [np.array(p) for _, p in rows]
+    kept = [p.copy() for p in penalties]
+    for got, (reward, penalty) in zip(token_rewards(rewards, penalties), rows, strict=True):
+        wanted = [-x for x in penalty]
+        if wanted:
+            wanted[-1] += reward
+        assert got.tolist() == ([0.0] * len(penalty) if math.isnan(reward) else pytest.approx(wanted))
+    for now, before in zip(penalties, kept, strict=True):
+        np.testing.assert_array_equal(now, before)
+
+
+@given(samples)
+def test_the_tokens_rewards_add_up_to_the_reward_less_the_penalty(rows: list[tuple[float, list[float]]]) -> None:
+    """So the KL costs PPO what it costs RLOO and GRPO."""
+    rewards, penalties = np.array([r for r, _ in rows]), [np.array(p) for _, p in rows]
+    for got, (reward, penalty) in zip(token_rewards(rewards, penalties), rows, strict=True):
+        if penalty and not math.isnan(reward):
+            np.testing.assert_allclose(got.sum(), reward - sum(penalty), atol=1e-12)
+
+
+def test_whole_penalties_do_not_truncate_the_reward() -> None:
+    """Trap 7."""
+    [got] = token_rewards(np.array([0.7]), [np.zeros(2, np.int64)])
+    assert got.tolist() == [0.0, 0.7]
+
+
+# β
+
+
+def test_beta_by_hand() -> None:
+    """Ziegler et al.: 256 samples of a horizon of 10 000; the error of 5/6 − 1 is within the clip."""
+    assert adapted_beta(0.2, 5.0, 6.0, 10_000, 256) == pytest.approx(0.2 * (1 - (1 / 6) * 0.0256))
+
+
+@given(st.floats(1e-4, 10), st.floats(-5, 50), st.floats(0.01, 20), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_beta_moves_toward_the_target_a_little_and_keeps_its_sign(
+    beta: float, kl: float, target: float, horizon: int, samples: int
+) -> None:
+    got = adapted_beta(beta, kl, target, horizon, samples)
+    assert 0.8 * beta - 1e-12 <= got <= 1.2 * beta + 1e-12
+    assert (got >= beta) if kl >= target else (got <= beta)
+
+
+def test_at_the_target_beta_stays() -> None:
+    assert adapted_beta(0.3, 6.0, 6.0, 100, 50) == 0.3
+
+
+def test_a_kl_that_is_no_number_leaves_beta_alone() -> None:
+    assert adapted_beta(0.3, math.nan, 6.0, 100, 50) == 0.3

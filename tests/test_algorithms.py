@@ -1,0 +1,111 @@
+"""The table of algorithms: what a config makes of a preset, and settings that would do nothing without a word."""
+
+import dataclasses
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from covey import recipe
+from covey.algorithms import PRESETS, Algorithm, algorithm_of, problems
+from covey.configs import GRPOConfig, PPOConfig
+from covey.errors import RecipeError
+
+SMALL = "name: small\nrewards: [first_letter]\n"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_had_by_its_name_and_agrees_with_itself(name: str) -> None:
+    config = GRPOConfig(algorithm=name)
+    assert dataclasses.replace(algorithm_of(config), name="custom") == PRESETS[name]
+    assert list(problems(config)) == []
+    assert PRESETS[name].paper
+    assert PRESETS[name].when
+
+
+def test_one_setting_moves_one_coordinate() -> None:
+    moved = algorithm_of(GRPOConfig(algorithm="dapo", beta=0.02, epsilon=0.1))
+    assert (moved.beta, moved.epsilon, moved.high, moved.aggregate) == (0.02, 0.1, 0.28, "token_mean")
+
+
+def test_the_upper_clip_range_follows_the_lower_where_it_is_not_set() -> None:
+    assert algorithm_of(GRPOConfig(epsilon=0.1)).high == 0.1
+    assert algorithm_of(GRPOConfig(epsilon=0.1, epsilon_high=0.3)).high == 0.3
+
+
+def test_an_off_switch_is_a_setting_too() -> None:
+    """False and 0 are not None: a preset's extra can be taken away."""
+    bare = algorithm_of(GRPOConfig(algorithm="dapo", max_sampling_rounds=1, overlong_buffer=0.0))
+    assert (bare.max_sampling_rounds, bare.overlong_buffer) == (1, 0.0)
+    assert not algorithm_of(PPOConfig(whiten=False)).whiten
+
+
+def test_ppo_has_a_config_of_its_own() -> None:
+    assert PPOConfig().num_generations == 1
+    assert algorithm_of(PPOConfig()).has_critic
+    assert list(problems(PPOConfig())) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "part"),
+    [
+        ({"num_generations": 1}, "num_generations", "needs others to be compared with"),
+        ({"kl": "k1"}, "kl", "expected gradient is 0"),
+        ({"cap": 3.0}, "cap", "grpo with these settings has no use for it"),
+        ({"algorithm": "cispo", "epsilon": 0.2}, "epsilon", "no use"),
+        ({"algorithm": "reinforce", "ratio": "sequence"}, "ratio", "no use"),
+        ({"algorithm": "sapo", "delta": 4.0}, "delta", "no use"),
+        ({"algorithm": "dapo", "kl_target": 0.1}, "kl_target", "no use"),
+        ({"kl_horizon": 10}, "kl_horizon", "no use"),
+        ({"correction_cap": 2.0}, "correction_cap", "no use"),
+        ({"overlong_penalty": 2.0}, "overlong_penalty", "no use"),
+        ({"gae_lambda": 0.9}, "gae_lambda", "no use"),
+        ({"whiten": True}, "whiten", "no use"),
+        ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "nothing uses"),
+        ({"algorithm": "ppo", "num_generations": 1, "max_sampling_rounds": 2}, "max_sampling_rounds", "always equal"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
+    settings: dict[str, Any], name: str, part: str
+) -> None:
+    """No feature quietly switches off because another is on."""
+    found = {key: (what, want) for key, what, want in problems(GRPOConfig(**settings))}
+    assert part in found[name][0]
+    assert found[name][1]
+    words = [f"--grpo.{key}={value}" for key, value in settings.items()]
+    with pytest.raises(RecipeError, match=f"grpo.{name}"):
+        recipe.parse(SMALL, words)
+
+
+def test_an_unknown_algorithm_gets_the_nearest_name() -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe.parse(SMALL, ["--algorithm", "drgrpo"])
+    assert "dr_grpo" in str(caught.value)
+
+
+def test_the_choices_of_a_config_are_those_of_the_algebra() -> None:
+    """A name in the config without a function, or a function that no config can name, is a mistake of ours."""
+    from covey.rl.advantages import ADVANTAGES
+    from covey.rl.losses import AGGREGATES, KLS, RATIOS, SURROGATES
+
+    kinds = get_type_hints(GRPOConfig)
+    choices = {
+        name: {c for part in get_args(kinds[name]) for c in get_args(part)}
+        for name in ("advantage", "ratio", "surrogate", "aggregate", "kl")
+    }
+    assert choices["advantage"] == {*ADVANTAGES, "gae"}
+    assert choices["ratio"] == set(RATIOS)
+    assert choices["surrogate"] == set(SURROGATES)
+    assert choices["aggregate"] == set(AGGREGATES)
+    assert choices["kl"] == set(KLS)
+
+
+def test_every_setting_of_an_algorithm_can_be_moved_by_a_config() -> None:
+    told = {"paper", "deviations", "when", "name"}
+    settings = {f.name for f in dataclasses.fields(Algorithm)} - told
+    assert settings <= {f.name for f in dataclasses.fields(GRPOConfig)}
+
+
+def test_the_learning_rate_without_a_section_is_the_actors() -> None:
+    both = ["--learning-rate", "1e-4", "--critic-optimizer.learning-rate", "1e-3"]
+    training = recipe.parse(SMALL, both).training
+    assert (training.actor_optimizer.learning_rate, training.critic_optimizer.learning_rate) == (1e-4, 1e-3)
