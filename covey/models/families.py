@@ -1,23 +1,25 @@
 """The families: what their config.json means to us, and what their tensors are called. Tables, and nothing else.
 
-A family is a row of `FAMILIES`: a reader from the checkpoint's config.json to `ModelConfig`, and a name table from our
-parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and export use the same table.
+A family is a row of `FAMILIES`: a reader from the checkpoint's config.json to `ModelConfig` and its inverse (both in
+`hf_config`), and a name table from our parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and
+export use the same table.
 
 Ours are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed on the way, nothing else is.
 Norm scales stay as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from covey.errors import WeightsError, nearest
-from covey.models.config import ModelConfig, RopeScaling
+from covey.models import hf_config
+from covey.models.config import ModelConfig
+from covey.models.hf_config import Config, Fields
 
-Config = Mapping[str, Any]
-"""A config.json as read."""
+SCORE = "score.weight"
+"""The tensor of a classification head."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,12 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One row: how to read the config, and the Hugging Face names."""
+    """One row: how to read and write the config, the Hugging Face names, and the class transformers has for it."""
 
     read: Callable[[Config], ModelConfig]
+    write: Callable[[ModelConfig], Fields]
     names: NameTable
+    architecture: str
 
 
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
@@ -62,22 +66,56 @@ def read_config(config: Config, where: str = "config.json") -> ModelConfig:
         raise WeightsError(f"the field {error} is missing", where=where) from error
 
 
+def write_config(config: ModelConfig) -> Fields:
+    """A config.json that means `config`, less what concerns the tokenizer.
+
+    Raises:
+        WeightsError: the family's config.json cannot say this, as after a switch was turned that the family has not.
+    """
+    family = FAMILIES.get(config.family)
+    fields: Fields = {"model_type": config.family}
+    if family is not None:
+        fields |= {"architectures": [family.architecture]} | family.write(config)
+    if family is None or read_config(fields) != config:
+        raise WeightsError(
+            f"a config.json of the family {config.family!r} cannot describe this model",
+            want="an architecture that the family has: " + ", ".join(sorted(FAMILIES)),
+        )
+    return fields
+
+
 def parameters(config: ModelConfig) -> list[str]:
     """The dotted paths of every parameter of the decoder that `config` describes."""
-    layer = [f"{norm}.scale" for norm in ("attn_norm", "mlp_norm")]
+    norms = ["attn_norm", "mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
+    norms += ["attn.q_norm", "attn.k_norm"] if config.qk_norm else []
+    layer = [f"{norm}.scale" for norm in norms if config.norm_scales]
     layer += [f"attn.{name}.kernel" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    layer += [f"mlp.{name}.kernel" for name in ("gate_proj", "up_proj", "down_proj")]
+    mlp = ["gate_proj"] if config.gated_mlp else []
+    layer += [f"mlp.{name}.kernel" for name in (*mlp, "up_proj", "down_proj")]
     layer += [f"attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj") if config.attention_bias]
-    layer += [f"attn.{name}.scale" for name in ("q_norm", "k_norm") if config.qk_norm]
-    layer += [f"{norm}.scale" for norm in ("post_attn_norm", "post_mlp_norm") if config.post_norms]
-    top = ["embed.embedding", "norm.scale"] + ([] if config.tie_embeddings else ["head.embedding"])
+    top = ["embed.embedding"] + (["norm.scale"] if config.norm_scales else [])
+    top += [] if config.tie_embeddings else ["head.embedding"]
     return top + [f"layers.{index}.{name}" for index in range(config.num_layers) for name in layer]
 
 
-def names(config: ModelConfig, table: NameTable | None = None) -> dict[str, str]:
-    """Our path → the checkpoint's tensor name, for each parameter; the family's Hugging Face table unless given."""
+def projections(config: ModelConfig) -> dict[str, str]:
+    """The path of each projection in the layers, `layers.0.attn.q_proj`, → its Hugging Face module's; Llama's where
+    `config` belongs to no family.
+    """
+    table = FAMILIES.get(config.family, FAMILIES["llama"]).names
+    kernels = [path for path in parameters(config) if path.endswith(".kernel")]
+    return {path.removesuffix(".kernel"): table.name(path).removesuffix(".weight") for path in kernels}
+
+
+def names(config: ModelConfig, table: NameTable | None = None, *, scored: bool = False) -> dict[str, str]:
+    """Our path → the checkpoint's tensor name, for each parameter; the family's Hugging Face table unless given.
+
+    `scored`: of a *ForSequenceClassification checkpoint, which has `score` [labels, D] and no language head.
+    """
     table = table or FAMILIES[config.family].names
-    return {path: table.name(path) for path in parameters(config)}
+    top = {"score": SCORE} if scored else {}
+    config = replace(config, tie_embeddings=config.tie_embeddings or scored)
+    return {path: table.name(path) for path in parameters(config)} | top
 
 
 def orient(path: str, tensor: np.ndarray) -> np.ndarray:
@@ -114,139 +152,6 @@ def _few(names: list[str]) -> str:
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
-# --- readers of config.json
-
-
-def _base(c: Config, **switches: Any) -> ModelConfig:
-    """The fields that all families share; `switches` are what this one changes."""
-    heads, hidden = c["num_attention_heads"], c["hidden_size"]
-    fields = {
-        "vocab_size": c["vocab_size"],
-        "hidden_size": hidden,
-        "intermediate_size": c["intermediate_size"],
-        "num_layers": c["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": c.get("num_key_value_heads") or heads,
-        "head_dim": c.get("head_dim") or hidden // heads,
-        "norm_eps": c["rms_norm_eps"],
-        "rope_theta": _rope(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # what an absent key means there
-        "rope_scaling": _rope_scaling(_rope(c), c),
-        "tie_embeddings": c.get("tie_word_embeddings", False),
-        "max_positions": c["max_position_embeddings"],
-        "family": c["model_type"],
-        "activation": _activation(c),
-    }
-    return ModelConfig(**(fields | switches))
-
-
-def _llama(c: Config) -> ModelConfig:
-    _refuse(c, "attention_bias", "mlp_bias")
-    return _base(c)
-
-
-def _qwen2(c: Config) -> ModelConfig:
-    windowed = c.get("use_sliding_window", False)
-    first = c.get("max_window_layers", c["num_hidden_layers"])
-    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_layers(c))]
-    return _base(c, attention_bias=True, windows=_windows(c, default))
-
-
-def _qwen3(c: Config) -> ModelConfig:
-    _refuse(c, "attention_bias", "use_sliding_window")
-    return _base(c, qk_norm=True, head_dim=c["head_dim"])
-
-
-def _gemma2(c: Config) -> ModelConfig:
-    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_layers(c))]
-    return _gemma(
-        c,
-        attn_softcap=c["attn_logit_softcapping"],
-        final_softcap=c["final_logit_softcapping"],
-        windows=_windows(c, default),
-    )
-
-
-def _gemma3(c: Config) -> ModelConfig:
-    every = c.get("sliding_window_pattern", 6)
-    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(c))]
-    local = (c.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta")
-    return _gemma(
-        c,
-        qk_norm=True,
-        attn_softcap=c.get("attn_logit_softcapping"),
-        final_softcap=c.get("final_logit_softcapping"),
-        windows=_windows(c, default),
-        rope_theta=_rope(c).get("rope_theta", c.get("rope_theta", 1_000_000.0)),
-        local_rope_theta=local or c.get("rope_local_base_freq", 10_000.0),
-    )
-
-
-def _gemma(c: Config, **switches: Any) -> ModelConfig:
-    _refuse(c, "attention_bias")
-    common = {
-        "head_dim": c["head_dim"],
-        "post_norms": True,
-        "norm_offset": 1.0,
-        "embed_scale": c["hidden_size"] ** 0.5,
-        "query_scale": c["query_pre_attn_scalar"] ** -0.5,
-        "tie_embeddings": c.get("tie_word_embeddings", True),
-    }
-    return _base(c, **(common | switches))
-
-
-def _layers(c: Config) -> int:
-    return int(c["num_hidden_layers"])
-
-
-def _windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
-    """The window of each layer by its declared type, `default` where types are not declared."""
-    kinds = c.get("layer_types") or default
-    if "sliding_attention" not in kinds:
-        return None
-    return tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _activation(c: Config) -> str:
-    name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
-        raise WeightsError(f"activation {name!r} is not supported", want="one of: " + ", ".join(ACTIVATIONS))
-    return ACTIVATIONS[name]
-
-
-def _rope(c: Config) -> Config:
-    """The rotary settings of full attention, in the form of transformers 5; empty for an older config."""
-    settings: dict[str, Any] = c.get("rope_parameters") or {}
-    return settings.get("full_attention") or settings
-
-
-def _rope_scaling(rope: Config, c: Config) -> RopeScaling | None:
-    scaling = rope or c.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", scaling["factor"])
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_positions=scaling["original_max_position_embeddings"],
-        )
-    raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="one of: default, linear, llama3")
-
-
-def _refuse(c: Config, *switches: str) -> None:
-    for name in switches:
-        if c.get(name):
-            raise WeightsError(f"{name}: {c[name]!r} is not supported for {c['model_type']}")
-
-
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
 _TOP = {
     "embed.embedding": "model.embed_tokens.weight",
     "norm.scale": "model.norm.weight",
@@ -276,10 +181,14 @@ _GEMMA_NORMS = {
 }
 _GEMMA_NAMES = NameTable("model.layers.{}.", _ATTENTION | _GEMMA_NORMS, _TOP)
 
+_NANOCHAT_MLP = {"mlp.up_proj.kernel": "mlp.fc1.weight", "mlp.down_proj.kernel": "mlp.fc2.weight"}
+_NANOCHAT_NAMES = NameTable("model.layers.{}.", _ATTENTION | _NANOCHAT_MLP, _TOP)
+
 FAMILIES = {
-    "llama": Family(_llama, _LLAMA_NAMES),
-    "qwen2": Family(_qwen2, _LLAMA_NAMES),
-    "qwen3": Family(_qwen3, _LLAMA_NAMES),
-    "gemma2": Family(_gemma2, _GEMMA_NAMES),
-    "gemma3_text": Family(_gemma3, _GEMMA_NAMES),
+    "llama": Family(hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"),
+    "qwen2": Family(hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
+    "qwen3": Family(hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
+    "gemma2": Family(hf_config.read_gemma2, hf_config.write_gemma2, _GEMMA_NAMES, "Gemma2ForCausalLM"),
+    "gemma3_text": Family(hf_config.read_gemma3, hf_config.write_gemma3, _GEMMA_NAMES, "Gemma3ForCausalLM"),
+    "nanochat": Family(hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"),
 }

@@ -1,4 +1,4 @@
-"""LoRA on a decoder (Hu et al., 2021): adapters put on, taken off, merged.
+"""LoRA on a decoder (Hu et al., 2021): adapters put on, taken off, merged; and the dropout of a training step.
 
 The adapters are a module of ours and not qwix's: qwix intercepts products by patching them while the model is traced,
 which fails inside rematerialised layers, and ours are rematerialised. qwix keeps its place for quantised bases.
@@ -6,68 +6,148 @@ which fails inside rematerialised layers, and ours are rematerialised. qwix keep
 Actor and reference share the base: `with_lora` copies the module, not its arrays.
 """
 
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from covey.configs import LORA_TARGETS, LoRAConfig
+from covey.configs import LoRAConfig
 from covey.errors import RecipeError, nearest
+from covey.models import families
 from covey.models.decoder import Decoder
+from covey.models.heads import HeadParam, ValueModel
 from covey.models.layers import Linear, LoRA, project
 
+Model = TypeVar("Model", Decoder, ValueModel)
+AnyModel = TypeVar("AnyModel", bound=nnx.Module)
 
-def with_lora(base: Decoder, config: LoRAConfig, *, seed: int = 0) -> Decoder:
-    """A decoder that shares every array of `base` and has adapters on `config.targets`.
+ALL = "all-linear"
 
-    Errors: RecipeError for an unknown target or a rank below 1.
+
+def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
+    """A model that shares every array of `base` and has adapters on `config.targets`.
+
+    Args:
+        seed: of the adapters' first values, and of their dropout.
+
+    Errors: RecipeError for a target that names no projection of this model, or a rank below 1.
     """
-    for name in config.targets:
-        if name not in LORA_TARGETS:
-            raise RecipeError(
-                f"unknown LoRA target {name!r}", fix=nearest(name, LORA_TARGETS), where="model.lora.targets"
-            )
     if config.rank < 1:
         raise RecipeError(f"LoRA rank {config.rank}", want="a rank of 1 or more", where="model.lora.rank")
     model = nnx.merge(*nnx.split(base))
-    rngs = nnx.Rngs(params=seed)
-    for linear in _targets(model, config.targets):
+    rngs, chosen = nnx.Rngs(params=seed), targets(model, config.targets)
+    for number, linear in enumerate(chosen.values()):
         n_in, n_out = linear.kernel.shape
         linear.lora = LoRA(n_in, n_out, config.rank, config.alpha, rngs=rngs)
+        linear.lora.dropout, linear.lora.noise = config.dropout, (seed, number)
     return model
 
 
-def merged(model: Decoder) -> Decoder:
+def targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Linear]:
+    """The projections that `wanted` names, by path and in the order of the model.
+
+    Each entry is `all-linear`; the name of a projection, ours or Hugging Face's (`q_proj`, `fc1`); or a regular
+    expression over whole dotted paths, ours or Hugging Face's: `layers\\.[0-3]\\..*`, `.*self_attn.*`.
+
+    Errors: RecipeError for an entry that names none.
+    """
+    named, every = families.projections(trunk(model).config), projections(model)
+    chosen = {path for entry in wanted for path in _matches(entry, named)}
+    return {path: linear for path, linear in every.items() if path in chosen}
+
+
+def _matches(entry: str, named: Mapping[str, str]) -> list[str]:
+    try:
+        pattern = re.compile(r".*" if entry == ALL else rf".*\.{entry}" if entry.isidentifier() else entry)
+    except re.error as error:
+        raise RecipeError(
+            f"LoRA target {entry!r} is no regular expression: {error}", where="model.lora.targets"
+        ) from error
+    found = [ours for ours, theirs in named.items() if pattern.fullmatch(ours) or pattern.fullmatch(theirs)]
+    if not found:
+        short = {path.rsplit(".", 1)[-1] for pair in named.items() for path in pair}
+        raise RecipeError(
+            f"LoRA target {entry!r} names no projection of this model",
+            want=f"{ALL}, a name, or a regular expression over whole paths such as {next(iter(named))}",
+            fix=nearest(entry, short),
+            where="model.lora.targets",
+        )
+    return found
+
+
+def merged(model: Model) -> Model:
     """The same function without adapters: each kernel becomes W + scale·A·B."""
     model = nnx.merge(*nnx.split(model))
-    for linear in _targets(model, LORA_TARGETS):
+    for linear in projections(model).values():
         if linear.lora is not None:
-            update = project(linear.lora.a[...], linear.lora.b[...], jnp.float32) * linear.lora.scale
-            linear.kernel = nnx.Param((linear.kernel[...].astype(jnp.float32) + update).astype(linear.kernel.dtype))
+            linear.kernel = nnx.Param(merged_kernel(linear, linear.kernel.dtype))
             linear.lora = None
     return model
 
 
-def without_lora(model: Decoder) -> Decoder:
+def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
+    """W + scale·A·B, computed in float32 and rounded once; W itself where there is no adapter."""
+    if linear.lora is None:
+        return linear.kernel[...].astype(dtype)
+    update = project(linear.lora.a[...], linear.lora.b[...], jnp.float32) * linear.lora.scale
+    return (linear.kernel[...].astype(jnp.float32) + update).astype(dtype)
+
+
+def without_lora(model: Model) -> Model:
     """The base under the adapters, sharing its arrays."""
     model = nnx.merge(*nnx.split(model))
-    for linear in _targets(model, LORA_TARGETS):
+    for linear in projections(model).values():
         linear.lora = None
     return model
 
 
-def has_lora(model: Decoder) -> bool:
+def has_lora(model: nnx.Module) -> bool:
     """True when any projection has an adapter."""
-    return any(linear.lora is not None for linear in _targets(model, LORA_TARGETS))
+    return len(nnx.state(model, nnx.LoRAParam)) > 0
 
 
-def split_trainable(model: Decoder) -> tuple[nnx.GraphDef[Decoder], nnx.State, nnx.State]:
-    """The model's graph, what training changes (the adapters when it has any, else every weight), and the rest."""
-    kind = nnx.LoRAParam if has_lora(model) else nnx.Param
+def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State, nnx.State]:
+    """The model's graph, what training changes, and the rest.
+
+    Trained are the adapters, and a value head with them, when there are any; else every weight.
+    """
+    kind = (nnx.LoRAParam, HeadParam) if has_lora(model) else nnx.Param
     parts: tuple[Any, ...] = nnx.split(model, kind, ...)
     return parts[0], parts[1], parts[2]
 
 
-def _targets(model: Decoder, names: tuple[str, ...]) -> list[Linear]:
-    parts = [part for layer in model.layers for part in (layer.attn, layer.mlp)]
-    return [getattr(part, name) for part in parts for name in names if hasattr(part, name)]
+def dropped(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
+    """`params` as the forward of update `step` sees them: dropout on the inputs of the adapters that have it.
+
+    An input is zeroed, or divided by the share that is kept, by way of its row of A. One deviation from Hu et al.: the
+    zeros are drawn once an update, from (seed, adapter, step), and shared by all of its tokens. So an update does not
+    depend on how its samples are packed and cut, and a resumed run draws what the run never stopped would have drawn.
+    """
+    model = nnx.merge(graph, params)
+    noisy = [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
+    for lora in noisy:
+        seed, number = lora.noise
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), number), step)
+        kept = jax.random.bernoulli(key, 1 - lora.dropout, (lora.a.shape[0], 1))
+        lora.a[...] = jnp.where(kept, lora.a[...] / (1 - lora.dropout), 0.0)
+    return nnx.split(model)[1] if noisy else params
+
+
+def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
+    """Every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`."""
+    decoder = trunk(model)
+    linears = {}
+    for path in families.projections(decoder.config):
+        _, index, part, name = path.split(".")
+        linears[path] = getattr(getattr(decoder.layers[int(index)], part), name)
+    return linears
+
+
+def trunk(model: Decoder | ValueModel) -> Decoder:
+    """The decoder under a value head, or the decoder itself."""
+    return model.decoder if isinstance(model, ValueModel) else model

@@ -1,47 +1,65 @@
 """Real weights into a decoder: a source goes in, the model, its tokenizer and its config come out.
 
-The decoder is built abstractly (shapes only) and filled one tensor at a time, so the host never holds much more than
-the largest tensor. Every tensor of the checkpoint must have its place and every place its tensor, with equal shapes.
+The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast and put where it will stay (on
+a mesh: in pieces), so the host never holds more than one tensor. Every tensor of the checkpoint must have its place and
+every place its tensor, with equal shapes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from covey.errors import WeightsError
 from covey.models import families, sources
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.gguf import GGUF
+from covey.models.scratch import PREFIX, Scratch
+from covey.parallel.reshard import flatten
+from covey.parallel.sharding import shardings
 from covey.tokenizer import Tokenizer, read_json
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 Place = Callable[[str, np.ndarray], jax.Array]
 """Puts one tensor on the device or devices: (path, host array) → array of the same shape and type."""
 
 
 class Checkpoint(Protocol):
-    """What a checkpoint of any format offers; `Folder` and `gguf.GGUF` do."""
+    """What a checkpoint of any format offers; `Folder`, `gguf.GGUF` and `scratch.Scratch` do."""
 
     config: ModelConfig
     tokenizer: Tokenizer
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our path, array in our layout) for each parameter of the decoder, one in memory at a time."""
+        """(our path, array in our layout) for each parameter, one in memory at a time; a classification head is
+        `score`.
+        """
+
+
+class DecoderOptions(TypedDict, total=False):
+    """See `configs.ModelOptions`."""
+
+    param_dtype: str
+    compute_dtype: str
+    remat: bool
+    scan_layers: bool
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Generic[Model]):
     """A model ready to run, and where it came from: `origin` is a source that leads to the same weights again."""
 
-    model: Decoder
+    model: Model
     tokenizer: Tokenizer
     config: ModelConfig
     origin: str
@@ -54,23 +72,25 @@ def load(
     compute_dtype: str = "float32",
     remat: bool = True,
     scan_layers: bool = False,
+    mesh: Mesh | None = None,
     place: Place | None = None,
     say: sources.Say = sources.log.info,
-) -> Loaded:
-    """Load a pretrained model.
+) -> Loaded[Decoder]:
+    """Load a pretrained language model.
 
     Args:
-        source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, or a name such as `smollm2-135m`.
+        source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
+            `scratch:name[@seed]`.
         param_dtype, compute_dtype, remat, scan_layers: see `configs.ModelOptions`.
-        place: puts each tensor on its devices; the default device when not given.
+        mesh: devices to divide the parameters over, as `parallel.sharding` says; the default device when not given.
+        place: puts each tensor on its devices, in place of `mesh`.
         say: is told about slow steps.
 
     Raises:
         WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
     """
-    found = sources.resolve(source, say=say)
-    checkpoint = open_checkpoint(found.path)
-    _check_vocabulary(checkpoint, str(found.path))
+    found, checkpoint = find(source, say)
+    _refuse_classifier(checkpoint, str(found.path))
 
     def build() -> Decoder:
         return Decoder(
@@ -83,8 +103,21 @@ def load(
         )
 
     abstract = nnx.eval_shape(build)
-    model = fill(abstract, checkpoint.tensors(), place or _on_default_device, where=str(found.path))
+    model = fill(abstract, checkpoint.tensors(), place or placing(abstract, mesh), where=str(found.path))
     return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
+
+
+def find(source: str | Path, say: sources.Say) -> tuple[sources.Resolved, Checkpoint]:
+    """Where `source` lies on this disk, and its checkpoint, whose tensors are not read yet.
+
+    Raises:
+        WeightsError: the source cannot be had, is not a model that we compute, or its tokenizer does not fit.
+    """
+    found = sources.resolve(source, say=say)
+    from_scratch = found.origin.startswith(PREFIX)
+    checkpoint: Checkpoint = Scratch(found.origin) if from_scratch else open_checkpoint(found.path)
+    _check_vocabulary(checkpoint, str(found.path))
+    return found, checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -92,7 +125,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUF(path) if path.is_file() else Folder(path)
 
 
-def fill(model: Decoder, tensors: Iterable[tuple[str, np.ndarray]], place: Place, where: str = "") -> Decoder:
+def labels(checkpoint: Checkpoint) -> int | None:
+    """How many labels its classification head has; None for a language model."""
+    return checkpoint.labels() if isinstance(checkpoint, Folder) else None
+
+
+def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, where: str = "") -> Model:
     """The abstract `model` with every parameter taken from `tensors`, cast to the parameter's type.
 
     Raises:
@@ -106,14 +144,30 @@ def fill(model: Decoder, tensors: Iterable[tuple[str, np.ndarray]], place: Place
         if tensor.shape != slot.shape:
             raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
         host = np.ascontiguousarray(tensor, dtype=slot.dtype)
-        flat[keys.pop(path)] = slot.replace(place(path, host))
+        flat[keys.pop(path)] = slot.replace(jax.block_until_ready(place(path, host)))
+        del tensor, host  # before the next is read
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def _on_default_device(path: str, tensor: np.ndarray) -> jax.Array:
-    return jnp.array(tensor)  # a copy: on CPU an alias would keep reading the checkpoint's file
+def placing(model: nnx.Module, mesh: Mesh | None) -> Place:
+    """Puts each parameter of the abstract `model` where `parallel.sharding` wants it on `mesh`; without one, on the
+    default device. Each device gets its own piece alone, in every process of a run.
+    """
+    if mesh is None:
+        return lambda path, tensor: jnp.asarray(_own(tensor))
+    where = flatten(shardings(nnx.state(model), mesh))
+
+    def place(path: str, tensor: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: _own(tensor[index]))
+
+    return place
+
+
+def _own(tensor: np.ndarray) -> np.ndarray:
+    """A copy. On CPU JAX may keep the memory it is given, and an alias would keep reading the checkpoint's file."""
+    return np.array(tensor)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
@@ -122,6 +176,15 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
         raise WeightsError(
             f"the tokenizer has {tokens} tokens and the model embeds {rows}",
             fix="the tokenizer belongs to another model, or tokens were added without resizing the embedding",
+            where=where,
+        )
+
+
+def _refuse_classifier(checkpoint: Checkpoint, where: str) -> None:
+    if labels(checkpoint) is not None:
+        raise WeightsError(
+            f"this checkpoint has a classification head ({families.SCORE}) and no language head: it cannot write",
+            fix="it can score: reward=, or with another head critic=",
             where=where,
         )
 
@@ -138,15 +201,30 @@ class Folder:
         self.config = families.read_config(read_json(folder / "config.json"), str(folder / "config.json"))
         self.tokenizer = Tokenizer.from_folder(folder)
 
+    def labels(self) -> int | None:
+        """See `weights.labels`."""
+        with self._holders() as holders:
+            if families.SCORE not in holders:
+                return None
+            shape = holders[families.SCORE].get_slice(families.SCORE).get_shape()
+        if len(shape) != 2:
+            raise WeightsError(f"{families.SCORE} has shape {shape}", want="[labels, D]", where=str(self.folder))
+        return int(shape[0])
+
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
-        with ExitStack() as stack:
-            files = {name: stack.enter_context(_opened(self.folder / name)) for name in _files(self.folder)}
-            holders = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
-            wanted = families.names(self.config)
+        with self._holders() as holders:
+            wanted = families.names(self.config, scored=families.SCORE in holders)
             families.match(wanted, holders, self._ignored, str(self.folder))
             for path, name in wanted.items():
-                yield path, families.orient(path, _read(holders[name], name, self.folder))
+                yield path, families.orient(path, read_float(holders[name], name, self.folder))
+
+    @contextmanager
+    def _holders(self) -> Iterator[Mapping[str, Any]]:
+        """The open file of each tensor."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(open_safetensors(self.folder / name)) for name in _files(self.folder)]
+            yield {tensor: file for file in files for tensor in file.keys()}  # noqa: SIM118
 
     def _ignored(self, name: str) -> bool:
         """Tensors that the model does without: a second copy of a tied head, tables that follow from the config."""
@@ -177,7 +255,12 @@ def _indexed(index: Path) -> list[str]:
     return sorted(set(entries.values()))
 
 
-def _opened(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """A safetensors file to read from, as a context; its tensors are not read yet.
+
+    Raises:
+        WeightsError: it is not whole.
+    """
     import safetensors
 
     try:
@@ -190,7 +273,12 @@ def _opened(file: Path) -> Any:
         ) from error
 
 
-def _read(file: Any, name: str, folder: Path) -> np.ndarray:
+def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
+    """One tensor, in the file's type.
+
+    Raises:
+        WeightsError: it does not hold floating-point numbers.
+    """
     kind = file.get_slice(name).get_dtype()
     if kind not in FLOATS:
         raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOATS), where=str(folder))

@@ -1,21 +1,33 @@
-"""Log-probs of given completions under a model that is not being trained at the moment: the reference, or the old
-policy.
+"""Models that only look: log-probs, values and scores of given completions, slice by slice.
+
+`InferenceWorker` hosts the reference, the critic as it is now, and the reward model. The same scorers serve the actor's
+old log-probs, which its trainer's weights give.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
+from covey.errors import RecipeError, WeightsError, nearest
+from covey.models.decoder import Decoder
+from covey.models.heads import ValueModel
 from covey.parallel.placement import put_rows
 from covey.rl.logprobs import row_scores
-from covey.rl.rows import Rows, micro_batches, unpack
+from covey.rl.rows import Rows, micro_batches, pack, unpack
+from covey.rl.trainer import rows_at_a_time
+from covey.rl.values import groups_to_score, row_values
 from covey.train.trainer import compiler_options
+
+RoleName = TypeVar("RoleName", bound=str)
 
 
 class RowScorer:
-    """Scores rows slice by slice.
+    """Log-probs of rows, slice by slice.
 
     Args:
         graph: the decoder's graph; weights come with each call.
@@ -23,11 +35,173 @@ class RowScorer:
     """
 
     def __init__(self, graph: Any, temperature: float):
-        self._score = jax.jit(
-            lambda params, rows: row_scores(graph, params, rows, temperature).logps, compiler_options=compiler_options()
-        )
+        self._score = _compiled(lambda params, rows: row_scores(graph, params, rows, temperature).logps)
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """float32 log-probs, one array a completion, `lengths[i]` long; `size` rows are computed at a time."""
+        """float32, one array a completion, `lengths[i]` long; `size` rows are computed at a time."""
         parts = [np.asarray(self._score(params, put_rows(part, params))) for part in micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
+
+
+class ValueScorer(RowScorer):
+    """Values of rows, slice by slice.
+
+    Args:
+        graph: the value model's.
+    """
+
+    def __init__(self, graph: Any):
+        self._score = _compiled(partial(row_values, graph))
+
+
+class InferenceWorker:
+    """Hosts models that are not trained here, by role: `reference`, `critic` and `reward`, each of which may be absent.
+
+    Args:
+        models: role → model on its devices: a `Decoder` as reference, a `ValueModel` as critic and as reward model.
+        temperature: the rollout's; the reference's log-probs are taken at it.
+
+    Attributes:
+        params: role → the weights it has now.
+
+    Raises:
+        RecipeError: another role, or a model of the wrong kind for its role.
+    """
+
+    def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
+        self.params: dict[str, nnx.State] = {}
+        self._scorers: dict[str, RowScorer] = {}
+        self._vocabulary: dict[str, int] = {}
+        for role, model in models.items():
+            _check(role, model)
+            graph, self.params[role] = nnx.split(model)
+            self._scorers[role] = ValueScorer(graph) if isinstance(model, ValueModel) else RowScorer(graph, temperature)
+            trunk = model.decoder if isinstance(model, ValueModel) else model
+            self._vocabulary[role] = trunk.config.vocab_size
+
+    def has(self, role: str) -> bool:
+        """Whether a model has this role.
+
+        Raises:
+            RecipeError: the role is not one of ours.
+        """
+        _check_role(role)
+        return role in self.params
+
+    def update_params(self, role: str, params: Any) -> None:
+        """New weights for the next call: all of them, or some (the adapters alone, say) beside those held.
+
+        Raises:
+            RecipeError: no model has this role.
+        """
+        self.params[role] = nnx.merge_state(self._held(role), params)
+
+    def ref_logps(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+        """The reference's log-probs: float32, one array a completion, `lengths[i]` long; `size` rows at a time.
+
+        Raises:
+            RecipeError: there is no reference.
+        """
+        return self._scores("reference", rows, lengths, size)
+
+    def values(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+        """The critic's value of the state before each token: float32, one array a completion, `lengths[i]` long.
+
+        Raises:
+            RecipeError: there is no critic.
+        """
+        return self._scores("critic", rows, lengths, size)
+
+    def rewards(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        row_length: int = 512,
+        max_tokens: int = 1024,
+        mesh: Mesh | None = None,
+    ) -> list[float]:
+        """The reward model's score of each completion: its head at the completion's last token, a stop token included.
+
+        Hugging Face looks for the last token that is not padding; where a model pads with its stop token, that is the
+        token before it. Ours is the true end.
+
+        Args:
+            prompt_ids: the prompt of each completion.
+            completion_ids: one list of tokens a completion.
+            row_length: longest row in tokens; a longer sample raises it.
+            max_tokens: about how many tokens are computed at a time.
+            mesh: where the reward model lives; one device when not set.
+
+        Raises:
+            RecipeError: there is no reward model.
+            WeightsError: a token that the reward model does not know: it has another tokenizer.
+        """
+        self._held("reward")
+        if not len(completion_ids):
+            return []
+        groups = groups_to_score(prompt_ids, completion_ids)
+        self._check_tokens([g.prompt_tokens for g in groups] + [c.tokens for g in groups for c in g.completions])
+        rows = pack(groups, row_length, micro_batch=max_tokens)
+        lengths = [len(c) + 1 for c in completion_ids]
+        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens))
+        return [float(score[-1]) for score in scores]
+
+    def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+        params = self._held(role)
+        return self._scorers[role](params, rows, lengths, size)
+
+    def _held(self, role: str) -> nnx.State:
+        if not self.has(role):
+            raise RecipeError(f"no {role} is loaded", fix=f"RLCluster({role}=...)", where="InferenceWorker")
+        return self.params[role]
+
+    def _check_tokens(self, tokens: Sequence[np.ndarray]) -> None:
+        largest, known = max(int(t.max(initial=0)) for t in tokens), self._vocabulary["reward"]
+        if largest >= known:
+            raise WeightsError(
+                f"token {largest} is unknown to the reward model, which embeds {known}",
+                want="one tokenizer for all roles",
+                fix="a reward model of the actor's own family",
+                where="RLCluster.reward",
+            )
+
+
+def _compiled(score: Callable[[Any, Rows], jax.Array]) -> Callable[[Any, Rows], jax.Array]:
+    return jax.jit(score, compiler_options=compiler_options())
+
+
+def _check(role: str, model: Decoder | ValueModel) -> None:
+    _check_role(role)
+    if not isinstance(model, KINDS[role]):
+        raise RecipeError(
+            f"the {role} is a {type(model).__name__}",
+            want=f"a {KINDS[role].__name__}",
+            fix=FIXES[role],
+            where=f"RLCluster.{role}",
+        )
+
+
+def _check_role(role: str) -> None:
+    if role not in KINDS:
+        raise RecipeError(
+            f"the inference worker hosts no {str(role)!r}",
+            want="one of: " + ", ".join(KINDS),
+            fix=ELSEWHERE.get(role) or nearest(role, KINDS),
+            where="InferenceWorker",
+        )
+
+
+KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "critic": ValueModel, "reward": ValueModel}
+"""The legal roles, and what has each."""
+
+FIXES = {
+    "reference": "models.weights.load(source).model",
+    "critic": "models.heads.value_model(model), or load_value_model(source, new_head=True).model",
+    "reward": "models.heads.load_value_model(source).model",
+}
+
+ELSEWHERE = {
+    "actor": "the actor is trained: RLCluster.update_actor and get_old_per_token_logps",
+    "rollout": "the rollout samples: RLCluster.generate",
+}

@@ -1,0 +1,135 @@
+"""A decoder with one number a token instead of logits: the critic (the value of the state that the token ends) and the
+reward model (a Hugging Face *ForSequenceClassification with one label, read at the last token).
+
+Only the trunk of a decoder is kept: an untied language head stays behind. The head is float32 in memory and in
+arithmetic, whatever the trunk is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from covey.errors import WeightsError
+from covey.models import sources, weights
+from covey.models.attention import Attend
+from covey.models.decoder import Decoder
+
+
+class HeadParam(nnx.Param):
+    """The weights of a value head: `lora.split_trainable` trains them together with adapters."""
+
+
+class ValueModel(nnx.Module):
+    """A trunk and a scalar head: hidden · score, without bias (Stiennon et al., 2020, in the layout of Hugging Face).
+
+    Args:
+        decoder: the trunk; one without a language head of its own.
+
+    Attributes:
+        score: float32 [D], zero at first.
+    """
+
+    def __init__(self, decoder: Decoder):
+        assert decoder.head is None, "a language head would be trained with the critic and never used"
+        self.decoder = decoder
+        self.score = HeadParam(jnp.zeros((decoder.config.hidden_size,), jnp.float32))
+
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T"]:
+        """The value of each prefix, float32."""
+        return self.values(self.decoder(tokens, positions, attend)[0])
+
+    def values(self, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:
+        """The head on the trunk's hidden states."""
+        return jnp.matmul(hidden.astype(jnp.float32), self.score[...], precision=jax.lax.Precision.HIGHEST)
+
+
+def value_model(base: Decoder, *, share: bool = False) -> ValueModel:
+    """A critic from a language model: its trunk, adapters included, with a zero head, so that all first values are 0.
+
+    Args:
+        base: any decoder.
+        share: use the arrays of `base` instead of copies. A trainer takes over what it trains, so share only what stays
+            frozen: `with_lora(value_model(without_lora(actor), share=True), config)` has adapters of its own on a
+            shared base.
+    """
+    trunk = _without_head(base)
+    if not share:
+        graph, params = nnx.split(trunk)
+        trunk = nnx.merge(graph, jax.tree.map(jnp.copy, params))
+    return ValueModel(trunk)
+
+
+def load_value_model(
+    source: str | Path,
+    *,
+    new_head: bool = False,
+    mesh: Mesh | None = None,
+    place: weights.Place | None = None,
+    say: sources.Say = sources.log.info,
+    **options: Unpack[weights.DecoderOptions],
+) -> weights.Loaded[ValueModel]:
+    """Load a reward model, or the start of a critic.
+
+    Args:
+        source: as for `weights.load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
+        new_head: accept a language model too, and give it a zero head: a critic's start.
+        mesh, place, say, options: as for `weights.load`.
+
+    Raises:
+        WeightsError: the source cannot be had or is incomplete, its head has more than one label, or it is a language
+            model and `new_head` is not set.
+    """
+    found, checkpoint = weights.find(source, say)
+    labels = weights.labels(checkpoint)
+    _check_head(labels, new_head, str(found.path))
+    config = replace(checkpoint.config, tie_embeddings=True)
+    build = lambda: ValueModel(Decoder(config, rngs=nnx.Rngs(0), **options))  # noqa: E731
+    tensors = _tensors(checkpoint, zero=config.hidden_size if labels is None else 0)
+    abstract = nnx.eval_shape(build)
+    model = weights.fill(abstract, tensors, place or weights.placing(abstract, mesh), where=str(found.path))
+    return weights.Loaded(model, checkpoint.tokenizer, config, found.origin)
+
+
+def _without_head(base: Decoder) -> Decoder:
+    """`base` with the same arrays, less a language head of its own."""
+    trunk = nnx.merge(*nnx.split(base))
+    trunk.head, trunk.config = None, replace(base.config, tie_embeddings=True)
+    return trunk
+
+
+def _check_head(labels: int | None, new_head: bool, where: str) -> None:
+    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
+    if labels not in (None, 1):
+        raise WeightsError(
+            f"this is a classifier with num_labels {labels}",
+            want=wanted,
+            fix="a model trained for one score, with num_labels=1",
+            where=where,
+        )
+    if labels is None and not new_head:
+        raise WeightsError(
+            "this is a language model: it has no score.weight and cannot score",
+            want=wanted,
+            fix="a reward model; as critic a language model will do",
+            where=where,
+        )
+
+
+def _tensors(checkpoint: weights.Checkpoint, zero: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
+    for path, tensor in checkpoint.tensors():
+        if path == "score":
+            yield path, tensor[0]
+        elif path != "head.embedding":
+            yield f"decoder.{path}", tensor
+        del tensor  # before the next is read
+    if zero:
+        yield "score", np.zeros(zero, np.float32)

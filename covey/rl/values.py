@@ -1,0 +1,121 @@
+"""Values of states, and the scores of whole answers, on the same rows as the log-probs.
+
+The value of a scored token is the critic's for the state that it was drawn from: the head on the hidden state that
+predicts the token. A reward model reads the hidden state of an answer's *last* token, which our rows never feed; so
+each answer gets one token more before it is packed, and the score is the value of that token's state.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from covey.errors import DataError
+from covey.rl.logprobs import picked_hidden
+from covey.rl.losses import Shares, weighted
+from covey.rl.rows import Rows
+from covey.types import Completion, FinishReason, Group
+
+
+class ValueInputs(NamedTuple):
+    """What a critic's micro-batch needs beside its rows: each [R, M] float32, 0 at padding, NumPy or JAX.
+
+    Attributes:
+        returns: what the values should have been.
+        old_values: the critic's at the rollout.
+        weight: of the token in the sum; more than 0 exactly where the token is in the loss.
+    """
+
+    returns: Float[Any, "R M"]
+    old_values: Float[Any, "R M"]
+    weight: Float[Any, "R M"]
+
+
+def row_values(graph: Any, params: Any, rows: Rows) -> Float[Array, "R M"]:
+    """The value of the state that each scored token was drawn from, float32; 0 at padding.
+
+    Args:
+        graph, params: a `ValueModel` as `nnx.split` gives it.
+    """
+    model = nnx.merge(graph, params)
+    return jnp.where(rows.scored, model.values(picked_hidden(model.decoder, rows)), 0.0)
+
+
+def value_loss(
+    values: Float[Array, "R M"],
+    old_values: Float[Array, "R M"],
+    returns: Float[Array, "R M"],
+    weight: Float[Array, "R M"],
+    clip: float,
+) -> tuple[Float[Array, ""], Shares]:
+    """Σ weight · ½ max((v − R)², (v_c − R)²), v_c = v held within ± clip of v_old (Schulman et al., 2017, as in their
+    code; Huang et al., 2022, detail 9).
+
+    Where the two are equal, at the edge of the range too, the gradient is v's own.
+
+    Args:
+        values: the critic's; differentiable.
+        old_values, returns, weight: see `ValueInputs`.
+        clip: 0 is off.
+
+    Returns:
+        The sum, to be divided by the step's Σ weight, and the shares of `value_loss`, `value_mean` and
+        `value_clip_ratio`: the share of tokens whose loss is the clipped one and so passes no gradient.
+    """
+    free = jnp.square(values - returns)
+    held = jnp.clip(values, old_values - clip, old_values + clip) if clip else values
+    clipped = jnp.square(held - returns)
+    stopped = clipped > free
+    loss = 0.5 * jnp.where(stopped, clipped, free)
+    means = {"value_loss": loss, "value_mean": values, "value_clip_ratio": stopped.astype(jnp.float32)}
+    shares: Shares = {name: weighted(value, weight) for name, value in means.items()}
+    return jnp.sum(weight * loss), jax.lax.stop_gradient(shares)
+
+
+def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> float:
+    """1 − Var(R − v) / Var(R) over all tokens of a step; NaN when the returns are all equal.
+
+    Args:
+        values: the critic's, one array a completion.
+        returns: alike.
+
+    >>> explained_variance([np.array([1.0, 2.0])], [np.array([1.0, 3.0])])
+    0.75
+    """
+    v, r = (np.concatenate([*x, np.zeros(0)]).astype(np.float64) for x in (values, returns))
+    spread = r.var() if len(r) else 0.0
+    return float(1 - (r - v).var() / spread) if spread else float("nan")
+
+
+def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Group]:
+    """Answers as groups in which the value of each one's last token is its score.
+
+    Args:
+        prompt_ids: the prompt of each completion; neighbours with an equal one share it in a row.
+        completion_ids: one list of tokens a completion, its stop token included; an empty one is scored at the end of
+            its prompt.
+
+    Raises:
+        DataError: other than one prompt a completion, or neither prompt nor completion.
+    """
+    if len(prompt_ids) != len(completion_ids):
+        raise DataError(f"{len(prompt_ids)} prompts for {len(completion_ids)} completions", want="one a completion")
+    for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        if len(prompt) + len(completion) == 0:
+            raise DataError(f"sample {i} has neither prompt nor completion", want="a token to score")
+    pairs = [(tuple(map(int, p)), c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+    return [
+        Group("", np.array(prompt, np.int32), tuple(_longer(c) for _, c in same))
+        for prompt, same in groupby(pairs, key=lambda pair: pair[0])
+    ]
+
+
+def _longer(tokens: Sequence[int]) -> Completion:
+    """With one token more, which is never fed: any would do."""
+    none = np.zeros(0, np.float32)
+    return Completion(np.append(np.asarray(tokens, np.int32), np.int32(0)), none, none, FinishReason.STOP)
