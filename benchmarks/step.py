@@ -13,8 +13,10 @@ import tokenizers
 
 from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
 from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
-from covey.rl.cluster import ClusterConfig, RLCluster
-from covey.rl.grpo import GRPOLearner, StepRecord
+from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import StepRecord
+from covey.rl.roles import ClusterConfig
 from covey.tokenizer import Tokenizer
 
 PHASES = ("rollout", "reward", "logps", "update", "sync")

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import MICRO_BATCH, STILL, Result, Settings, interleaved, megabytes, short
-from covey.configs import GRPOConfig
-from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.algorithms import PRESETS
+from covey.rl.losses import LossInputs, sequence_mean
 from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread
-from covey.rl.trainer import MicroBatch, RLTrainer
+from covey.rl.trainer import RLTrainer, RowBatch
 from covey.train.optimizers import make_optimizer
+from covey.train.trainer import Part
 from covey.types import Group
 
 
 def measure(settings: Settings) -> Result:
     """Updates a trainer with remat and one without on both layouts of the same groups."""
     groups = settings.groups()
-    batches = {packing: _batches(groups, packing) for packing in ("dense", "groups")}
+    batches = {packing: _parts(groups, packing) for packing in ("dense", "groups")}
     trainers = {name: _trainer(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
     pairs = {f"{packing}, {remat}": (trainers[remat], batches[packing]) for packing in batches for remat in trainers}
     runs = {name: partial(trainer.update, parts) for name, (trainer, parts) in pairs.items()}
@@ -34,13 +35,15 @@ def measure(settings: Settings) -> Result:
 
 
 def _trainer(settings: Settings, remat: bool) -> RLTrainer:
-    return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), GRPOConfig(beta=0.0), 1.0)
+    return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), PRESETS["grpo"], 1.0)
 
 
-def _batches(groups: list[Group], packing: Any) -> list[MicroBatch]:
+def _parts(groups: list[Group], packing: Any) -> list[Part]:
     rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
     size = rows_together(rows.tokens.shape[1], MICRO_BATCH)
-    return list(micro_batches(MicroBatch(rows, _inputs(rows, groups)), size))
+    pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), size))
+    samples = sum(len(g.completions) for g in groups)
+    return [Part(piece, samples / len(pieces)) for piece in pieces]
 
 
 def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
@@ -48,15 +51,17 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     lengths = np.array([len(c.tokens) for c in completions])
     return LossInputs(
         advantage=spread(rows, np.random.default_rng(4).normal(size=len(lengths))),
-        weight=spread(rows, sequence_mean_weights(lengths)),
+        weight=spread(rows, sequence_mean(lengths, int(lengths.max()))[0]),
         sampled=lay(rows, [c.logps for c in completions]),
+        beta=np.zeros((len(rows.tokens), 1), np.float32),
     )
 
 
-def _facts(trainer: RLTrainer, batches: list[MicroBatch]) -> dict[str, Any]:
+def _facts(trainer: RLTrainer, parts: list[Part]) -> dict[str, Any]:
+    batches = [part.batch for part in parts]
     # The trainer's program has no public name; its memory is half of what remat is about.
     zeros = jax.tree.map(jnp.zeros_like, trainer.trainable)
-    compiled = trainer._accumulate.lower(trainer.trainable, trainer.frozen, zeros, batches[0]).compile()
+    compiled = trainer._accumulate.lower(trainer.trainable, trainer.frozen, zeros, batches[0], 0).compile()
     shape = (sum(len(b.rows.tokens) for b in batches), batches[0].rows.tokens.shape[1])
     waste = np.mean([padding_waste(b.rows) for b in batches])
     return {"rows": "x".join(map(str, shape)), "padding": round(float(waste), 3), "temp_mb": megabytes(compiled)}

@@ -27,6 +27,11 @@ class PromptLoader:
         position: rows handed out so far, over all epochs: the number of the next row in the stream.
     """
 
+    unit = "prompts_per_step"
+    """What the batch size is called in settings and errors."""
+    read = staticmethod(as_rows)
+    """What makes rows of the data."""
+
     def __init__(
         self, data: Any, prompts_per_step: int, *, seed: int = 0, shuffle: bool = True, num_epochs: int | None = None
     ):
@@ -38,8 +43,8 @@ class PromptLoader:
         num_epochs: ends after so many, with a short batch if need be; endless when not set.
         """
         if prompts_per_step < 1:
-            raise DataError(f"prompts_per_step is {prompts_per_step}", want="at least 1")
-        self.rows = as_rows(data)
+            raise DataError(f"{self.unit} is {prompts_per_step}", want="at least 1")
+        self.rows = self.read(data)
         self.prompts_per_step = prompts_per_step
         self.position = 0
         self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
@@ -52,9 +57,14 @@ class PromptLoader:
         return self
 
     def __next__(self) -> list[Row]:
-        stop = min(self.position + self.prompts_per_step, len(self._order))
-        if self.position >= stop:
+        batch = self.take(self.prompts_per_step)
+        if not batch:
             raise StopIteration
+        return batch
+
+    def take(self, count: int) -> list[Row]:
+        """The next `count` rows; fewer, or none, where the data ends."""
+        stop = min(self.position + count, len(self._order))
         batch = [self.rows[int(self._order[i])] for i in range(self.position, stop)]
         self.position = stop
         return batch
@@ -75,7 +85,7 @@ class PromptLoader:
         other = {name: saved.get(name) for name, now in self.fingerprint.items() if saved.get(name) != now}
         if other:
             told = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
-            fix = "give the run the data, seed and prompts_per_step it was started with, or start a new one"
+            fix = f"give the run the data, seed and {self.unit} it was started with, or start a new one"
             raise ResumeError(f"the data does not go on where it stopped: {told}", fix=fix)
         self.position = position
 
@@ -88,7 +98,7 @@ class PromptLoader:
             "content": _digest(self.rows),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "prompts_per_step": self.prompts_per_step,
+            self.unit: self.prompts_per_step,
             "order": _digest(order),
         }
 

@@ -20,7 +20,8 @@ PROMPT_NAMES = ("prompt", "prompts")
 
 
 def as_rows(data: Any) -> list[Row]:
-    """`data` as rows: prompts as text or message lists, NumPy scalars and bytes as plain values.
+    """`data` as rows: prompts as text or message lists, NumPy scalars and bytes as plain values. A column that only
+    some rows have is None in the others, so that what a batch holds does not depend on how the data are cut.
 
     Args:
         data: a sequence or iterable of rows, of prompts, or of batches; or one dict of columns. The prompt is in the
@@ -35,10 +36,11 @@ def as_rows(data: Any) -> list[Row]:
     if isinstance(data, Mapping):
         rows = _from_columns(data, _prompt_name(data, "the data"), "the data")
     else:
-        rows = [row for number, item in enumerate(_items(data)) for row in _from_item(item, f"item {number}")]
+        rows = [row for number, item in enumerate(items(data)) for row in _from_item(item, f"item {number}")]
     if not rows:
         raise DataError("the data set is empty", want="at least one row with a prompt")
-    return rows
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [row if len(row) == len(columns) else dict.fromkeys(columns) | row for row in rows]
 
 
 def as_prompt(value: Any, where: str) -> Prompt:
@@ -58,18 +60,23 @@ def as_prompt(value: Any, where: str) -> Prompt:
     raise DataError(what, want="text, or chat messages with a role and a content, not empty", where=where)
 
 
-def _items(data: Any) -> Iterator[Any]:
+def items(data: Any) -> Iterator[Any]:
+    """What a data set iterates over.
+
+    Raises:
+        DataError: it is a text, has nothing to go through, or does not end.
+    """
     if isinstance(data, (str, bytes)):
         fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
         raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
     try:
-        items = iter(data)
+        found = iter(data)
     except TypeError:
         what = f"the data is a {type(data).__name__}, which has no rows to go through"
         raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
     if _length(data) > MOST_ROWS:
         raise _endless()
-    for number, item in enumerate(items):
+    for number, item in enumerate(found):
         if number > MOST_ROWS:
             raise _endless()
         yield item

@@ -60,16 +60,16 @@ def reshard(
     """
     started = time.perf_counter()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    report = on_done or (lambda _: None)
     try:
         target = _shardings(tree, target_shardings)
         source = jax.tree.map(lambda x, to: x if _apart(x, to) else jnp.copy(x), tree, target) if copy else tree
         moved = _mover()(source, target, donate=donate)
     except Exception as error:
-        report(Transfer(time.perf_counter() - started, size, error))
+        if on_done is not None:
+            _from_a_thread(on_done, Transfer(time.perf_counter() - started, size, error))
         raise
     if on_done is not None:
-        threading.Thread(target=_watch, args=(moved, started, size, report), name="reshard").start()
+        _from_a_thread(_watch, moved, started, size, on_done)
     return moved
 
 
@@ -148,6 +148,11 @@ def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
         if donate and _apart(leaf, to):
             leaf.delete()
     return moved
+
+
+def _from_a_thread(call: Callable[..., None], *args: Any) -> None:
+    """Whatever the report does, the caller goes on."""
+    threading.Thread(target=call, args=args, name="reshard").start()
 
 
 def _watch(moved: PyTree, started: float, size: int, report: Callable[[Transfer], None]) -> None:

@@ -1,10 +1,9 @@
 """Runs reward functions over groups and checks every number that comes back.
 
-A reward function is `fn(prompts, completions, **columns) -> list[float | None]`: one call for all samples of the step,
-one number for each, None for "not scored by this one". It is passed only what its signature takes: `prompts`,
-`completions` (texts), `completion_ids` (lists of token ids) and the data columns, each repeated once per sample. It may
-be async; async functions run side by side. What comes back is checked, because a wrong length, a NaN or a truncated
-integer would train the model on nonsense without a word.
+A reward function is `fn(prompts, completions, **columns) -> list[float | None]`: one call for many samples, one number
+for each, None for "not scored by this one". It is passed only what its signature takes: the data columns, repeated for
+each sample, and what `ARGUMENTS` lists. It may be async; async functions run side by side. What comes back is checked,
+because a wrong length, a NaN or a truncated integer would train the model on nonsense without a word.
 """
 
 import importlib
@@ -13,6 +12,7 @@ import math
 import numbers
 import os
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +27,16 @@ from covey.errors import RecipeError, RewardError, nearest
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
-from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer, exact_answer_strict
-from covey.types import Group
+from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
+from covey.types import Completion, Group
 
 RewardFn = Callable[..., Any]
 """`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function of that kind."""
+
+Samples = Sequence[tuple[Group, Completion]]
+
+SEARCH_SECONDS = 1.0
+"""A function that raised sooner is called again with fewer samples, to tell which of them it was."""
 
 
 def score(
@@ -56,10 +61,11 @@ def score(
     factors = _checked_weights(weights, len(functions))
     if not groups:
         return []
-    given = _arguments(groups)
+    samples = [(group, completion) for group in groups for completion in group.completions]
     names = function_names(functions)
-    results = _call_all(names, functions, given)
-    table = np.array([_checked(name, r, given["completions"]) for name, r in zip(names, results, strict=True)])
+    results = _call_all(names, functions, samples)
+    texts = [completion.text for _, completion in samples]
+    table = np.array([_checked(name, r, texts) for name, r in zip(names, results, strict=True)])
     scored = ~np.isnan(table)
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
     totals[~scored.any(axis=0)] = np.nan
@@ -139,29 +145,17 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
     return factors
 
 
-def _arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Everything a function may ask for, one entry a sample; a column that a group lacks is None there."""
-    samples = [(group, completion) for group in groups for completion in group.completions]
-    columns = dict.fromkeys(name for group in groups for name in group.columns)
-    return {
-        **{name: [group.columns.get(name) for group, _ in samples] for name in columns},
-        "prompts": [group.prompt for group, _ in samples],
-        "completions": [completion.text for _, completion in samples],
-        "completion_ids": [completion.tokens.tolist() for _, completion in samples],
-    }
-
-
-def _call_all(names: Sequence[str], functions: Sequence[RewardFn], given: Mapping[str, list[Any]]) -> list[Any]:
+def _call_all(names: Sequence[str], functions: Sequence[RewardFn], samples: Samples) -> list[Any]:
     """Each function's result. Coroutines get a thread of their own: in a notebook this one already runs a loop."""
     results: list[Any] = []
     try:
         for name, function in zip(names, functions, strict=True):
-            results.append(_call(name, function, given))
-    except RewardError:
+            results.append(_call(name, function, samples))
+    except BaseException:
         for coroutine in filter(inspect.iscoroutine, results):
             coroutine.close()
         raise
-    waiting = {i: _awaited(names[i], r) for i, r in enumerate(results) if inspect.isawaitable(r)}
+    waiting = {i: _awaited(names[i], r, samples) for i, r in enumerate(results) if inspect.isawaitable(r)}
     if waiting:
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(_gathered, waiting.values()).result()
@@ -179,45 +173,93 @@ def _gathered(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
     return asyncio.run(together())
 
 
-async def _awaited(name: str, result: Awaitable[Any]) -> Any:
+async def _awaited(name: str, result: Awaitable[Any], samples: Samples) -> Any:
     try:
         return await result
     except Exception as error:
-        raise _raised(name, error) from error
+        raise _raised(name, error, _batch(samples)) from error
 
 
-def _call(name: str, function: RewardFn, given: Mapping[str, list[Any]]) -> Any:
-    arguments = _taken(name, function, given)
+def _call(name: str, function: RewardFn, samples: Samples) -> Any:
+    arguments, start = _taken(name, function, samples), time.perf_counter()
     try:
-        result = function(**arguments)
-        return list(result) if inspect.isgenerator(result) else result
+        return _result(function, arguments)
     except Exception as error:
-        raise _raised(name, error) from error
+        quick = time.perf_counter() - start < SEARCH_SECONDS
+        guilty = _first_guilty(name, function, samples, error) if quick else None
+        at = _batch(samples) if guilty is None else f"sample {guilty}: {_excerpt(samples[guilty][1].text)}"
+        raise _raised(name, error, at) from error
 
 
-def _raised(name: str, error: Exception) -> RewardError:
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = frames[1] if len(frames) > 1 else None
-    where = f"{frame.filename}:{frame.lineno}" if frame else ""
-    return RewardError(f"the reward function {name!r} raised {type(error).__name__}: {error}", where=where)
+def _result(function: RewardFn, arguments: Mapping[str, list[Any]]) -> Any:
+    result = function(**arguments)
+    return list(result) if inspect.isgenerator(result) else result
 
 
-def _taken(name: str, function: RewardFn, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The arguments that the signature takes: all of them under `**columns`, otherwise those it names."""
+def _first_guilty(name: str, function: RewardFn, samples: Samples, error: Exception) -> int | None:
+    """The sample for which `function` raises the same even alone, found by halving; None when there is no such one."""
+    low, high = 0, len(samples)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _raises(name, function, samples, slice(low, middle), error):
+            high = middle
+        else:
+            low = middle
+    return low if _raises(name, function, samples, slice(low, high), error) else None
+
+
+def _raises(name: str, function: RewardFn, samples: Samples, part: slice, error: Exception) -> bool:
+    arguments = _taken(name, function, samples)
+    try:
+        result = _result(function, {key: values[part] for key, values in arguments.items()})
+    except Exception as again:
+        return type(again) is type(error) and _place(again) == _place(error)
+    if inspect.iscoroutine(result):
+        result.close()
+    return False
+
+
+def _raised(name: str, error: Exception, at: str) -> RewardError:
+    what = f"the reward function {name!r} raised {type(error).__name__}: {error} (for {at})"
+    return RewardError(what, where=_place(error))
+
+
+def _place(error: Exception) -> str:
+    """The line of the reward function; "" when the call itself failed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
+
+
+def _batch(samples: Samples) -> str:
+    return f"the batch of {len(samples)} that begins with {_excerpt(samples[0][1].text)}"
+
+
+def _taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any]]:
+    """The arguments that the signature takes: those it names, and under `**columns` all but `BY_NAME`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         what = f"{_excerpt(function)} is no reward function"
         raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
-    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = given if everything else [p.name for p in parameters if p.name in given]
+    given = dict.fromkeys([*ARGUMENTS, *(column for group, _ in samples for column in group.columns)])
     for p in parameters:
         by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in given)):
             what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
             want = "arguments passed by name: " + ", ".join(sorted(given))
             raise RewardError(what, want=want, fix=nearest(p.name, given))
-    return {key: list(given[key]) for key in names}  # copies: a function may change its own
+    names = [p.name for p in parameters if p.name in given]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names += [key for key in given if key not in BY_NAME and key not in names]
+    return {key: _argument(key, samples) for key in names}
+
+
+def _argument(name: str, samples: Samples) -> list[Any]:
+    """One entry a sample, made anew for each function, which may change its own; a column that a group lacks is None
+    there.
+    """
+    of = ARGUMENTS.get(name, lambda group, completion: group.columns.get(name))
+    return [of(group, completion) for group, completion in samples]
 
 
 def _checked(name: str, result: Any, completions: Sequence[str]) -> np.ndarray:
@@ -228,7 +270,10 @@ def _checked(name: str, result: Any, completions: Sequence[str]) -> np.ndarray:
         raise RewardError(what, want=want, fix="return a list")
     values = list(result)
     if len(values) != len(completions):
-        raise RewardError(f"the reward function {name!r} returned {len(values)} values", want=want)
+        what = f"the reward function {name!r} returned {len(values)} values"
+        if len(values) < len(completions):
+            what += f", none for sample {len(values)}: {_excerpt(completions[len(values)])}"
+        raise RewardError(what, want=want)
     checked = np.empty(len(values), dtype=np.float64)
     for i, value in enumerate(values):
         number = _number(value)
@@ -268,6 +313,16 @@ def _split(groups: Sequence[Group], names: Sequence[str], table: np.ndarray, tot
     ]
 
 
+ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
+    "prompts": lambda group, completion: group.prompt,
+    "prompt_ids": lambda group, completion: group.prompt_tokens.tolist(),
+    "completions": lambda group, completion: completion.text,
+    "completion_ids": lambda group, completion: completion.tokens.tolist(),
+    "completion_messages": lambda group, completion: [{"role": "assistant", "content": completion.text}],
+}
+"""What a function may ask for beside the data columns, which cannot stand in for these."""
+BY_NAME = {"prompt_ids", "completion_messages"}
+"""Those that `**columns` does not bring along."""
 REWARDS: dict[str, RewardFn] = {
     "first_letter": first_letter,
     "sentence": sentence,
@@ -278,6 +333,7 @@ REWARDS: dict[str, RewardFn] = {
     "format_approximate": format_approximate,
     "answer_ratio": answer_ratio,
     "answer_number": answer_number,
+    "answer_close": answer_close,
     "exact_answer": exact_answer,
     "exact_answer_strict": exact_answer_strict,
 }

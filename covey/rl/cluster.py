@@ -4,73 +4,37 @@ Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one 
 A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.algorithms import Algorithm, algorithm_of
+from covey.configs import GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
-from covey.models.lora import split_trainable, without_lora
+from covey.models.heads import ValueModel, load_value_model, value_model
+from covey.models.lora import has_lora, merged, split_trainable, without_lora
 from covey.models.weights import load
-from covey.parallel.placement import put_rows, row_ways
+from covey.parallel import distributed
 from covey.parallel.reshard import reshard
 from covey.parallel.sharding import shardings
 from covey.recipe import validate
-from covey.rl.inference import RowScorer
-from covey.rl.losses import LossInputs
+from covey.rl.inference import InferenceWorker, RowScorer
+from covey.rl.losses import Surrogate
+from covey.rl.roles import ClusterConfig, Role, Settings
 from covey.rl.rollout import RolloutWorker
-from covey.rl.rows import Rows, micro_batches, rows_together
-from covey.rl.trainer import MicroBatch, RLTrainer
+from covey.rl.rows import Rows
+from covey.rl.trainer import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
 from covey.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
+from covey.train.trainer import Metrics
 from covey.types import Group
 
-
-class Role(StrEnum):
-    """What a model is for."""
-
-    ACTOR = "actor"
-    ROLLOUT = "rollout"
-    REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Where the roles live and how they work.
-
-    Attributes:
-        role_to_mesh: a mesh for each role; a role that is not named lives with the actor, and an empty table is one
-            device.
-        training_config: steps, batch, optimizer.
-        rollout_config: sampling.
-    """
-
-    role_to_mesh: Mapping[Role, Mesh] = field(default_factory=dict)
-    training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
-    rollout_config: RolloutConfig = field(default_factory=RolloutConfig)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The parts of a recipe that a cluster gets, under the names that `recipe.validate` knows."""
-
-    rollout: RolloutConfig
-    training: RLTrainingConfig
-
-    @classmethod
-    def of(cls, config: ClusterConfig) -> "_Settings":
-        training = config.training_config
-        if not isinstance(training.actor_optimizer, OptimizerConfig):  # an optax transformation has no ranges
-            training = replace(training, actor_optimizer=OptimizerConfig())
-        return cls(config.rollout_config, training)
+ModelT = TypeVar("ModelT", Decoder, ValueModel)
 
 
 class RLCluster:
@@ -79,8 +43,11 @@ class RLCluster:
     Args:
         actor: the model to train (with LoRA adapters, only those are trained), or a source that `models.weights.load`
             knows. The cluster takes over its trainable arrays; read the result from `cluster.actor`.
-        reference: the frozen model of the KL term, or a source. When not given it is the actor's base: shared with
-            LoRA, a copy of the initial weights otherwise, made only if β asks for it.
+        reference: the frozen model of the KL, or a source. When not given it is the actor's base: shared with LoRA, a
+            copy of the initial weights otherwise, made only if β asks for it.
+        critic: the model of values, or a source. When not given and the algorithm has a critic, it is a copy of the
+            actor's base with a new head.
+        reward: a frozen model that scores completions, or a source; its score is one more reward function.
         tokenizer: shared by all roles; may be left out when `actor` is a source.
         cluster_config: meshes, training, sampling.
     """
@@ -90,45 +57,62 @@ class RLCluster:
         *,
         actor: Decoder | str,
         reference: Decoder | str | None = None,
+        critic: ValueModel | str | None = None,
+        reward: ValueModel | str | None = None,
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
-        validate(_Settings.of(self.config))
+        validate(Settings.of(self.config))
+        mesh = self.config.mesh
         if isinstance(actor, str):
-            loaded = load(actor)
+            loaded = load(actor, mesh=mesh(Role.ACTOR))
             actor, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("RLCluster got a model but no tokenizer", fix="pass tokenizer=", where="RLCluster")
-        reference = load(reference).model if isinstance(reference, str) else reference
         self.tokenizer = tokenizer
-        self._actor = self._on_mesh(actor, Role.ACTOR)
-        self._reference = None if reference is None else self._on_mesh(reference, Role.REFERENCE)
         self.trainer: RLTrainer | None = None
-        self._reference_scorer: tuple[RowScorer, Any] | None = None
+        self.critic_trainer: CriticTrainer | None = None
+        self._prepared_for: tuple[GRPOConfig, int] | None = None
+        self._actor = self._on_mesh(actor, Role.ACTOR)
+        if isinstance(reference, str):
+            reference = load(reference, mesh=mesh(Role.REFERENCE)).model
+        self._reference = None if reference is None else self._on_mesh(reference, Role.REFERENCE)
+        if isinstance(critic, str):
+            critic = load_value_model(critic, new_head=True, mesh=mesh(Role.CRITIC)).model
+        self._critic = None if critic is None else self._on_mesh(critic, Role.CRITIC)
+        if isinstance(reward, str):
+            reward = load_value_model(reward, mesh=mesh(Role.REWARD)).model
+        self._reward = None if reward is None else self._on_mesh(reward, Role.REWARD)
         rollout = self._on_mesh(self._actor, Role.ROLLOUT)
         self.rollout = RolloutWorker(rollout, tokenizer, self.config.rollout_config)
+        self.inference = self._hosting(self._reference, self._critic)
 
-    def prepare(self, grpo: GRPOConfig, total_steps: int) -> None:
-        """Builds the trainer and, when β asks for it, the reference, for a run of `total_steps` updates."""
-        if self.trainer is not None:
-            raise RecipeError(
-                "this cluster has been trained already, with its own loss and schedule",
-                want="one learner a cluster",
-                fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
-            )
-        training, temperature = self.config.training_config, self.config.rollout_config.temperature
-        if grpo.beta and self._reference is None:
+    def prepare(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> None:
+        """Builds the trainers and the frozen models that the algorithm asks for, for a run of `total_steps` updates.
+
+        Raises:
+            RecipeError: the cluster was prepared for another algorithm or length before.
+        """
+        if self._prepared_for is not None:
+            self._refuse_another(config, total_steps)
+            return
+        algorithm, training = algorithm_of(config), self.config.training_config
+        temperature = self.config.rollout_config.temperature
+        self._prepared_for = config, total_steps
+        if algorithm.beta and self._reference is None:
             self._reference = self._on_mesh(without_lora(self._actor), Role.REFERENCE)
         if self._reference is not None:
-            self._reference = _apart_from(self._reference, self._actor)
+            moves = bool(config.reference_every_n_updates)
+            self._reference = _apart_from(_plain(self._reference) if moves else self._reference, self._actor, all=moves)
         optimizer = make_optimizer(training.actor_optimizer, total_steps)
-        self.trainer = RLTrainer(self._actor, optimizer, grpo, temperature)
-        self._total_steps = total_steps
-        self._actor_scorer = RowScorer(self.trainer.graph, temperature)
-        if grpo.beta and self._reference is not None:
-            graph, params = nnx.split(self._reference)
-            self._reference_scorer = RowScorer(graph, temperature), params
+        self.trainer = RLTrainer(self._actor, optimizer, algorithm, temperature, surrogate)
+        self._old_scorer = RowScorer(self.trainer.graph, temperature)
+        if algorithm.has_critic:
+            self._prepare_critic(algorithm, total_steps)
+        self.inference = self._hosting(
+            self._reference if algorithm.beta else None, self._critic if algorithm.has_critic else None
+        )
         self.sync_weights()
 
     def generate(
@@ -137,35 +121,82 @@ class RLCluster:
         samples: int,
         *,
         step: int = 0,
+        first: int = 0,
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Group]:
         """Samples each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
-        return self.rollout.generate(examples, samples, step=step, config=config, progress=progress)
+        return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
-    def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray] | None:
-        """The reference's log-probs, one array a completion; None when β is 0 and nothing needs them."""
-        if self._reference_scorer is None:
-            return None
-        scorer, params = self._reference_scorer
-        return scorer(params, rows, lengths, self._micro_batch(rows, Role.REFERENCE))
+    def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
+        """The reference's log-probs, one array a completion.
+
+        Raises:
+            RecipeError: there is no reference, as when β is 0.
+        """
+        return self.inference.ref_logps(rows, lengths, self._at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """The actor's log-probs before the step's first update, one array a completion."""
-        return self._actor_scorer(self._trained.params, rows, lengths, self._micro_batch(rows, Role.ACTOR))
+        return self._old_scorer(self._trained.params, rows, lengths, self._at_a_time(rows, Role.ACTOR))
 
-    def update_actor(self, rows: Rows, inputs: LossInputs) -> dict[str, float]:
-        """One optimizer step on `rows`, in micro-batches of about `tokens_per_micro_batch`."""
-        trainer = self._trained
-        parts = micro_batches(MicroBatch(rows, inputs), self._micro_batch(rows, Role.ACTOR))
-        return trainer.update(put_rows(part, trainer.trainable) for part in parts)
+    def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
+        """The critic's value of the state before each token, one array a completion."""
+        return self.inference.values(rows, lengths, self._at_a_time(rows, Role.CRITIC))
+
+    def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        """The reward model's score of each completion behind its prompt."""
+        training = self.config.training_config
+        return self.inference.rewards(
+            prompt_ids,
+            completion_ids,
+            row_length=training.row_length,
+            max_tokens=training.max_tokens_per_micro_batch,
+            mesh=self.config.mesh(Role.REWARD),
+        )
+
+    def update_actor(self, batches: Iterable[TrainBatch]) -> Metrics:
+        """One optimizer step of the actor on all of `batches`, in pieces of `max_tokens_per_micro_batch`."""
+        limit, mesh, trainer = self._max_tokens, self.config.mesh(Role.ACTOR), self._trained
+        return trainer.update(
+            part
+            for batch in batches
+            for part in parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)
+        )
+
+    def update_critic(self, batches: Iterable[TrainBatch]) -> Metrics:
+        """One optimizer step of the critic on all of `batches`; the inference worker gets the new weights.
+
+        Raises:
+            RecipeError: there is no critic.
+        """
+        trainer, limit, mesh = self.critic_trainer, self._max_tokens, self.config.mesh(Role.CRITIC)
+        if trainer is None:
+            raise RecipeError("this cluster has no critic to update", fix="RLCluster(critic=...) and PPOLearner")
+        metrics = trainer.update(
+            part
+            for batch in batches
+            if batch.value_inputs is not None
+            for part in parts(
+                RowBatch(batch.rows, batch.value_inputs), float(batch.value_inputs.weight.sum()), trainer, mesh, limit
+            )
+        )
+        self.inference.update_params(Role.CRITIC, trainer.params)
+        return metrics
+
+    def update_reference(self, mixing: float) -> None:
+        """reference ← α·actor + (1 − α)·reference, adapters merged (Gorbatovski et al., 2024, TR-DPO, eq. 5)."""
+        _, actor = nnx.split(merged(self.actor))
+        held = self.inference.params[Role.REFERENCE]
+        moved = reshard(actor, jax.tree.map(lambda x: x.sharding, held), copy=True)
+        self.inference.update_params(Role.REFERENCE, _mixed(held, moved, mixing))
 
     def sync_weights(self) -> None:
         """Gives the rollout the actor's weights: the same arrays on one mesh, moved otherwise (the adapters alone with
         LoRA).
         """
         trainer = self._trained
-        if self._mesh(Role.ROLLOUT) == self._mesh(Role.ACTOR):
+        if self.config.mesh(Role.ROLLOUT) == self.config.mesh(Role.ACTOR):
             self.rollout.update_params(trainer.params)
             return
         _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
@@ -173,22 +204,46 @@ class RLCluster:
         moved = reshard(trainer.trainable, held, copy=True)
         self.rollout.update_params(nnx.merge_state(moved, rest))
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as nested dicts of arrays: the actor's part has the names of `Trainer.state`."""
+        state = self._trained.state()
+        if self.critic_trainer is not None:
+            state["critic"] = self.critic_trainer.state()
+        if self._reference_moves:
+            state["reference"] = nnx.to_pure_dict(self.inference.params[Role.REFERENCE])
+        return state
+
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        """Takes up a checkpoint's `state()` at update `step`."""
+        self._trained.load_state(state, step)
+        if self.critic_trainer is not None:
+            self.critic_trainer.load_state(state["critic"], step)
+            self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
+        if self._reference_moves:
+            nnx.replace_by_pure_dict(self.inference.params[Role.REFERENCE], state["reference"])
+        self.sync_weights()
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0; NaN for an optimizer that is not ours."""
         optimizer = self.config.training_config.actor_optimizer
-        if not isinstance(optimizer, OptimizerConfig):
+        if not isinstance(optimizer, OptimizerConfig) or self._prepared_for is None:
             return float("nan")
-        return float(learning_rate(optimizer, self._total_steps)(step))
+        return float(learning_rate(optimizer, self._prepared_for[1])(step))
 
     @property
     def actor(self) -> Decoder:
         """The actor with its weights as they are now."""
         return self._actor if self.trainer is None else nnx.merge(self.trainer.graph, self.trainer.params)
 
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether a model has the role `reward`."""
+        return self._reward is not None
+
     def close(self) -> None:
         """Lets go of every array; the cluster cannot be used any more."""
-        self.trainer = self._reference = self._reference_scorer = None
-        for name in ("rollout", "_actor", "_actor_scorer"):
+        self.trainer = self.critic_trainer = self._reference = self._critic = self._reward = None
+        for name in ("rollout", "_actor", "_old_scorer", "inference"):
             self.__dict__.pop(name, None)
 
     @property
@@ -196,30 +251,66 @@ class RLCluster:
         assert self.trainer is not None, "RLCluster.prepare comes before training"
         return self.trainer
 
-    def _mesh(self, role: Role) -> Mesh | None:
-        return self.config.role_to_mesh.get(role, self.config.role_to_mesh.get(Role.ACTOR))
+    @property
+    def _max_tokens(self) -> int:
+        return self.config.training_config.max_tokens_per_micro_batch
 
-    def _micro_batch(self, rows: Rows, role: Role) -> int:
-        """Rows computed at a time: about `tokens_per_micro_batch`, and a share for each device of the role's mesh."""
-        tokens = self.config.training_config.tokens_per_micro_batch
-        return rows_together(rows.tokens.shape[1], tokens, row_ways(self._mesh(role)))
+    @property
+    def _reference_moves(self) -> bool:
+        config = self._prepared_for and self._prepared_for[0]
+        return bool(config and config.reference_every_n_updates and self.inference.has(Role.REFERENCE))
 
-    def _on_mesh(self, model: Decoder, role: Role) -> Decoder:
+    def _refuse_another(self, config: GRPOConfig, total_steps: int) -> None:
+        if self._prepared_for != (config, total_steps):
+            raise RecipeError(
+                "this cluster has been prepared already, with another loss or schedule",
+                want="one learner a cluster",
+                fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
+            )
+
+    def _hosting(self, reference: Decoder | None, critic: ValueModel | None) -> InferenceWorker:
+        models = {Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: self._reward}
+        hosted = {role: model for role, model in models.items() if model is not None}
+        return InferenceWorker(hosted, self.config.rollout_config.temperature)
+
+    def _prepare_critic(self, algorithm: Algorithm, total_steps: int) -> None:
+        training = self.config.training_config
+        if self._critic is None:
+            self._critic = self._on_mesh(value_model(without_lora(self._actor)), Role.CRITIC)
+        optimizer = make_optimizer(training.critic_optimizer, total_steps)
+        self.critic_trainer = CriticTrainer(self._critic, optimizer, algorithm.value_clip)
+
+    def _at_a_time(self, rows: Rows, role: Role) -> int:
+        return rows_at_a_time(rows, self.config.mesh(role), self._max_tokens)
+
+    def _on_mesh(self, model: ModelT, role: Role) -> ModelT:
         """`model` where the role lives. Arrays are put there even if they are there already: a program is compiled anew
         for arguments whose place was chosen and not defaulted, so all of them are, from the start.
         """
-        mesh, (graph, params) = self._mesh(role), nnx.split(model)
+        mesh, (graph, params) = self.config.mesh(role), nnx.split(model)
+        distributed.refuse_foreign(mesh, role)
         target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
         return nnx.merge(graph, reshard(params, target))
 
 
-def _apart_from(reference: Decoder, actor: Decoder) -> Decoder:
-    """`reference` with its own copy of the arrays that training `actor` will overwrite."""
+def _plain(model: Decoder) -> Decoder:
+    return merged(model) if has_lora(model) else model
+
+
+def _apart_from(reference: Decoder, actor: Decoder, all: bool = False) -> Decoder:
+    """`reference` with its own copy of the arrays that training `actor` will overwrite, or of all."""
     graph, params = nnx.split(reference)
     taken = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
-    return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if _buffers(x) & taken else x, params))
+    return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if all or _buffers(x) & taken else x, params))
 
 
 def _buffers(x: jax.Array) -> set[int]:
     """Where the pieces of `x` lie in memory: two arrays may share them without being one object."""
     return {piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards}
+
+
+@jax.jit
+def _mixed(held: Any, moved: Any, mixing: float) -> Any:
+    """α·moved + (1 − α)·held in float32, rounded to the type held."""
+    mix = lambda h, m: (mixing * m.astype(jnp.float32) + (1 - mixing) * h.astype(jnp.float32)).astype(h.dtype)  # noqa: E731
+    return jax.tree.map(mix, held, moved)

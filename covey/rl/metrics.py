@@ -48,15 +48,24 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def work_metrics(stats: SamplerStats, seconds: Mapping[str, float], row_waste: float) -> dict[str, Any]:
-    """Tokens, padding and time of a step; `seconds` by phase."""
-    total = sum(seconds.values())
+def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
+    """What dynamic sampling did: prompt batches sampled, groups replaced, and tied groups left when the budget was
+    spent.
+    """
+    found = {"rounds": rounds, "replaced": replaced, "tied": tied}
+    return {f"dynamic_sampling/{name}": float(value) for name, value in found.items()}
+
+
+def work_metrics(
+    stats: SamplerStats, seconds: Mapping[str, float], step_time: float, row_waste: float
+) -> dict[str, Any]:
+    """Tokens, padding and time of a step; `seconds` by phase, which may overlap where a thread feeds the trainer."""
     return {
         "num_tokens": stats.tokens + stats.prompt_tokens,
         "waste/rollout": stats.waste,
         "waste/rows": row_waste,
-        "tokens_per_second": stats.tokens / total,
-        "step_time": total,
+        "tokens_per_second": stats.tokens / step_time,
+        "step_time": step_time,
         **{f"time/{phase}": value for phase, value in seconds.items()},
     }
 

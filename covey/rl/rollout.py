@@ -1,16 +1,63 @@
 """The rollout worker: prompts in, groups of completions out."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from covey.configs import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.sampling.sampler import Request, Sampler, SamplerStats, check_length
+from covey.parallel.reshard import mesh_of
+from covey.rl.inference import RowScorer
+from covey.rl.rows import pack
+from covey.rl.trainer import rows_at_a_time
+from covey.sampling.lengths import check_length, check_positions
+from covey.sampling.sampler import Request, Sampler, SamplerStats
+from covey.sampling.tools import Tool, tool_of
 from covey.tokenizer import Tokenizer
-from covey.types import Completion, Group
+from covey.types import Completion, FinishReason, Group, Prompt
+
+MAX_TOKENS = 1024
+"""Tokens whose log-probs are computed at a time, about."""
+
+
+class Rollout(list[Group]):
+    """Groups in the order of their prompts, and their completions one after another, as arrays of their true length.
+
+    Args:
+        groups: what was sampled.
+        pad_id: fills up shorter prompts.
+    """
+
+    def __init__(self, groups: Iterable[Group], pad_id: int):
+        super().__init__(groups)
+        self._pad_id = pad_id
+
+    @property
+    def text(self) -> list[str]:
+        """Of each completion."""
+        return [c.text for group in self for c in group.completions]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Of each completion."""
+        return [c.tokens for group in self for c in group.completions]
+
+    @property
+    def logps(self) -> list[np.ndarray]:
+        """Of each completion's tokens."""
+        return [c.logps for group in self for c in group.completions]
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        """int32 [B, T]: the prompt of each completion, padded on the left."""
+        prompts = [group.prompt_tokens for group in self for _ in group.completions]
+        out = np.full((len(prompts), max(map(len, prompts), default=0)), self._pad_id, np.int32)
+        for row, prompt in zip(out, prompts, strict=True):
+            row[len(row) - len(prompt) :] = prompt
+        return out
 
 
 class RolloutWorker:
@@ -19,44 +66,69 @@ class RolloutWorker:
     Args:
         model: gives the structure and the first weights.
         tokenizer: shared by all roles.
-        config: lengths, temperature, truncation, slots, seed.
+        config: lengths, temperature, truncation, slots, seed, tool.
+
+    Errors: RecipeError for a prompt and answer longer than the model has positions, or a tool without its markers.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig):
         graph, self.params = nnx.split(model)
         self.tokenizer, self.config = tokenizer, config
         self.sampler = Sampler(graph, tokenizer.stop_ids, config)
+        self._scorer = RowScorer(graph, config.temperature)
+        self._positions = model.config.max_positions
+        self._prepare(config)
 
     @property
     def stats(self) -> SamplerStats:
         """What the last call cost."""
         return self.sampler.stats
 
+    @property
+    def model(self) -> Decoder:
+        """The model with the weights it has now."""
+        return nnx.merge(self.sampler.graph, self.params)
+
+    @property
+    def pad_id(self) -> int:
+        """The padding token."""
+        return self.tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a text; `tokenizer.stop_ids` has every token that ends an answer."""
+        return self.tokenizer.eos_id
+
     def generate(
         self,
-        examples: Sequence[Mapping[str, Any]],
-        samples: int,
+        prompts: Sequence[Mapping[str, Any] | Prompt],
+        samples: int = 1,
         *,
         step: int = 0,
+        first: int = 0,
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[Group]:
-        """Samples each example's prompt `samples` times.
+    ) -> "Rollout":
+        """Samples each prompt `samples` times.
 
         Args:
-            examples: data rows with a prompt (text or chat messages); the other columns travel with the group.
-            step: seeds the noise together with each prompt's place in `examples` and the sample's number.
-            config: settings for this call in place of the worker's own.
+            prompts: text or chat messages, or data rows with a prompt, whose other columns travel with the group.
+            step: seeds the noise together with each prompt's number in the step and the sample's number.
+            first: number of the first example in the step.
+            config: settings for this call in place of the worker's own; errors as in the constructor.
         """
-        prompts = [row["prompt"] for row in examples]
-        tokens = [self.tokenizer.encode_prompt(prompt) for prompt in prompts]
-        requests = [Request(t, samples, index, step) for index, t in enumerate(tokens)]
-        drawn = self.sampler.generate(self.params, requests, config=config, progress=progress)
+        tool = self._prepare(config or self.config)
+        examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
+        asked = [row["prompt"] for row in examples]
+        tokens = [self.tokenizer.encode_prompt(prompt) for prompt in asked]
+        requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
+        drawn = self.sampler.generate(self.params, requests, config=config, tool=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
-        return [
-            Group(prompt, request.prompt, tuple(self._with_text(c) for c in completions), column)
-            for prompt, request, completions, column in zip(prompts, requests, drawn, columns, strict=True)
+        groups = [
+            Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)
+            for prompt, request, completions, column in zip(asked, requests, drawn, columns, strict=True)
         ]
+        return Rollout(groups, self.pad_id)
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
         """Refuses data with a prompt that cannot be sampled, before anything is spent on the others.
@@ -66,9 +138,33 @@ class RolloutWorker:
         for number, row in enumerate(examples):
             check_length(len(self.tokenizer.encode_prompt(row["prompt"])), self.config, f"row {number} of the {data}")
 
-    def update_params(self, params: Any) -> None:
-        """New weights for the next call."""
-        self.params = params
+    def get_per_token_logps(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        """Log-probs of completions behind their prompts at the rollout's temperature: float32, one array a completion.
 
-    def _with_text(self, completion: Completion) -> Completion:
-        return dataclasses.replace(completion, text=self.tokenizer.decode(completion.tokens))
+        Args:
+            prompt_ids: the prompt of each completion.
+            completion_ids: one list of tokens a completion.
+        """
+        none = np.zeros(0, np.float32)
+        groups = [
+            Group("", np.asarray(p, np.int32), (Completion(np.asarray(c, np.int32), none, none, FinishReason.STOP),))
+            for p, c in zip(prompt_ids, completion_ids, strict=True)
+        ]
+        rows = pack(groups, micro_batch=MAX_TOKENS)
+        size = rows_at_a_time(rows, mesh_of(self.params), MAX_TOKENS)
+        return self._scorer(self.params, rows, [len(c) for c in completion_ids], size)
+
+    def update_params(self, params: Any) -> None:
+        """New weights for the next call: all of them, or some (the adapters alone, say) beside those held."""
+        self.params = nnx.merge_state(self.params, params)
+
+    def _prepare(self, config: RolloutConfig) -> Tool | None:
+        """Sees that the model has room for what `config` asks, and finds its tool."""
+        check_positions(config, self._positions)
+        return tool_of(self.tokenizer, config)
+
+    def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
+        text = self.tokenizer.decode(completion.tokens) if tool is None else tool.text(completion.tokens)
+        return dataclasses.replace(completion, text=text)

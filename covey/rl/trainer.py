@@ -1,43 +1,113 @@
-"""The RL trainer: the supervised trainer with GRPO's loss on rows."""
+"""The trainers of actor and critic: the supervised trainer with a loss on rows."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
-from covey.configs import GRPOConfig
+from covey.algorithms import Algorithm
 from covey.models.decoder import Decoder
+from covey.models.heads import ValueModel
+from covey.parallel.placement import put_rows, row_ways
 from covey.rl.logprobs import row_scores
-from covey.rl.losses import LossInputs, grpo_loss
-from covey.rl.rows import Rows
-from covey.train.trainer import Trainer
+from covey.rl.losses import LossInputs, Shares, Surrogate, policy_loss
+from covey.rl.rows import Rows, micro_batches, rows_together
+from covey.rl.values import ValueInputs, row_values, value_loss
+from covey.train.trainer import Part, Trainer
+from covey.types import Group
 
 
-class MicroBatch(NamedTuple):
-    """Rows and what the loss needs beside them."""
+@dataclass(frozen=True)
+class TrainBatch:
+    """A training micro-batch: some groups as rows, with what the losses need beside them.
 
+    Attributes:
+        groups: what the rows were made of.
+        rows: NumPy.
+        inputs: of the actor's loss.
+        denominator: what these samples add to the denominator of the actor's loss.
+        value_inputs: of the critic's loss; None without a critic. Its denominator is the number of its tokens.
+    """
+
+    groups: Sequence[Group]
     rows: Rows
     inputs: LossInputs
+    denominator: float
+    value_inputs: ValueInputs | None = None
+
+
+class RowBatch(NamedTuple):
+    """What a loss gets on its devices."""
+
+    rows: Rows
+    inputs: Any
 
 
 class RLTrainer(Trainer):
-    """Trains an actor on rows.
+    """Trains the policy on rows.
 
     Args:
         model: the actor.
         optimizer: any optax transformation.
-        config: β and the clip range.
+        algorithm: the loss.
         temperature: the rollout's: log-probs are those of the distribution that was sampled.
+        surrogate: replaces the algorithm's surrogate.
     """
 
-    def __init__(self, model: Decoder, optimizer: optax.GradientTransformation, config: GRPOConfig, temperature: float):
-        super().__init__(model, optimizer, partial(_loss, config, temperature))
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: optax.GradientTransformation,
+        algorithm: Algorithm,
+        temperature: float,
+        surrogate: Surrogate | None = None,
+    ):
+        super().__init__(model, optimizer, partial(_policy_loss, algorithm, temperature, surrogate))
 
 
-def _loss(config: GRPOConfig, temperature: float, graph: Any, params: Any, batch: MicroBatch) -> tuple[Array, Any]:
+class CriticTrainer(Trainer):
+    """Trains the critic on rows.
+
+    Args:
+        model: the critic.
+        optimizer: any optax transformation.
+        value_clip: see `GRPOConfig.value_clip`.
+    """
+
+    def __init__(self, model: ValueModel, optimizer: optax.GradientTransformation, value_clip: float):
+        super().__init__(model, optimizer, partial(_value_loss, value_clip))
+
+
+def parts(batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | None, max_tokens: int) -> Iterator[Part]:
+    """A micro-batch on the trainer's devices, cut into pieces of about `max_tokens`; the first carries the
+    denominator.
+    """
+    for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
+        yield Part(put_rows(piece, trainer.trainable), denominator)
+        denominator = 0.0
+
+
+def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
+    """Rows computed together: about `max_tokens`, a share for each device of `mesh`, and hardly more than there are:
+    counts that double keep the number of shapes small.
+    """
+    count, length = rows.tokens.shape
+    ways = row_ways(mesh)
+    needed = ways << (-(-count // ways) - 1).bit_length()
+    return min(rows_together(length, max_tokens, ways), needed)
+
+
+def _policy_loss(
+    algorithm: Algorithm, temperature: float, surrogate: Surrogate | None, graph: Any, params: Any, batch: RowBatch
+) -> tuple[Array, Shares]:
     scores = row_scores(graph, params, batch.rows, temperature)
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    return grpo_loss(
-        scores.logps, scores.entropy, batch.inputs, beta=config.beta, epsilon_low=config.epsilon, epsilon_high=high
-    )
+    return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.owner, batch.inputs, surrogate)
+
+
+def _value_loss(clip: float, graph: Any, params: Any, batch: RowBatch) -> tuple[Array, Shares]:
+    values, inputs = row_values(graph, params, batch.rows), batch.inputs
+    return value_loss(values, inputs.old_values, inputs.returns, inputs.weight, clip)

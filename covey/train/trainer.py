@@ -1,14 +1,15 @@
 """The trainer: gradients summed over micro-batches, one update a step. Supervised and RL training share it and differ
 in their loss.
 
-A loss here is a *share*: summed over the micro-batches of a step it is the step's loss, so its denominators were fixed
-before the first micro-batch. Adding shares is then all that gradient accumulation does.
+A micro-batch's loss is a plain sum, and its denominator travels beside it. Both are added up over the step, and the
+gradient is divided once, before the update: it does not depend on how a step is cut, and training may begin before the
+step's last sample exists.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,29 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.errors import NumbersError
-from covey.models.decoder import Decoder
-from covey.models.lora import split_trainable
+from covey.models.lora import dropped, split_trainable
+from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
+from covey.types import Mean
 
-LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], dict[str, Array]]]
-"""(graph, params, micro-batch) → the micro-batch's share of the loss, and of each metric."""
+Shares = dict[str, Mean | Array]
+"""A micro-batch's part of each metric: totals and counts are added up; bare arrays, whose names end in `/min` and
+`/max`, compared.
+"""
+
+LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Shares]]
+"""(graph, params, micro-batch) → the sum of the micro-batch's losses, and its part of each metric."""
 
 Metrics = dict[str, float]
+
+LOSS = "loss"
+
+
+class Part(NamedTuple):
+    """A micro-batch on its devices, and what its sum of losses adds to the step's denominator."""
+
+    batch: Any
+    denominator: float
 
 
 class Trainer:
@@ -42,34 +58,45 @@ class Trainer:
         step: updates made.
     """
 
-    def __init__(self, model: Decoder, optimizer: optax.GradientTransformation, loss_fn: LossFn):
+    def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
+        self.graph: nnx.GraphDef[Any]
         self.graph, self.trainable, self.frozen = split_trainable(model)
         self.optimizer, self.loss_fn, self.step = optimizer, loss_fn, 0
-        # Without out_shardings the moments of sharded weights would all land on one device.
+        # Without out_shardings the moments of sharded weights would all land on one device, and replicated gradients
+        # and weights would come back in another place: everything that takes them would be compiled again.
         where = optimizer_shardings(optimizer, self.trainable)
+        places = jax.tree.map(lambda x: x.sharding, self.trainable)
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
         options = compiler_options()
-        self._accumulate = jax.jit(self._share, donate_argnums=(2,), compiler_options=options)
+        self._accumulate = jax.jit(
+            self._share, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
+        )
         self._norm = jax.jit(optax.tree.norm)
-        self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1))
+        self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))
 
     @property
     def params(self) -> nnx.State:
         """The whole state, as the decoder's graph takes it."""
         return nnx.merge_state(self.trainable, self.frozen)
 
-    def update(self, micro_batches: Iterable[Any]) -> Metrics:
-        """One optimizer step on the sum of the micro-batches' losses; metrics are summed alike, `grad_norm` is before
-        the clip.
+    def update(self, parts: Iterable[Part]) -> Metrics:
+        """One optimizer step on the micro-batches of `parts`, which may still be made while the first are trained on.
+
+        Returns:
+            the means of the loss's metrics over the step, `loss`, and `grad_norm` before the clip.
         """
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), self.trainable)
-        totals: dict[str, Array] = {}
-        for batch in micro_batches:
-            grads, shares = self._accumulate(self.trainable, self.frozen, grads, batch)
+        totals: Shares = {}
+        denominator = 0.0
+        for part in parts:
+            grads, shares = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
             totals = {name: _combined(name, totals.get(name), share) for name, share in shares.items()}
-        metrics = {name: float(total) for name, total in totals.items()} | {"grad_norm": float(self._norm(grads))}
+            denominator += part.denominator
+        grads, totals, denominator = _of_all_processes(grads, totals, denominator)
+        scale = 1 / max(denominator, 1e-9)
+        metrics = _metrics(totals, scale) | {"grad_norm": float(self._norm(grads)) * scale}
         self._refuse_what_is_not_finite(metrics)
-        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, grads)
+        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, grads, scale)
         self.step += 1
         return metrics
 
@@ -83,9 +110,11 @@ class Trainer:
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
             )
 
-    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any) -> tuple[Any, dict[str, Array]]:
-        def loss(trainable: Any) -> tuple[Array, dict[str, Array]]:
-            return self.loss_fn(self.graph, nnx.merge_state(trainable, frozen), batch)
+    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any) -> tuple[Any, Shares]:
+        def loss(trainable: Any) -> tuple[Array, Shares]:
+            params = dropped(self.graph, nnx.merge_state(trainable, frozen), step)
+            total, shares = self.loss_fn(self.graph, params, batch)
+            return total, {**shares, LOSS: total}
 
         share, metrics = jax.grad(loss, has_aux=True)(trainable)
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
@@ -100,15 +129,40 @@ class Trainer:
         self.opt_state, self.step = state["opt_state"], step
 
 
-def _combined(name: str, total: Array | None, share: Array) -> Array:
-    """A metric of the step so far: shares add up, except the smallest and the largest values."""
+def _combined(name: str, total: Mean | Array | None, share: Mean | Array) -> Mean | Array:
+    """A metric of the step so far."""
     if total is None:
         return share
     combine = {"min": jnp.minimum, "max": jnp.maximum}.get(name.rsplit("/", 1)[-1], jnp.add)
-    return combine(total, share)
+    return jax.tree.map(combine, total, share)
 
 
-def _apply(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[Any, Shares, float]:
+    """A step's sums over all processes; with one, what was given."""
+    if distributed.count() == 1:
+        return grads, totals, denominator
+    everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
+    combined: Shares = {}
+    for shares, _ in everyone:
+        combined |= {name: _combined(name, combined.get(name), share) for name, share in shares.items()}
+    return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
+
+
+def _metrics(totals: Shares, scale: float) -> Metrics:
+    """The step's metrics; those that nothing counted for, as of a step whose completions were all masked, are 0."""
+    host = jax.device_get(totals)
+    loss = float(host.pop(LOSS, 0.0)) * scale
+    means = {
+        name: float(value.total) / (float(value.count) or 1.0) if isinstance(value, Mean) else float(value)
+        for name, value in host.items()
+    }
+    return means | {LOSS: loss}
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float
+) -> tuple[Any, Any]:
+    grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt_state = optimizer.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state
 

@@ -157,3 +157,9 @@ def test_any_list_of_dicts_is_rows_or_a_data_error(data):
     except DataError:
         return
     assert as_rows(rows) == rows
+
+
+def test_a_column_that_only_some_rows_have_is_none_in_the_others() -> None:
+    """A batch without any row that has it would else refuse the reward function that a larger batch serves."""
+    rows = as_rows([{"prompt": "a", "answer": "1"}, {"prompt": "b"}, "c"])
+    assert rows == [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": None}]

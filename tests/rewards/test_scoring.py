@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import RecipeError, RewardError
-from covey.rewards import REWARDS, function_names, resolve, score
+from covey.rewards import REWARDS, function_names, resolve, score, scoring
+from covey.rewards.gsm8k import exact_answer
+from covey.rewards.scoring import ARGUMENTS
 from covey.types import Completion, FinishReason, Group
 
 
@@ -30,6 +32,10 @@ GROUPS = [group("one", ["a", "bb", "ccc"], answer="1"), group("two", ["dddd", ""
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
+
+
+def prompt_length(prompt_ids):
+    return [float(len(ids)) for ids in prompt_ids]
 
 
 def returns(values):
@@ -77,6 +83,60 @@ def test_a_function_gets_only_what_its_signature_takes():
     }
 
 
+def test_messages_and_prompt_ids_come_to_those_who_name_them():
+    seen = {}
+
+    def record(completion_messages, prompt_ids, completion_ids, **columns):
+        seen.update(messages=completion_messages, prompts=prompt_ids, ids=completion_ids, rest=sorted(columns))
+        return [0.0] * 5
+
+    score(GROUPS, [record])
+    assert seen["messages"] == [[{"role": "assistant", "content": t}] for t in ("a", "bb", "ccc", "dddd", "")]
+    assert seen["prompts"] == [[1, 2]] * 5
+    assert seen["ids"][2] == [0, 1, 2]
+    assert type(seen["prompts"][0][0]) is type(seen["ids"][1][0]) is int
+    assert seen["rest"] == ["answer", "completions", "prompts"]
+
+
+def test_without_being_named_they_are_not_made(monkeypatch):
+    def never(group, completion):
+        raise AssertionError
+
+    for name in ("prompt_ids", "completion_messages"):
+        monkeypatch.setitem(ARGUMENTS, name, never)
+    seen = {}
+    score(GROUPS, [lambda **columns: seen.update(columns) or [0.0] * 5])
+    assert sorted(seen) == ["answer", "completion_ids", "completions", "prompts"]
+    monkeypatch.setitem(ARGUMENTS, "completion_ids", never)
+    assert score(GROUPS, [lambda completions: [0.0] * 5])
+
+
+def test_messages_read_as_the_texts_by_functions_that_take_both():
+    """Rewards written for TRL's chat format get what they know."""
+
+    def chat(completion_messages, answer):
+        return exact_answer(None, completion_messages, answer)
+
+    groups = [group("p", ["#### 4", "#### 5"], answer="4")]
+    assert score(groups, [chat])[0].rewards.tolist() == score(groups, ["exact_answer"])[0].rewards.tolist() == [1, 0]
+
+
+def test_a_function_that_changes_its_messages_changes_nobody_elses():
+    def greedy(completion_messages, completion_ids, prompt_ids):
+        for messages, ids, prompt in zip(completion_messages, completion_ids, prompt_ids, strict=True):
+            messages[0]["content"] = "mine"
+            ids.clear()
+            prompt.clear()
+        return [0.0] * 5
+
+    def after(completion_messages, completion_ids, prompt_ids):
+        assert completion_messages[1] == [{"role": "assistant", "content": "bb"}]
+        assert (completion_ids[1], prompt_ids[1]) == ([0, 1], [1, 2])
+        return [0.0] * 5
+
+    score(GROUPS, [greedy, after])
+
+
 def test_a_column_that_a_group_lacks_is_none_there():
     groups = [group("p", ["x"], answer="1"), group("q", ["y"], topic="rain")]
     seen = {}
@@ -85,8 +145,13 @@ def test_a_column_that_a_group_lacks_is_none_there():
 
 
 def test_a_column_cannot_stand_in_for_the_completions():
-    scored = score([group("p", ["xyz"], completions="fake", prompts="fake")], [length])
-    assert scored[0].rewards.tolist() == [3.0]
+    scored = score(
+        [group("p", ["xyz"], completions="fake", prompts="fake", prompt_ids=[9, 9, 9])], [length, prompt_length]
+    )
+    assert {k: v.tolist() for k, v in scored[0].rewards_by_function.items()} == {
+        "length": [3.0],
+        "prompt_length": [2.0],
+    }
 
 
 def test_a_function_that_changes_its_lists_changes_nobody_elses():
@@ -165,6 +230,16 @@ def test_an_integer_in_front_does_not_make_the_rest_integers():
     assert np.concatenate([g.rewards for g in scored]).tolist() == [0.0, 0.7, 1.0, 0.3, 0.0]
 
 
+def test_an_array_of_integers_does_not_truncate_another_functions_floats():
+    """Trap 7: 0.7 stays 0.7, whichever comes first."""
+    whole, part = returns(np.array([1, 0, 1, 0, 1], np.int8)), returns([0.7] * 5)
+    for functions in ([whole, part], [part, whole]):
+        scored = score(GROUPS, functions)
+        np.testing.assert_allclose(np.concatenate([g.rewards for g in scored]), [1.7, 0.7, 1.7, 0.7, 1.7])
+        parts = [g.rewards_by_function.values() for g in scored]
+        assert sorted({float(x) for values in parts for array in values for x in array}) == [0.0, 0.7, 1.0]
+
+
 def test_a_generator_is_read():
     def fn(completions):
         return (float(len(t)) for t in completions)
@@ -189,7 +264,10 @@ def test_every_finite_number_or_none_is_taken(values):
 # What is refused
 
 
-@pytest.mark.parametrize("values", [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, object()])
+OBJECT = pytest.param(object(), id="object")  # its own name holds an address
+
+
+@pytest.mark.parametrize("values", [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, OBJECT])
 def test_one_value_for_the_whole_batch_is_refused(values):
     with pytest.raises(RewardError, match=r"'constant' returned [\s\S]*each of the 5 completions"):
         score(GROUPS, [returns(values)])
@@ -201,7 +279,12 @@ def test_a_wrong_length_is_refused_and_never_broadcast(count):
         score(GROUPS, [returns([1.0] * count)])
 
 
-BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), object(), {}]
+def test_too_few_values_name_the_first_sample_without_one():
+    with pytest.raises(RewardError, match="returned 3 values, none for sample 3: 'dddd'"):
+        score(GROUPS, [returns([1.0] * 3)])
+
+
+BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), OBJECT, {}]
 
 
 @pytest.mark.parametrize("bad", [*BAD, np.array([1.0])], ids=repr)
@@ -230,6 +313,65 @@ def test_an_error_inside_is_told_by_name_with_its_line_and_its_cause():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     line = broken.__code__.co_firstlineno + 1
     assert caught.value.where == f"{__file__}:{line}"
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_the_sample_that_a_function_raises_for_is_named(bad):
+    texts = ["a", "bb", "ccc", "dddd", ""]
+
+    def broken(completions):
+        for text in completions:
+            assert text != texts[bad], "cannot read this"
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match=rf"raised AssertionError: [\s\S]*\(for sample {bad}: '{texts[bad]}'\)"):
+        score(GROUPS, [broken])
+
+
+def test_a_guilty_sample_without_the_column_is_found():
+    groups = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
+    with pytest.raises(RewardError, match=r"raised TypeError: [\s\S]*\(for sample 2: 'z'\)"):
+        score(groups, [lambda answer: [float(a) for a in answer]])
+
+
+def test_of_several_guilty_samples_the_first_is_named():
+    def broken(completions):
+        return [1 / (len(text) - 1) / (len(text) - 3) for text in completions]
+
+    with pytest.raises(RewardError, match="for sample 0: 'a'"):
+        score(GROUPS, [broken])
+
+
+def test_a_generator_that_raises_names_its_sample_too():
+    def broken(completions):
+        yield from (1 / (len(text) - 4) for text in completions)
+
+    with pytest.raises(RewardError, match="for sample 3: 'dddd'"):
+        score(GROUPS, [broken])
+
+
+def test_what_only_the_whole_batch_raises_is_blamed_on_no_sample():
+    def wants_four(completions):
+        if len(completions) == 5:
+            raise ValueError("not five")
+        raise ValueError("another line")
+
+    with pytest.raises(RewardError, match=r"not five \(for the batch of 5 that begins with 'a'\)"):
+        score(GROUPS, [wants_four])
+
+
+def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
+    """A judge that timed out would time out many times over."""
+    calls = []
+    monkeypatch.setattr(scoring, "SEARCH_SECONDS", 0.0)
+
+    def broken(completions):
+        calls.append(len(completions))
+        raise KeyError("x")
+
+    with pytest.raises(RewardError, match="for the batch of 5"):
+        score(GROUPS, [broken])
+    assert calls == [5]
 
 
 def test_ctrl_c_inside_a_function_is_not_a_mistake_of_it():
@@ -299,7 +441,7 @@ def test_an_error_in_an_async_function_is_told_by_name():
         await asyncio.sleep(0)
         raise KeyError("x")
 
-    with pytest.raises(RewardError, match="'broken' raised KeyError") as caught:
+    with pytest.raises(RewardError, match=r"'broken' raised KeyError: 'x' \(for the batch of 5") as caught:
         score(GROUPS, [broken])
     assert caught.value.where.startswith(__file__)
 

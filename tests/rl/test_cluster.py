@@ -15,10 +15,13 @@ from covey.errors import RecipeError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.parallel import flatten, make_mesh, mesh_of
-from covey.rl.cluster import ClusterConfig, RLCluster, Role
-from covey.rl.grpo import GRPOLearner, StepRecord
-from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import StepRecord
+from covey.rl.losses import LossInputs, sequence_mean
+from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rows import Rows, lay, pack, spread
+from covey.rl.trainer import TrainBatch
 from covey.tokenizer import Tokenizer
 from covey.types import Group
 
@@ -30,7 +33,7 @@ EXAMPLES = [{"prompt": "hello there"}, {"prompt": "a"}]
 def config(meshes: dict[Role, Any] | None = None, steps: int = 2) -> ClusterConfig:
     sgd: Any = optax.sgd(3.0)
     training = RLTrainingConfig(
-        actor_optimizer=sgd, tokens_per_micro_batch=64, row_length=64, prompts_per_step=2, max_steps=steps
+        actor_optimizer=sgd, max_tokens_per_micro_batch=64, row_length=64, prompts_per_step=2, max_steps=steps
     )
     return ClusterConfig(meshes or {}, training, RolloutConfig(max_new_tokens=8, temperature=0.7, slots=8))
 
@@ -55,8 +58,13 @@ def step(groups_of: Callable) -> tuple[Rows, np.ndarray, LossInputs]:
     lengths = np.array([3, 9, 4, 6])
     rows = pack(groups_of([(5, lengths)]), 64, "dense")
     advantages = spread(rows, np.array([1.0, -1.0, 2.0, -2.0]))
-    weights, nothing = spread(rows, sequence_mean_weights(lengths)), spread(rows, np.zeros(4))
-    return rows, lengths, LossInputs(advantages, weights, nothing)
+    weights, nothing = spread(rows, sequence_mean(lengths, 9)[0]), spread(rows, np.zeros(4))
+    return rows, lengths, LossInputs(advantages, weights, nothing, np.full((len(rows.tokens), 1), 0.04, np.float32))
+
+
+def one_batch(rows: Rows, inputs: LossInputs) -> list[TrainBatch]:
+    """The step's only training micro-batch."""
+    return [TrainBatch((), rows, inputs, denominator=4.0)]
 
 
 def pointers(model: Decoder | nnx.State) -> dict[str, int]:
@@ -73,11 +81,9 @@ def updated_and_compared(made: RLCluster, step: tuple[Rows, np.ndarray, LossInpu
     """How far one update moved the reference's and the actor's log-probs."""
     rows, lengths, inputs = step
     ref, old = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
-    assert ref is not None
-    made.update_actor(rows, inputs._replace(ref_logps=lay(rows, ref)))
+    made.update_actor(one_batch(rows, inputs._replace(ref_logps=lay(rows, ref))))
     made.sync_weights()
     ref_after, after = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
-    assert ref_after is not None
     return moved(ref, ref_after), moved(old, after)
 
 
@@ -109,7 +115,8 @@ def test_without_adapters_the_reference_is_a_copy(cluster: Callable) -> None:
 def test_beta_zero_makes_no_reference(cluster: Callable, step: Any, lora: int) -> None:
     made = cluster(lora, beta=0.0)
     assert made._reference is None
-    assert made.get_ref_per_token_logps(*step[:2]) is None
+    with pytest.raises(RecipeError, match="no reference"):
+        made.get_ref_per_token_logps(*step[:2])
 
 
 @pytest.mark.slow
@@ -148,7 +155,7 @@ def test_a_rollout_on_other_devices_gets_the_new_adapters_and_draws_the_same(clu
     assert before == tokens(both[1].generate(EXAMPLES, 4))
     base = {name: at for name, at in pointers(far.params).items() if ".lora." not in name}
     for made in both:
-        made.update_actor(rows, inputs)
+        made.update_actor(one_batch(rows, inputs))
     assert tokens(far.generate(EXAMPLES, 4)) == before  # not yet
     for made in both:
         made.sync_weights()
@@ -212,8 +219,9 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
     made = RLCluster(actor=decoder(), tokenizer=TOKENIZER, cluster_config=config(steps=4))
     inner = made.update_actor
 
-    def spy(rows: Rows, inputs: LossInputs) -> dict[str, float]:
-        seen.append((inputs, inner(rows, inputs)))
+    def spy(batches: Any) -> dict[str, float]:
+        (batch,) = batches
+        seen.append((batch.inputs, inner([batch])))
         return seen[-1][1]
 
     made.update_actor = spy  # type: ignore[method-assign]

@@ -76,8 +76,9 @@ def test_ties_count_as_uninformative_whatever_rounding_does_to_their_mean() -> N
 
 
 def test_work_by_hand() -> None:
+    """A step is as long as the clock says: phases of two threads overlap."""
     stats = SamplerStats(tokens=30, slot_steps=40, chunks=3, prompt_tokens=10, prefill_cells=64)
-    got = work_metrics(stats, {"rollout": 2.0, "update": 3.0}, 0.125)
+    got = work_metrics(stats, {"rollout": 2.0, "update": 4.0}, 5.0, 0.125)
     assert got == {
         "num_tokens": 40,
         "waste/rollout": 0.25,
@@ -85,5 +86,5 @@ def test_work_by_hand() -> None:
         "tokens_per_second": 6.0,
         "step_time": 5.0,
         "time/rollout": 2.0,
-        "time/update": 3.0,
+        "time/update": 4.0,
     }

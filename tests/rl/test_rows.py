@@ -11,8 +11,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.algorithms import PRESETS
 from covey.models.attention import causal
 from covey.rl.logprobs import row_scores
+from covey.rl.losses import policy_loss
 from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread, unpack
 from covey.types import Completion, FinishReason, Group
 
@@ -156,8 +158,6 @@ def test_loss_and_gradients_equal_the_dense_layout(
     decoder: Callable, groups_of: Callable, inputs_for: Callable, lora: int, row_length: int
 ) -> None:
     """One group one row against one sample a row: equal to 1e-5 in float32, with LoRA and without."""
-    from covey.rl.losses import grpo_loss
-
     model = decoder(lora)
     kind = nnx.LoRAParam if lora else nnx.Param
     graph, trained, rest = nnx.split(model, kind, ...)
@@ -169,7 +169,8 @@ def test_loss_and_gradients_equal_the_dense_layout(
 
         def loss(trained: nnx.State) -> jax.Array:
             scores = row_scores(graph, nnx.merge_state(trained, rest), rows, 0.9)
-            return grpo_loss(scores.logps, scores.entropy, inputs, beta=0.04, epsilon_low=0.2, epsilon_high=0.2)[0]
+            total, _ = policy_loss(PRESETS["grpo"], scores.logps, scores.entropy, rows.owner, inputs)
+            return total / len(LENGTHS)
 
         return jax.jit(jax.value_and_grad(loss))(trained)
 

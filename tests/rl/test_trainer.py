@@ -11,18 +11,19 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig
+from covey.algorithms import PRESETS
 from covey.models.decoder import Decoder
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
-from covey.rl.losses import LossInputs, sequence_mean_weights
+from covey.rl.losses import LossInputs, sequence_mean
 from covey.rl.rows import lay, micro_batches, pack, spread
-from covey.rl.trainer import MicroBatch, RLTrainer
-from covey.train.trainer import Trainer
+from covey.rl.trainer import RLTrainer, RowBatch
+from covey.train.trainer import Part, Trainer
+from covey.types import Mean
 
 SHAPES = [(5, [1, 3, 9, 20]), (30, [14, 4, 1, 1])]
 LENGTHS = [n for _, sizes in SHAPES for n in sizes]
-CONFIG = GRPOConfig(beta=0.1)
+GRPO = PRESETS["grpo"]
 RATE = 3.0
 """High, so that what float32 loses in the sum of weight and step is far below 1e-5 of the step."""
 
@@ -34,27 +35,28 @@ def trainer(decoder: Callable[..., Decoder]) -> Callable[..., RLTrainer]:
         if mesh is not None:
             graph, params = nnx.split(model)
             model = nnx.merge(graph, reshard(params, shardings(params, mesh)))
-        return RLTrainer(model, optax.sgd(RATE), CONFIG, temperature=0.9)
+        return RLTrainer(model, optax.sgd(RATE), GRPO, temperature=0.9)
 
     return make
 
 
 @pytest.fixture
-def batch(groups_of: Callable) -> Callable[[str], MicroBatch]:
+def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
     """`batch(packing)`: a step's rows with old and reference log-probs."""
 
-    def make(packing: str) -> MicroBatch:
+    def make(packing: str) -> RowBatch:
         rows = pack(groups_of(SHAPES), 64, packing)  # type: ignore[arg-type]
         rng = np.random.default_rng(1)
         logps = lambda: [rng.normal(size=n, scale=0.3) - 5.7 for n in LENGTHS]  # noqa: E731
         inputs = LossInputs(
             advantage=spread(rows, 3 * rng.normal(size=len(LENGTHS))),
-            weight=spread(rows, sequence_mean_weights(np.array(LENGTHS))),
+            weight=spread(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
             sampled=lay(rows, logps()),
+            beta=np.full((len(rows.tokens), 1), 0.1, np.float32),
             old_logps=lay(rows, logps()),
             ref_logps=lay(rows, logps()),
         )
-        return MicroBatch(rows, inputs)
+        return RowBatch(rows, inputs)
 
     return make
 
@@ -67,11 +69,12 @@ class OneStep:
         self.start = jax.tree.map(np.array, trainer.trainable)
         self.places = jax.tree.map(lambda x: x.sharding, trainer.trainable)
 
-    def __call__(self, batch: MicroBatch, size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def __call__(self, batch: RowBatch, size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """The step that each parameter took, and the metrics."""
         trainer = self.trainer
         trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
-        metrics = trainer.update(put_rows(part, trainer.trainable) for part in micro_batches(batch, size))
+        pieces = [put_rows(piece, trainer.trainable) for piece in micro_batches(batch, size)]
+        metrics = trainer.update(Part(piece, len(LENGTHS) / len(pieces)) for piece in pieces)
         after, before = flatten(trainer.trainable), flatten(self.start)
         return {name: np.asarray(after[name], np.float64) - before[name] for name in before}, metrics
 
@@ -141,7 +144,7 @@ def test_the_base_under_adapters_does_not_move_by_a_bit(whole: Callable, batch: 
     actor, base = step.trainer, flatten(nnx.state(decoder(4)))
     held = {name: x.unsafe_buffer_pointer() for name, x in flatten(actor.frozen).items()}
     for _ in range(2):
-        actor.update([batch("dense")])
+        actor.update([Part(batch("dense"), len(LENGTHS))])
     for name, x in flatten(actor.frozen).items():
         assert np.array_equal(x, base[name]), name
         assert x.unsafe_buffer_pointer() == held[name]
@@ -154,38 +157,51 @@ def test_the_base_under_adapters_does_not_move_by_a_bit(whole: Callable, batch: 
 # --- the accumulation alone, with a loss that needs no model
 
 
-def toy_loss(graph: Any, params: Any, batch: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
+def toy_loss(graph: Any, params: Any, batch: np.ndarray) -> tuple[jax.Array, dict[str, Any]]:
     weight = jax.tree.leaves(params)[0]
     value = jnp.sum(weight[0, 0] * batch)
-    return value, {"value": value, "x/min": batch.min(), "x/max": batch.max(), "minimum": batch.sum()}
+    mean = Mean(jnp.sum(batch), jnp.float32(batch.size))
+    return value, {"mean": mean, "x/min": batch.min(), "x/max": batch.max(), "nothing": Mean(jnp.float32(0), 0.0)}
+
+
+def toy_parts(*batches: list[float]) -> list[Part]:
+    return [Part(np.array(batch, np.float32), float(len(batch))) for batch in batches]
 
 
 @pytest.fixture
-def toy(decoder: Callable) -> Iterator[Trainer]:
+def toy(decoder: Callable[..., Decoder]) -> Iterator[Trainer]:
     return Trainer(decoder(), optax.sgd(0.0), toy_loss)
 
 
-def test_metrics_add_up_except_the_smallest_and_the_largest(toy: Trainer) -> None:
-    """Only names that end in /min and /max are compared; `minimum` is a sum like any other."""
+def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> None:
+    """Micro-batches of unlike sizes: the mean of their means would be another number (trap 6). Only names that end in
+    /min and /max are compared; what nothing counts for is 0, not 0/0.
+    """
     value = float(jax.tree.leaves(toy.trainable)[0][0, 0])
-    parts = [np.array(x, np.float32) for x in ([1, 2], [-5, 4], [3, 3])]
-    got = toy.update(parts)
-    assert got == pytest.approx(
-        {"value": 8 * value, "x/min": -5.0, "x/max": 4.0, "minimum": 8.0, "grad_norm": 8.0}, rel=1e-5
-    )
+    got = toy.update(toy_parts([1, 2, 3], [-6]))
+    want = {"loss": 0.0, "mean": 0.0, "x/min": -6.0, "x/max": 3.0, "grad_norm": 0.0, "nothing": 0.0}
+    assert got == pytest.approx(want, abs=1e-6)
+    got = toy.update(toy_parts([1, 2, 3], [10]))
+    assert got == pytest.approx(want | {"loss": 4 * value, "mean": 4.0, "x/min": 1.0, "x/max": 10.0, "grad_norm": 4.0})
     assert all(type(x) is float for x in got.values())
+
+
+def test_a_step_without_a_token_in_its_loss_is_finite(toy: Trainer) -> None:
+    """As when every completion was cut off and masked."""
+    got = toy.update([Part(np.zeros(2, np.float32), 0.0)])
+    assert got["loss"] == got["grad_norm"] == 0.0
 
 
 def test_grad_norm_is_before_the_clip(decoder: Callable) -> None:
     clipped = Trainer(decoder(), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)), toy_loss)
     before = float(jax.tree.leaves(clipped.trainable)[0][0, 0])
-    assert clipped.update([np.full(2, 2.0, np.float32)])["grad_norm"] == pytest.approx(4.0)
+    assert clipped.update(toy_parts([4.0, 4.0]))["grad_norm"] == pytest.approx(4.0)
     assert float(jax.tree.leaves(clipped.trainable)[0][0, 0]) == pytest.approx(before - 0.5, abs=1e-5)
 
 
 def test_state_goes_out_and_comes_back(decoder: Callable) -> None:
     make = partial(Trainer, optimizer=optax.sgd(0.1, momentum=0.9), loss_fn=toy_loss)
-    straight, resumed, parts = make(decoder()), make(decoder()), [np.full(2, 2.0, np.float32)]
+    straight, resumed, parts = make(decoder()), make(decoder()), toy_parts([2.0, 2.0])
     straight.update(parts)
     saved = jax.tree.map(np.array, straight.state())
     resumed.load_state(jax.tree.map(jnp.asarray, saved), straight.step)
@@ -202,7 +218,7 @@ def test_what_is_trained_is_taken_over_and_the_rest_is_only_read(decoder: Callab
     given, base = flatten(nnx.state(model, nnx.LoRAParam)), flatten(nnx.state(model, nnx.Param))
     base = {name: x for name, x in base.items() if ".lora." not in name}
     trainer = Trainer(model, optax.sgd(0.1), lambda g, p, b: (jnp.sum(jax.tree.leaves(p)[0]), {}))
-    trainer.update([np.zeros(1)])
+    trainer.update([Part(np.zeros(1), 1.0)])
     assert all(x.is_deleted() for x in given.values())
     assert not any(x.is_deleted() for x in base.values())
     assert not any(x.is_deleted() for x in jax.tree.leaves(trainer.params))

@@ -1,0 +1,323 @@
+"""From a step's prompts to the micro-batches it trains on: rollout, rewards, log-probs, advantages, rows.
+
+Each stage works on as many prompts at a time as suits it (`microbatch`); what comes out does not depend on that. Where
+several processes train, each feeds itself with its share of the step's prompts (`parallel.distributed`). The
+feeder hands micro-batches out as they get ready, so that a thread may run it while the trainer works.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from covey.algorithms import Algorithm
+from covey.configs import GRPOConfig, RLTrainingConfig
+from covey.parallel import distributed
+from covey.rewards.scoring import RewardFn, score
+from covey.rl.advantages import informative
+from covey.rl.cluster import RLCluster
+from covey.rl.losses import AGGREGATES, LossInputs
+from covey.rl.microbatch import StageSizes, merge, service_batches, slices
+from covey.rl.rows import Rows, lay, pack, padding_waste
+from covey.rl.shaping import overlong_penalty
+from covey.rl.trainer import TrainBatch
+from covey.rl.values import ValueInputs
+from covey.sampling.sampler import SamplerStats
+from covey.types import Completion, FinishReason, Group
+
+OVERLONG = "overlong"
+"""Name of the length penalty among the rewards."""
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase of a step; phases of two threads may overlap."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    phase: Callable[[str], None] = lambda name: None
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.phase(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Some groups with what was found out about them; lists have one array a completion, in order.
+
+    Attributes:
+        groups: scored.
+        ref_logps, old_logps, values: per token, None where the algorithm has no use for them.
+        advantages: per token.
+        returns: per token, what the critic should have said.
+    """
+
+    groups: list[Group]
+    ref_logps: list[np.ndarray] | None = None
+    old_logps: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    advantages: list[np.ndarray] = field(default_factory=list)
+    returns: list[np.ndarray] | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each completion."""
+        return np.array([len(c.tokens) for g in self.groups for c in g.completions])
+
+    @property
+    def policy_logps(self) -> list[np.ndarray]:
+        """Under the policy that sampled: the trainer's where they were computed, else the sampler's."""
+        return self.old_logps or [c.logps for g in self.groups for c in g.completions]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [P, G], NaN where nothing scored the sample."""
+        return np.stack([np.asarray(g.rewards) for g in self.groups]) if self.groups else np.zeros((0, 1))
+
+    def between(self, start: int, stop: int) -> "Experience":
+        """That of groups `start` to `stop`."""
+        at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (start, stop)))
+        lists = {name: value and value[at] for name, value in vars(self).items() if name != "groups"}
+        return Experience(self.groups[start:stop], **lists)
+
+
+@dataclass
+class StepLog:
+    """What a step's feeding did.
+
+    Attributes:
+        groups: everything sampled, also what dynamic sampling replaced (with advantages of 0).
+        numbers: of each group, the number of its prompt in the step.
+        stats: what sampling cost.
+        rounds: prompt batches sampled.
+        replaced: groups of equal rewards that new prompts took the place of.
+        tied: groups of equal rewards that stayed because the budget was spent.
+        waste: share of padding in each micro-batch's rows.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    stats: SamplerStats = field(default_factory=SamplerStats)
+    rounds: int = 1
+    replaced: int = 0
+    tied: int = 0
+    waste: list[float] = field(default_factory=list)
+
+    def learnt(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
+        """Puts groups with their advantages in the place of those without."""
+        known = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
+        self.groups = [known.get(id(group), group) for group in self.groups]
+
+    @classmethod
+    def of_all(cls, logs: Sequence["StepLog"]) -> "StepLog":
+        """The logs of all processes as one, in the order of the step's prompts."""
+        pairs = (pair for log in logs for pair in zip(log.numbers, log.groups, strict=True))
+        numbers, groups = zip(*sorted(pairs, key=itemgetter(0)), strict=True)
+        stats, waste = sum((log.stats for log in logs), SamplerStats()), [w for log in logs for w in log.waste]
+        return replace(logs[0], groups=list(groups), numbers=list(numbers), stats=stats, waste=waste)
+
+
+Estimate = Callable[[Experience, float], Experience]
+"""(experience, β) → the same with advantages, and returns where there is a critic."""
+Take = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Hands out so many new prompts."""
+
+
+@dataclass
+class Feeder:
+    """Makes a step's training micro-batches.
+
+    Attributes:
+        cluster: the models.
+        reward_fns: reward functions.
+        config, algorithm, training: the settings.
+        sizes: prompts a stage works on at a time.
+        estimate: advantages from rewards.
+        beta: weight of the KL now.
+        log: what the last step did.
+    """
+
+    cluster: RLCluster
+    reward_fns: Sequence[RewardFn]
+    config: GRPOConfig
+    algorithm: Algorithm
+    training: RLTrainingConfig
+    sizes: StageSizes
+    estimate: Estimate
+    beta: float
+    log: StepLog = field(default_factory=StepLog)
+
+    def feed(self, examples: Sequence[Mapping[str, Any]], take: Take, step: int, clock: Clock) -> Iterator[TrainBatch]:
+        """The training micro-batches of one step, in order: this process's.
+
+        Args:
+            examples: the step's prompts, those of all processes.
+            take: more prompts, for groups that dynamic sampling replaces.
+            step: seeds the noise.
+            clock: is told of the phases.
+        """
+        self.log = StepLog()
+        first, mine = distributed.share(examples)
+        for micro_batches in self._service_batches(mine):
+            groups = self._sampled(merge(micro_batches), first, step, clock)
+            first += len(groups)
+            groups = self._replaced(groups, len(examples), take, step, clock)
+            with clock("logps"):
+                packed = _Packed(groups, self.training)
+                experience = self._log_probs(packed)
+            experience = self.estimate(experience, self.beta)
+            self.log.learnt(groups, experience.groups)
+            for part in slices(range(len(groups)), self.sizes.train):
+                start, stop = part[0], part[-1] + 1
+                rows = packed.rows(start, stop)
+                self.log.waste.append(padding_waste(rows))
+                yield self._train_batch(experience.between(start, stop), rows)
+
+    def _service_batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[list[list[Any]]]:
+        if self.algorithm.needs_whole_step:
+            return iter([list(slices(examples, self.sizes.train)) or [[]]])
+        return service_batches(examples, self.sizes)
+
+    def _sampled(self, examples: Sequence[Mapping[str, Any]], first: int, step: int, clock: Clock) -> list[Group]:
+        """Groups of the examples, scored; prompts are numbered through the step, from `first`, whatever the slices."""
+        groups: list[Group] = []
+        with clock("rollout"):
+            for part in slices(examples, self.sizes.rollout):
+                number = first + len(groups)
+                groups += self.cluster.generate(part, self.config.num_generations, step=step, first=number)
+                self.log.stats += self.cluster.rollout.stats
+        with clock("reward"):
+            groups = score(groups, self.reward_fns, self.config.reward_weights)
+            groups = [replace(g, advantages=np.zeros(len(g.completions))) for g in self._less_overlong(groups)]
+        self.log.groups += groups
+        self.log.numbers += range(first, first + len(groups))
+        return groups
+
+    def _less_overlong(self, groups: Sequence[Group]) -> list[Group]:
+        """Rewards less DAPO's penalty for length, which is listed beside the reward functions."""
+        algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
+        if not algorithm.overlong_buffer:
+            return list(groups)
+
+        def less(group: Group) -> Group:
+            lengths = np.array([len(c.tokens) for c in group.completions])
+            penalty = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+            parts = {**group.rewards_by_function, OVERLONG: penalty}
+            return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
+
+        return [less(group) for group in groups]
+
+    def _replaced(self, groups: list[Group], wanted: int, take: Take, step: int, clock: Clock) -> list[Group]:
+        """Dynamic sampling (Yu et al., 2025, section 3.2): groups whose rewards are all equal make room for new
+        prompts, until none of the step's `wanted` is left or the rounds are spent. Each process takes its share of the
+        new prompts too, so in the end one may hold more groups than another.
+        """
+        if self.algorithm.max_sampling_rounds == 1:
+            return groups
+        asked, (kept, tied) = wanted, _parted(groups)
+        while (missing := wanted - _in_all(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
+            fresh = take(missing)
+            if not fresh:
+                break
+            self.log.rounds += 1
+            first, mine = distributed.share(fresh)
+            more, still_tied = _parted(self._sampled(mine, asked + first, step, clock))
+            kept, tied, asked = kept + more, tied + still_tied, asked + len(fresh)
+        self.log.tied, self.log.replaced = missing, asked - wanted
+        return kept + self._earliest(tied, missing)
+
+    def _earliest(self, tied: Sequence[Group], count: int) -> list[Group]:
+        """Those of `tied` that are among the first `count` in all processes, by the numbers of their prompts."""
+        known = {id(group): number for number, group in zip(self.log.numbers, self.log.groups, strict=True)}
+        numbers = [known[id(group)] for group in tied]
+        chosen = sorted(distributed.all_of(numbers, "tied groups"))[:count]
+        return [group for number, group in zip(numbers, tied, strict=True) if number in chosen]
+
+    def _log_probs(self, packed: "_Packed") -> Experience:
+        """Reference and old log-probs and values; the old ones only when a batch is used more than once (otherwise they
+        are the policy's own).
+        """
+        cluster, sizes = self.cluster, self.sizes
+        reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
+        old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if self.config.num_iterations > 1 else None
+        values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
+        return Experience(packed.groups, reference, old, values)
+
+    def _train_batch(self, x: Experience, rows: Rows) -> TrainBatch:
+        completions = [c for g in x.groups for c in g.completions]
+        in_loss = [tokens_in_loss(c, self.algorithm.mask_truncated) for c in completions]
+        limit = self.cluster.config.rollout_config.max_new_tokens
+        weights, denominator = AGGREGATES[self.algorithm.aggregate](np.array([m.sum() for m in in_loss]), limit)
+        inputs = LossInputs(
+            advantage=lay(rows, x.advantages),
+            weight=lay(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
+            sampled=lay(rows, [c.logps for c in completions]),
+            beta=np.full((len(rows.tokens), 1), self.beta, np.float32),
+            old_logps=None if x.old_logps is None else lay(rows, x.old_logps),
+            ref_logps=None if x.ref_logps is None else lay(rows, x.ref_logps),
+        )
+        return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
+
+
+class _Packed:
+    """Groups as rows, slice by slice; stages that work on the same slice share its rows."""
+
+    def __init__(self, groups: list[Group], training: RLTrainingConfig):
+        self.groups, self._training = groups, training
+        self._rows: dict[tuple[int, int], Rows] = {}
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Those of groups `start` to `stop`."""
+        if (start, stop) not in self._rows:
+            t = self._training
+            groups = self.groups[start:stop]
+            self._rows[start, stop] = pack(groups, t.row_length, t.packing, t.max_tokens_per_micro_batch)
+        return self._rows[start, stop]
+
+    def map(self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int) -> list[np.ndarray]:
+        """`compute` on `size` groups at a time; one array a completion."""
+        out: list[np.ndarray] = []
+        for part in slices(range(len(self.groups)), size):
+            lengths = [len(c.tokens) for i in part for c in self.groups[i].completions]
+            out += compute(self.rows(part[0], part[-1] + 1), lengths)
+        return out
+
+
+def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Groups whose answers were scored unlike, and groups whose were not; a difference in length alone is none."""
+    unlike = [informative(np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0)) for g in groups]
+    return [g for g, u in zip(groups, unlike, strict=True) if u], [
+        g for g, u in zip(groups, unlike, strict=True) if not u
+    ]
+
+
+def _in_all(groups: Sequence[Group]) -> int:
+    """How many groups all processes have."""
+    return sum(distributed.gathered(len(groups), "groups kept"))
+
+
+def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
+    """Bool [n]: the tokens that the model drew itself; none of a completion that ran out of tokens where such are left
+    out.
+    """
+    drawn = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+    return drawn & (completion.finish is not FinishReason.LENGTH) if mask_truncated else drawn
+
+
+def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
+    if x.returns is None or x.values is None:
+        return None
+    return ValueInputs(returns=lay(rows, x.returns), old_values=lay(rows, x.values), weight=lay(rows, in_loss))

@@ -1,0 +1,103 @@
+"""PPO (Schulman et al., 2017) for language models (Ouyang et al., 2022): a critic says what each token was worth.
+
+The loop is `learner.Learner.train`; what is said here is how rewards and values become advantages, and that the critic
+learns beside the actor, with an optimizer of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from covey.algorithms import Algorithm
+from covey.configs import GRPOConfig, PPOConfig
+from covey.errors import RecipeError
+from covey.parallel import distributed
+from covey.rl.advantages import gae, whiten
+from covey.rl.cluster import RLCluster
+from covey.rl.feeder import Experience, tokens_in_loss
+from covey.rl.learner import Learner, RewardFns, remembered
+from covey.rl.shaping import kl_penalty, token_rewards
+from covey.rl.trainer import TrainBatch
+from covey.rl.values import explained_variance
+from covey.train.trainer import Metrics
+
+
+class PPOLearner(Learner):
+    """Trains the cluster's actor and critic by PPO.
+
+    Args:
+        rl_cluster: the models. Without a critic it makes one: a copy of the actor's base with a new head.
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
+            ones.
+        ppo_config: the algorithm: a preset with a critic, and what differs from it.
+        others: see `Learner`.
+
+    Raises:
+        RecipeError: the algorithm has no critic, or see `Learner`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rl_cluster: RLCluster,
+        reward_fns: RewardFns | None = None,
+        ppo_config: GRPOConfig | None = None,
+        **others: Any,
+    ):
+        super().__init__(rl_cluster=rl_cluster, reward_fns=reward_fns, config=ppo_config or PPOConfig(), **others)
+        if not self.algorithm.has_critic:
+            raise RecipeError(
+                f"the algorithm {self.algorithm.name!r} has no critic",
+                fix="GRPOLearner(rl_cluster=..., grpo_config=...)",
+                where="PPOLearner",
+            )
+
+    def estimate(self, experience: Experience, beta: float) -> Experience:
+        """Advantages and returns by GAE."""
+        return gae_advantages(experience, self.algorithm, beta)
+
+    def update(self, batches: Iterable[TrainBatch]) -> Metrics:
+        """One optimizer step of the actor, then one of the critic."""
+        seen: list[TrainBatch] = []
+        actor = self.cluster.update_actor(remembered(batches, seen))
+        critic = self.cluster.update_critic(seen)
+        return actor | {f"critic/{name}": value for name, value in critic.items()} | _explained(seen)
+
+
+def _explained(batches: Sequence[TrainBatch]) -> Metrics:
+    """How much of the returns the critic's values foretold."""
+    inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
+    mine = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
+    pairs = distributed.all_of(mine, "values")
+    return {"critic/explained_variance": explained_variance([v for v, _ in pairs], [r for _, r in pairs])}
+
+
+def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experience:
+    """The experience with each token's advantage and return.
+
+    A token's reward is −β·KL where the KL is in the reward, and the answer's reward comes on top at its last token.
+    An answer that nothing scored earns nothing and teaches nothing: its advantages are 0, its returns its values.
+    """
+    assert x.values is not None, "the feeder computes values for an algorithm with a critic"
+    penalties = [np.zeros(n) for n in x.lengths]
+    if algorithm.kl_in == "reward" and x.ref_logps is not None:
+        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta)
+    rewards = x.rewards.ravel()
+    advantages, returns = gae(token_rewards(rewards, penalties), x.values, algorithm.gamma, algorithm.gae_lambda)
+    scored = [np.full(n, not np.isnan(r)) for n, r in zip(x.lengths, rewards, strict=True)]
+    if algorithm.whiten:
+        taught = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
+        counted = [s & t for s, t in zip(scored, taught, strict=True)]
+        advantages = distributed.jointly(_whitened, list(zip(advantages, counted, strict=True)), "advantages")
+    advantages = [np.where(known, a, 0.0) for known, a in zip(scored, advantages, strict=True)]
+    returns = [np.where(known, r, v) for known, r, v in zip(scored, returns, x.values, strict=True)]
+    means = iter([float(a.mean()) if a.size else 0.0 for a in advantages])
+    groups = [replace(g, advantages=np.array([next(means) for _ in g.completions], np.float32)) for g in x.groups]
+    return replace(x, groups=groups, advantages=advantages, returns=returns)
+
+
+def _whitened(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    advantages, counted = zip(*pairs, strict=True)
+    return whiten(advantages, counted)

@@ -1,0 +1,167 @@
+"""From prompts to micro-batches, without a model: what is in the loss, and which groups are replaced."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.algorithms import algorithm_of
+from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.rl.feeder import Clock, Feeder, tokens_in_loss
+from covey.rl.grpo import group_advantages
+from covey.rl.microbatch import stage_sizes
+from covey.rl.roles import ClusterConfig
+from covey.rl.trainer import TrainBatch
+from covey.sampling.sampler import SamplerStats
+from covey.types import Completion, FinishReason, Group
+
+G = 2
+
+
+def completion(n: int, mask: Sequence[bool] | None = None, cut_off: bool = False) -> Completion:
+    finish = FinishReason.LENGTH if cut_off else FinishReason.STOP
+    ids, none = np.arange(1, n + 1, dtype=np.int32), np.zeros(n, np.float32)
+    return Completion(ids, none, none, finish, mask=None if mask is None else np.array(mask))
+
+
+class Fake:
+    """A cluster whose completions are given with the prompt: `{"prompt": ..., "completions": (...)}`."""
+
+    def __init__(self) -> None:
+        self.config = ClusterConfig(rollout_config=RolloutConfig(max_new_tokens=10))
+        self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
+        self.asked: list[tuple[int, list[str]]] = []
+
+    def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:
+        self.asked.append((first, [e["prompt"] for e in examples]))
+        return [Group(e["prompt"], np.ones(2, np.int32), e["completions"], {"points": e["points"]}) for e in examples]
+
+
+def in_order(completions: Sequence[str], points: Sequence[tuple[float, float]]) -> list[float]:
+    """The two completions of a prompt get its two points."""
+    return [pair[i % G] for i, pair in enumerate(points)]
+
+
+def row(prompt: str, points: tuple[float, float], completions: tuple[Completion, ...] | None = None) -> dict[str, Any]:
+    return {"prompt": prompt, "points": points, "completions": completions or (completion(3), completion(4))}
+
+
+@pytest.fixture
+def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
+    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the feeder that made them."""
+
+    def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Feeder]:
+        config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
+        training, algorithm = RLTrainingConfig(prompts_per_step=len(rows)), algorithm_of(config)
+        stock = list(spare)
+
+        def take(count: int) -> list[Any]:
+            taken, stock[:] = stock[:count], stock[count:]
+            return taken
+
+        feeder = Feeder(
+            cluster=Fake(),  # type: ignore[arg-type]
+            reward_fns=[in_order],
+            config=config,
+            algorithm=algorithm,
+            training=training,
+            sizes=stage_sizes(training, G),
+            estimate=lambda x, beta: group_advantages(x, algorithm, beta),
+            beta=algorithm.beta,
+        )
+        return list(feeder.feed(rows, take, 0, Clock())), feeder
+
+    return make
+
+
+def prompts(batches: Sequence[TrainBatch]) -> list[Any]:
+    return [g.prompt for batch in batches for g in batch.groups]
+
+
+# --- what is in the loss
+
+
+def test_what_a_tool_wrote_is_not_in_the_loss() -> None:
+    assert tokens_in_loss(completion(3, [True, False, True]), False).tolist() == [True, False, True]
+    assert tokens_in_loss(completion(2), False).tolist() == [True, True]
+
+
+def test_a_truncated_completion_is_in_the_loss_unless_it_is_masked() -> None:
+    assert tokens_in_loss(completion(2, cut_off=True), False).all()
+    assert not tokens_in_loss(completion(2, cut_off=True), True).any()
+    assert tokens_in_loss(completion(2), True).all()
+
+
+def test_a_tools_tokens_weigh_nothing_and_are_not_counted(fed: Callable) -> None:
+    """Of 4 + 2 tokens 3 were drawn: token_mean divides by 3, sequence_mean weighs each drawn token of 2 by a half."""
+    answers = completion(4, [True, False, False, True]), completion(2, [True, False])
+    (batch,), _ = fed([row("a", (0.0, 1.0), answers)], aggregate="token_mean")
+    assert batch.denominator == 3
+    assert batch.inputs.weight.sum() == 3
+    (batch,), _ = fed([row("a", (0.0, 1.0), answers)])
+    weights = batch.inputs.weight[batch.rows.home[..., 0] == 0]
+    assert weights.tolist() == [0.5, 0, 0, 0.5]
+    assert batch.denominator == 2
+
+
+def test_a_step_whose_completions_are_all_masked_weighs_nothing(fed: Callable) -> None:
+    cut_off = completion(10, cut_off=True), completion(10, cut_off=True)
+    (batch,), _ = fed([row("a", (0.0, 1.0), cut_off)], mask_truncated=True)
+    assert not batch.inputs.weight.any()
+
+
+# --- dynamic sampling
+
+
+def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Callable) -> None:
+    rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0)), row("tied too", (0.0, 0.0))]
+    spare = [row("new", (0.0, 1.0)), row("tied again", (1.0, 1.0)), row("newer", (1.0, 0.0)), row("unused", (1.0, 0.0))]
+    batches, feeder = fed(rows, spare, max_sampling_rounds=4)
+    assert prompts(batches) == ["good", "new", "newer"]
+    assert (feeder.log.rounds, feeder.log.replaced, feeder.log.tied) == (3, 3, 0)
+    assert [g.prompt for g in feeder.log.groups] == ["tied", "good", "tied too", "new", "tied again", "newer"]
+    assert feeder.cluster.asked == [  # type: ignore[attr-defined]
+        (0, ["tied", "good", "tied too"]), (3, ["new", "tied again"]), (5, ["newer"])
+    ]  # fmt: skip
+
+
+def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed: Callable) -> None:
+    rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
+    batches, feeder = fed(rows, spare, max_sampling_rounds=3)
+    assert prompts(batches) == ["good", "tied"]
+    assert (feeder.log.rounds, feeder.log.replaced, feeder.log.tied) == (3, 2, 1)
+    assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
+
+
+def test_data_that_end_stop_the_search(fed: Callable) -> None:
+    batches, feeder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
+    assert prompts(batches) == ["good", "tied"]
+    assert (feeder.log.rounds, feeder.log.tied) == (1, 1)
+
+
+def test_one_round_replaces_nothing(fed: Callable) -> None:
+    batches, feeder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
+    assert prompts(batches) == ["tied"]
+    assert (feeder.log.rounds, feeder.log.replaced) == (1, 0)
+
+
+# --- overlong shaping
+
+
+def test_the_overlong_penalty_counts_tokens_and_is_listed_beside_the_rewards(fed: Callable) -> None:
+    """Limit 10, buffer 4: 3 tokens cost nothing, 8 half, 10 all (trap 8: characters)."""
+    answers = completion(8), completion(10)
+    (batch,), _ = fed([row("a", (1.0, 1.0), answers)], overlong_buffer=4, overlong_penalty=2.0)
+    (group,) = batch.groups
+    assert group.rewards.tolist() == [0.0, -1.0]
+    assert group.rewards_by_function["overlong"].tolist() == [-1.0, -2.0]
+    assert group.rewards_by_function["in_order"].tolist() == [1.0, 1.0]
+
+
+def test_answers_that_differ_in_length_alone_are_replaced(fed: Callable) -> None:
+    """The penalty would else pass for a difference in reward, and the group would never be sampled anew."""
+    rows = [row("tied", (1.0, 1.0), (completion(3), completion(10)))]
+    batches, _ = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
+    assert prompts(batches) == ["new"]

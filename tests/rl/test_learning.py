@@ -1,0 +1,303 @@
+"""Every algorithm learns a task from random weights, and what steers it on the way does what it says."""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.algorithms import PRESETS
+from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.data.loader import PromptLoader
+from covey.errors import RecipeError
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.heads import ValueModel, value_model
+from covey.parallel import flatten
+from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.inference import RowScorer
+from covey.rl.learner import StepRecord
+from covey.rl.ppo import PPOLearner
+from covey.rl.roles import ClusterConfig, Role
+from covey.rl.rollout import RolloutWorker
+from covey.rl.rows import Rows, pack
+from covey.tokenizer import Tokenizer
+from covey.train.trainer import compiler_options
+from covey.types import Group
+
+pytestmark = pytest.mark.slow
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+MODEL = ModelConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+    tie_embeddings=True,
+)  # fmt: skip
+STOPS, MIDDLE = range(40), range(100, 200)
+"""So many stop tokens that answers of random weights end anywhere; the tokens to be written, a third of all."""
+PROMPTS = [{"prompt": letter} for letter in "abcdefgh"]
+P, G, STEPS, SEEDS = len(PROMPTS), 8, 16, 3
+MARGIN = 0.4
+"""How much the share of right tokens rises at least: mean of the last three steps less that of the first three."""
+WEIGHT = 8.0
+"""Of that share in the reward, so that the KL in the reward of rloo and ppo and dapo's penalty for length, which stay
+as the presets have them, are no match for it.
+"""
+
+
+def middle(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    """The share of right tokens in an answer, its stop token left out; 0 for an answer without any."""
+    return [float(np.mean([t in MIDDLE for t in ids if t not in STOPS] or [0])) for ids in completion_ids]
+
+
+class Run:
+    """A learner on a tiny decoder, and the records of its steps.
+
+    Args:
+        sampler: a worker whose compiled programs are used.
+        steps: `max_steps`.
+        rate: learning rate of actor and critic.
+        reward: the reward model.
+        settings: of the algorithm.
+    """
+
+    def __init__(
+        self,
+        sampler: RolloutWorker | None = None,
+        *,
+        steps: int = STEPS,
+        rate: float = 4e-2,
+        reward: ValueModel | None = None,
+        **settings: Any,
+    ):
+        optimizer = OptimizerConfig(learning_rate=rate, schedule="constant", warmup_ratio=0.0)
+        training = RLTrainingConfig(
+            max_steps=steps, prompts_per_step=P, actor_optimizer=optimizer, critic_optimizer=optimizer, row_length=64,
+            max_tokens_per_micro_batch=256,
+        )  # fmt: skip
+        plain = Tokenizer.from_folder(TINY)
+        self.cluster = RLCluster(
+            actor=decoder(0),
+            reward=reward,
+            tokenizer=Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=STOPS),
+            cluster_config=ClusterConfig({}, training, RolloutConfig(max_new_tokens=12, slots=64)),
+        )
+        if sampler is not None:
+            self.cluster.rollout = copy(sampler)
+        self.config = GRPOConfig(**{"num_generations": G, **settings})
+        self.records: list[StepRecord] = []
+        self.learner = self.another_learner(self.config)
+        self.learner.prepare(steps)
+        self.start = self.learner.state()
+
+    def another_learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
+        """On the same cluster, with the same observer."""
+        others: Any = {"rl_cluster": self.cluster, "reward_fns": middle, "observers": [self.records.append]}
+        critic = PRESETS[config.algorithm].has_critic
+        return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
+
+    def restart(self, seed: int) -> None:
+        """Other weights, and steps of other numbers and so with other noise, in the programs compiled already."""
+        cluster, begin = self.cluster, seed * STEPS
+        held = {name: part for name, part in cluster.state().items() if name in ("params", "opt_state", "critic")}
+        new = {"params": weights(decoder(seed)), "opt_state": zeros(held["opt_state"])}
+        if "critic" in held:
+            critic = value_model(decoder(seed))
+            new["critic"] = {"params": weights(critic), "opt_state": zeros(held["critic"]["opt_state"])}
+        if cluster.inference.has(Role.REFERENCE):
+            reference = cluster.inference.params[Role.REFERENCE]
+            nnx.replace_by_pure_dict(reference, placed(nnx.to_pure_dict(reference), weights(decoder(seed))))
+        cluster.load_state(placed(held, new), begin)
+        self.learner.load_state(self.start, begin)
+        self.records.clear()
+
+    def train(self, steps: int = STEPS) -> "Run":
+        """So many steps more."""
+        self.learner.train(PromptLoader(PROMPTS, P, shuffle=False, num_epochs=steps))
+        return self
+
+    def metric(self, name: str) -> np.ndarray:
+        return np.array([record.metrics[name] for record in self.records])
+
+
+def decoder(seed: int) -> Decoder:
+    return Decoder(MODEL, rngs=nnx.Rngs(seed), remat=False)
+
+
+def weights(model: nnx.Module) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+
+
+def placed(held: Any, new: Any) -> Any:
+    """`new` where `held` lies."""
+    return jax.tree.map(lambda here, x: jax.device_put(np.array(x), here.sharding), held, new)
+
+
+def laid_out(groups: Sequence[Group]) -> tuple[Rows, list[int]]:
+    return pack(groups, 64), [len(c.tokens) for g in groups for c in g.completions]
+
+
+def log_probs(params: Any, groups: Sequence[Group]) -> np.ndarray:
+    """Of all tokens of the groups, under a decoder with these weights."""
+    graph, _ = nnx.split(decoder(0))
+    return np.concatenate(RowScorer(graph, 1.0)(params, *laid_out(groups), size=4))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler() -> Iterator[None]:
+    """A quarter of the time: it goes into compiling programs that run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    options = {**compiler_options(), "xla_cpu_use_fusion_emitters": False}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("covey.train.trainer", "covey.rl.inference"):
+            patch.setattr(f"{module}.compiler_options", lambda: options)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def run() -> Callable[..., Run]:
+    """`run(**settings)`: all use the sampler that the first one compiled."""
+    samplers: list[RolloutWorker] = []
+
+    def make(**settings: Any) -> Run:
+        made = Run(*samplers, **settings)
+        samplers[:] = samplers or [made.cluster.rollout]
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_learns(run: Callable[..., Run], name: str) -> None:
+    """Over three seeds of weights and noise, from a share of a third to nearly all."""
+    made = run(algorithm=name, reward_weights=(WEIGHT,), steps=SEEDS * STEPS)
+    for seed in range(SEEDS):
+        made.restart(seed)
+        right = made.train().metric("rewards/middle/mean")
+        assert STEPS - 3 <= len(right) <= STEPS  # what dapo puts in the place of equal groups comes out of these data
+        assert right[-3:].mean() - right[:3].mean() > MARGIN, right.round(2)
+
+
+# --- the reference
+
+
+def test_a_kl_in_the_loss_holds_the_policy_back(run: Callable[..., Run]) -> None:
+    far, near = (run(beta=beta).train(8) for beta in (0.0, 2.0))
+    distances = []
+    for made in (far, near):
+        groups = made.records[-1].groups
+        d = log_probs(nnx.state(decoder(0)), groups) - log_probs(made.cluster.trainer.params, groups)
+        distances.append(float(np.mean(np.expm1(d) - d)))
+    assert distances[0] > 0.2
+    assert distances[1] < distances[0] / 4
+    assert near.metric("kl")[0] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
+    assert "kl" not in far.records[0].metrics
+
+
+def test_an_adapted_beta_follows_the_kl(run: Callable[..., Run]) -> None:
+    """Down while the policy is nearer to the reference than the target, up once it is farther, a fifth at most for a
+    step of as many samples as the horizon has (Ziegler et al., 2019).
+    """
+    made = run(beta=0.01, kl_target=0.05, kl_horizon=P * G).train(8)
+    beta, kl = made.metric("beta"), made.metric("kl")
+    factors = 1 + np.clip(kl / 0.05 - 1, -0.2, 0.2)
+    np.testing.assert_allclose(beta[1:], beta[:-1] * factors[:-1])
+    assert beta[0] == 0.01
+    assert factors.min() == pytest.approx(0.8)
+    assert factors.max() == pytest.approx(1.2)
+
+
+def test_a_moving_reference_is_the_mixture(run: Callable[..., Run]) -> None:
+    """reference ← α·actor + (1 − α)·reference every second update, and its log-probs are that decoder's."""
+    made = run(beta=0.04, reference_every_n_updates=2, reference_mixing=0.6)
+    actors, references = [], []
+
+    def remember(record: StepRecord) -> None:
+        cluster = made.cluster
+        actors.append(jax.tree.map(np.array, cluster.trainer.params))
+        references.append(jax.tree.map(np.array, cluster.inference.params[Role.REFERENCE]))
+
+    made.learner.observers.append(remember)
+    made.train(4)
+    want = nnx.state(decoder(0))
+    for step, (actor, reference) in enumerate(zip(actors, references, strict=True), start=1):
+        if step % 2 == 0:
+            want = jax.tree.map(lambda a, r: np.float32(0.6) * a + np.float32(0.4) * r, actor, want)
+        for name, x in flatten(want).items():
+            np.testing.assert_allclose(flatten(reference)[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
+    groups = made.records[-1].groups
+    moved, kept = log_probs(want, groups), log_probs(nnx.state(decoder(0)), groups)
+    found = np.concatenate(made.cluster.get_ref_per_token_logps(*laid_out(groups)))
+    np.testing.assert_allclose(found, moved, atol=1e-5)
+    assert np.abs(moved - kept).max() > 0.1
+
+
+# --- the loop
+
+
+def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> None:
+    """The last: its weight stands behind the functions'."""
+    model = value_model(decoder(3))
+    model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
+    made = run(reward=model, reward_weights=(1.0, 0.5)).train(1)
+    (record,) = made.records
+    for group in record.groups:
+        parts = group.rewards_by_function
+        assert list(parts) == ["middle", "reward_model"]
+        np.testing.assert_allclose(group.rewards, parts["middle"] + 0.5 * parts["reward_model"])
+        answers = [c.tokens.tolist() for c in group.completions]
+        scores = made.cluster.get_rewards([group.prompt_tokens.tolist()] * G, answers)
+        np.testing.assert_allclose(parts["reward_model"], scores, atol=1e-5)
+    assert record.metrics["rewards/reward_model/std"] > 0.1
+
+
+def test_the_second_update_on_a_batch_has_other_ratios(run: Callable[..., Run]) -> None:
+    made = run(num_iterations=2, epsilon=1e-3)
+    update, found = made.learner.update, []
+    made.learner.update = lambda batches: found.append(update(batches)) or found[-1]  # type: ignore[method-assign]
+    made.train(2)
+    assert [record.step for record in made.records] == [2, 4]
+    clipped = [metrics["clip_ratio/region_mean"] for metrics in found]
+    assert clipped[::2] == [0.0, 0.0]
+    assert min(clipped[1::2]) > 0.2
+
+
+@pytest.fixture(scope="module")
+def ended(run: Callable[..., Run]) -> Run:
+    """Whose data ended in its second step, long before `max_steps`."""
+    made = run(steps=10)
+    made.learner.train(PromptLoader([*PROMPTS, *PROMPTS[:3]], P, num_epochs=1))
+    return made
+
+
+def test_data_that_end_end_the_training(ended: Run) -> None:
+    """The last batch is short, and is trained on."""
+    first, last = ended.records[:2]
+    assert (len(first.groups), len(last.groups)) == (P, 3)
+    assert (last.step, last.total) == (2, 10)
+    assert last.metrics["grad_norm"] > 0
+
+
+def test_another_learner_on_the_cluster_must_want_the_same(ended: Run) -> None:
+    data = PromptLoader(PROMPTS, P, num_epochs=1)
+    with pytest.raises(RecipeError, match="prepared already") as caught:
+        ended.another_learner(replace(ended.config, beta=0.0)).train(data)
+    assert "RLCluster(actor=cluster.actor" in caught.value.fix
+    before = {name: np.array(x) for name, x in flatten(ended.cluster.trainer.params).items()}
+    ended.another_learner(ended.config).train(data)
+    assert ended.records[-1].step == 1
+    assert ended.cluster.trainer.step == 3
+    for name, x in flatten(ended.cluster.trainer.params).items():  # from where the weights were
+        np.testing.assert_allclose(x, before[name], atol=0.05, err_msg=name)
+        assert not np.array_equal(x, before[name])

@@ -1,0 +1,300 @@
+"""S1, stages with their own micro-batch: each behaviour by its name."""
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from covey.configs import RLTrainingConfig
+from covey.data.loader import PromptLoader
+from covey.errors import RecipeError, RewardError
+from covey.rl import learner
+from covey.rl.microbatch import StageSizes, cut, merge
+from covey.rl.queue import DataQueue, Ended, produce
+
+STAGES = ("rollout", "ref_logps", "old_logps", "train")
+
+
+def prompts(batches: Sequence[Any]) -> list[list[str]]:
+    """Those of each training micro-batch."""
+    return [[g.prompt for g in batch.groups] for batch in batches]
+
+
+def named(*sizes: int) -> list[list[str]]:
+    """p0, p1, ... in parts of `sizes`."""
+    return cut([f"p{i}" for i in range(sum(sizes))], sizes)
+
+
+# Sizes
+
+
+def test_each_stage_works_in_slices_of_its_own_size_and_the_last_may_be_short(played: Callable) -> None:
+    cluster = played(prompts=7, updates=2, rollout=2, ref_logps=3, old_logps=5, train=4).train(7)
+    assert cluster.samples("rollout") == [4, 4, 4, 2]
+    assert cluster.samples("ref_logps") == [6, 6, 2]
+    assert cluster.samples("old_logps") == [10, 4]
+    assert cluster.samples("train") == [8, 6] * 2
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_sizes_count_prompts_before_the_repeat_and_are_samples_inside_a_stage(played: Callable, samples: int) -> None:
+    cluster = played(prompts=4, samples=samples, updates=2, rollout=2, ref_logps=4, old_logps=1, train=4).train(4)
+    assert cluster.samples("rollout") == [2 * samples] * 2
+    assert cluster.samples("ref_logps") == [4 * samples]
+    assert cluster.samples("old_logps") == [samples] * 4
+    assert cluster.samples("train") == [4 * samples] * 2
+
+
+def test_the_unit_is_stated_in_every_docstring() -> None:
+    source = inspect.getsource(RLTrainingConfig)
+    for stage in STAGES:
+        docstring = source.split(f"{stage}_micro_batch_size:")[1].split('"""')[1]
+        assert docstring.startswith("Prompts")
+        assert "× num_generations samples" in docstring
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_unit_is_stated_in_every_error(played: Callable, stage: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{stage}_micro_batch_size 5 prompts × num_generations 2 = 10 samples"):
+        played(prompts=4, **{stage: 5}).learner()
+
+
+# The service batch
+
+
+def test_training_micro_batches_are_gathered_until_they_hold_the_lcm_of_the_other_sizes(played: Callable) -> None:
+    """lcm(2, 4, 1) = 4 prompts: two micro-batches of 3 hold enough. Each service batch is scored in one call."""
+    assert StageSizes(rollout=2, ref_logps=4, old_logps=1, train=3).service == 4
+    cluster = played(prompts=12, updates=2, rollout=2, ref_logps=4, old_logps=1, train=3).train(12)
+    assert cluster.samples("reward") == [12, 12]
+    assert cluster.samples("rollout") == [4] * 6
+    assert cluster.samples("ref_logps") == [8, 4, 8, 4]
+    assert cluster.order().index("ref_logps") < 5, "the first service batch goes on before the second is sampled"
+
+
+def test_the_remainder_is_flushed_and_never_waits(played: Callable) -> None:
+    """Of 7 prompts a service batch of 4 leaves 3: they are of this step and do not wait for the next."""
+    cluster = played(prompts=7, batches=2, rollout=4, ref_logps=2, old_logps=1, train=2).train(14)
+    assert cluster.samples("reward") == [8, 6, 8, 6]
+    assert [sum(map(len, prompts(update))) for update in cluster.updates] == [7, 7]
+
+
+def test_the_remainder_is_never_dropped(played: Callable) -> None:
+    cluster = played(prompts=7, batches=2, rollout=4, ref_logps=2, old_logps=1, train=2).train(14)
+    trained = [prompt for update in cluster.updates for batch in prompts(update) for prompt in batch]
+    assert trained == [f"p{i}" for i in range(14)]
+
+
+def test_data_that_ends_early_is_flushed(played: Callable) -> None:
+    cluster = played(prompts=4, batches=9, rollout=4, ref_logps=4, old_logps=4, train=2)
+    cluster.train(cluster.loader(5, num_epochs=1))
+    assert [prompts(update) for update in cluster.updates] == [named(2, 2), [["p4"]]]
+
+
+def test_nothing_is_fed_beyond_the_allowed_number_of_steps(played: Callable) -> None:
+    cluster = played(prompts=2, batches=3, rollout=2, train=1, queueing="async").train(100)
+    assert sum(cluster.samples("rollout")) == 3 * 2 * 2
+    assert len(cluster.updates) == 3
+
+
+def test_when_merging_lists_are_joined_and_arrays_concatenated() -> None:
+    merged = merge([{"name": ["a", "b"], "x": np.ones((2, 3))}, {"name": ["c"], "x": np.zeros((1, 3))}])
+    assert merged["name"] == ["a", "b", "c"]
+    np.testing.assert_array_equal(merged["x"], [[1, 1, 1], [1, 1, 1], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("queueing", ["sync", "async"])
+def test_the_trainer_sees_exactly_the_micro_batches_that_went_in(played: Callable, queueing: str) -> None:
+    """Cut back at the original boundaries × G, though the stages between cut otherwise."""
+    cluster = played(prompts=8, samples=3, rollout=5, ref_logps=4, old_logps=3, train=3, queueing=queueing).train(8)
+    (batches,) = cluster.updates
+    assert prompts(batches) == named(3, 3, 2)
+    for batch in batches:
+        assert [len(g.completions) for g in batch.groups] == [3] * len(batch.groups)
+        tokens = np.concatenate([c.tokens for g in batch.groups for c in g.completions])
+        assert sorted(batch.rows.target[batch.rows.scored]) == sorted(tokens)
+
+
+# Passes
+
+
+@pytest.mark.parametrize("queueing", ["sync", "async"])
+def test_each_micro_batch_is_used_mu_times(played: Callable, queueing: str) -> None:
+    cluster = played(prompts=4, updates=3, batches=2, train=2, queueing=queueing).train(8)
+    assert len(cluster.updates) == 6
+    for passes in (cluster.updates[:3], cluster.updates[3:]):
+        for again in passes[1:]:
+            assert [id(batch) for batch in again] == [id(batch) for batch in passes[0]]
+    assert cluster.samples("rollout") == [8, 8], "sampled once"
+
+
+def test_in_sync_all_are_queued_before_the_first_is_used(played: Callable) -> None:
+    cluster = played(prompts=3, updates=2, rollout=1, ref_logps=1, old_logps=1, train=1).train(3)
+    making, using = cluster.order()[:12], cluster.order()[12:]
+    assert making == ["rollout", "reward", "ref_logps", "old_logps"] * 3
+    assert using == ["train", "train", "train", "update"] * 2 + ["sync"]
+
+
+def test_in_async_each_micro_batch_is_queued_as_soon_as_it_exists(played: Callable) -> None:
+    """The second is not even scored before the first has been trained on."""
+    cluster = played(prompts=3, rollout=1, ref_logps=1, old_logps=1, train=1, queueing="async")
+    arrived: list[bool] = []
+
+    def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        arrived.append(prompts[0] == "p0" or cluster.seen("train"))
+        return [1.0] * len(prompts)
+
+    cluster.train(3, reward)
+    assert arrived == [True, True, True]
+
+
+def test_in_async_the_remaining_passes_follow(played: Callable) -> None:
+    cluster = played(
+        prompts=3, updates=3, rollout=1, ref_logps=1, old_logps=1, train=1, queueing="async"
+    ).train(3)  # fmt: skip
+    uses = [what for what in cluster.order() if what in ("train", "update")]
+    assert uses == ["train", "train", "train", "update"] * 3
+    assert [prompts(update) for update in cluster.updates] == [named(1, 1, 1)] * 3
+
+
+# Counting, restarting, ending
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("train", [1, None])
+def test_steps_count_batches_of_prompts_and_not_samples(played: Callable, samples: int, train: int | None) -> None:
+    cluster = played(prompts=2, samples=samples, batches=3, train=train).train(6)
+    assert [record.step for record in cluster.records] == [1, 2, 3]
+    assert {record.total for record in cluster.records} == {3}
+
+
+def resumed_like_a_straight_run(played: Callable, data: Callable[[Any], Any]) -> None:
+    """Two updates, and a new learner that takes up from there, make the six of a run never stopped."""
+    whole, begun, rest = (played(prompts=2, updates=2, batches=batches) for batches in (3, 1, 3))
+    whole.train(data(whole))
+    stopped, learner, at = begun.learner(), rest.learner(), data(begun)
+    stopped.train(at)
+    learner.load_state(stopped.state(), step=2)
+    again = data(rest)
+    if isinstance(again, PromptLoader):
+        again.restore(at.state())
+    learner.train(again)
+    together = begun.updates + rest.updates
+    assert [prompts(update) for update in together] == [prompts(update) for update in whole.updates]
+    for one, other in zip(together, whole.updates, strict=True):
+        np.testing.assert_array_equal(one[0].rows.target, other[0].rows.target)
+
+
+def test_after_a_restart_the_feeder_fast_forwards_over_what_is_done(played: Callable) -> None:
+    resumed_like_a_straight_run(played, lambda cluster: cluster.loader(6))
+
+
+def test_after_a_restart_plain_rows_are_fast_forwarded_too(played: Callable) -> None:
+    """A resumed learner that is given the data set again must not train on its first prompts twice."""
+    resumed_like_a_straight_run(played, lambda cluster: [{"prompt": f"p{i}"} for i in range(6)])
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The data queues that learners make, with what they were ended by."""
+    made: list[Any] = []
+
+    class Watched(DataQueue):
+        def __init__(self, maxsize: int):
+            super().__init__(maxsize)
+            self.ends: list[BaseException | None] = []
+            made.append(self)
+
+        def end(self, error: BaseException | None = None) -> None:
+            self.ends.append(error)
+            super().end(error)
+
+    monkeypatch.setattr(learner, "DataQueue", Watched)
+    return made
+
+
+def test_the_feeder_always_ends_with_the_end_marker(played: Callable, queues: list[Any]) -> None:
+    played(prompts=2, batches=2, train=1, queueing="async").train(4)
+    assert [queue.ends for queue in queues] == [[None], [None]]
+    with produce([1], DataQueue(1)) as queue:
+        assert queue.get() == 1
+        with pytest.raises(Ended):
+            queue.get()
+
+
+@pytest.mark.parametrize("queueing", ["sync", "async"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_also_when_it_fails_and_its_error_reaches_the_caller(
+    played: Callable, queues: list[Any], queueing: str, after: int
+) -> None:
+    cluster = played(prompts=2, rollout=1, ref_logps=1, old_logps=1, train=1, queueing=queueing)
+
+    def fails(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        if prompts[0] == f"p{after}":
+            raise OSError("the judge is away")
+        return [1.0] * len(prompts)
+
+    with pytest.raises(RewardError, match="'fails' raised OSError: the judge is away"):
+        cluster.train(2, fails)
+    assert len(cluster.samples("train")) == (after if queueing == "async" else 0)
+    assert all(isinstance(error, RewardError) for queue in queues for error in queue.ends)
+    assert len(queues) == (queueing == "async")
+    assert not [t for t in threading.enumerate() if t.name == "covey-producer"]
+
+
+# The result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout": 1, "ref_logps": 2, "old_logps": 3, "train": 1},
+        {"rollout": 3, "ref_logps": 1, "old_logps": 2, "train": 2, "queueing": "async"},
+        {"max_tokens_per_micro_batch": 64},
+    ],
+    ids=["sync", "async", "tokens"],
+)
+def test_nothing_about_the_result_depends_on_the_sizes(bench: Any, settings: dict[str, Any]) -> None:
+    """Same samples, same rewards, same gradients."""
+    named = {f"{key}_micro_batch_size" if key in STAGES else key: value for key, value in settings.items()}
+    start = jax.tree.map(np.array, bench.fresh().state())
+    want, weights = bench.train(), jax.tree.map(np.array, bench.cluster.state())
+    assert min(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (start, weights)), strict=True)) > 1e-3
+    got = bench.train(**named)
+    for one, other in zip(got, want, strict=True):
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
+        for group, same in zip(one.groups, other.groups, strict=True):
+            assert [c.tokens.tolist() for c in group.completions] == [c.tokens.tolist() for c in same.completions]
+            np.testing.assert_array_equal(group.rewards, same.rewards)
+            np.testing.assert_allclose(group.advantages, same.advantages, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(bench.cluster.state()), jax.tree.leaves(weights), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_max_tokens_per_micro_batch_splits_a_slice_further(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One micro-batch of six rows of 64 tokens; the budget holds one row, in the update and in the log-probs."""
+    cluster = bench.cluster
+    update, ref_logps = cluster.trainer.update, cluster.inference.ref_logps
+    parts: list[list[int]] = []
+    slices: list[int] = []
+
+    def watched(given: Any) -> Any:
+        held = list(given)
+        parts.append([part.batch.rows.tokens.size for part in held])
+        return update(held)
+
+    def sliced(rows: Any, lengths: Any, size: int) -> Any:
+        slices.append(size * rows.tokens.shape[1])
+        return ref_logps(rows, lengths, size)
+
+    monkeypatch.setattr(cluster.trainer, "update", watched)
+    monkeypatch.setattr(cluster.inference, "ref_logps", sliced)
+    bench.train(packing="dense", max_tokens_per_micro_batch=64)
+    assert parts == [[64] * 6] * 4
+    assert slices == [64, 64]
