@@ -14,13 +14,18 @@ if TYPE_CHECKING:
         LoRAConfig,
         ModelOptions,
         OptimizerConfig,
+        PPOConfig,
         RLTrainingConfig,
         RolloutConfig,
+        SFTConfig,
     )
     from covey.errors import CoveyError
-    from covey.recipe import Recipe
-    from covey.rl.cluster import ClusterConfig, RLCluster, Role
+    from covey.recipe import Recipe, SFTRecipe
+    from covey.rl.cluster import RLCluster
     from covey.rl.grpo import GRPOLearner
+    from covey.rl.ppo import PPOLearner
+    from covey.rl.roles import ClusterConfig, Role
+    from covey.train.sft import SFTLearner
 
 __version__ = "0.1.0"
 
@@ -34,11 +39,16 @@ __all__ = [
     "LoRAConfig",
     "ModelOptions",
     "OptimizerConfig",
+    "PPOConfig",
+    "PPOLearner",
     "RLCluster",
     "RLTrainingConfig",
     "Recipe",
     "Role",
     "RolloutConfig",
+    "SFTConfig",
+    "SFTLearner",
+    "SFTRecipe",
 ]
 
 
@@ -53,7 +63,7 @@ def __dir__() -> list[str]:
 
 
 _HOMES = {
-    "ClusterConfig": "covey.rl.cluster",
+    "ClusterConfig": "covey.rl.roles",
     "CoveyError": "covey.errors",
     "DataConfig": "covey.configs",
     "EvalConfig": "covey.configs",
@@ -62,10 +72,15 @@ _HOMES = {
     "LoRAConfig": "covey.configs",
     "ModelOptions": "covey.configs",
     "OptimizerConfig": "covey.configs",
+    "PPOConfig": "covey.configs",
+    "PPOLearner": "covey.rl.ppo",
     "RLCluster": "covey.rl.cluster",
     "RLTrainingConfig": "covey.configs",
     "Recipe": "covey.recipe",
-    "Role": "covey.rl.cluster",
+    "Role": "covey.rl.roles",
     "RolloutConfig": "covey.configs",
+    "SFTConfig": "covey.configs",
+    "SFTLearner": "covey.train.sft",
+    "SFTRecipe": "covey.recipe",
 }
 """Public name → the module it lives in."""

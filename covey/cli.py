@@ -14,8 +14,8 @@ from pathlib import Path
 
 from covey import __version__, recipe, strictyaml
 from covey.commands import help
-from covey.commands.checks import check_run, check_source, new_run_folder
-from covey.commands.options import ChatOptions, GenerateOptions, OptionsT
+from covey.commands.checks import check_run, check_source, has_checkpoint, new_run_folder, resume_command
+from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
 from covey.errors import CoveyError, nearest
 from covey.overrides import apply, split
 
@@ -64,15 +64,25 @@ def parse(words: Sequence[str]) -> Action:
 
 def train(words: Sequence[str]) -> Action:
     """`covey train NAME_OR_YAML [settings]`, `covey train --resume RUN`."""
+    return _training(recipe.Recipe, words)
+
+
+def sft(words: Sequence[str]) -> Action:
+    """`covey sft NAME_OR_YAML [settings]`, `covey sft --resume RUN`."""
+    return _training(recipe.SFTRecipe, words)
+
+
+def _training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
     names, pairs = split(words, 1)
     flags = dict(pairs)
     if "--resume" in flags:
         if names or len(pairs) > 1:
             raise CoveyError("--resume takes nothing but the run folder", fix="a resumed run keeps its recipe")
-        return partial(_resume, flags["--resume"])
+        return partial(_resume, kind, flags["--resume"])
     if not names:
-        raise CoveyError("train which recipe?", want="covey train NAME_OR_YAML", fix=_choices())
-    return partial(_train, recipe.load(names[0], _tokens(pairs)))
+        usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
+        raise CoveyError("train as which recipe?", want=usage, fix=_choices(kind))
+    return partial(_train, recipe.load(names[0], _tokens(pairs), kind))
 
 
 def evaluate(words: Sequence[str]) -> Action:
@@ -80,7 +90,7 @@ def evaluate(words: Sequence[str]) -> Action:
     (source,), pairs = _exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
     chosen = dict(pairs).get("--recipe")
     tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
-    ready = recipe.load(chosen, tokens) if chosen else None
+    ready = recipe.load_any(chosen, tokens) if chosen else None
     return partial(_evaluate, source, ready, tokens)
 
 
@@ -94,6 +104,18 @@ def chat(words: Sequence[str]) -> Action:
     """`covey chat RUN_OR_MODEL [settings]`."""
     (source,), pairs = _exactly(1, words, "covey chat RUN_OR_MODEL")
     return partial(_chat, source, _options(ChatOptions, source, pairs))
+
+
+def export(words: Sequence[str]) -> Action:
+    """`covey export RUN_OR_MODEL --out FOLDER [settings]`."""
+    usage = "covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf]"
+    (source,), pairs = _exactly(1, words, usage)
+    options = strictyaml.build(ExportOptions, apply(ExportOptions, strictyaml.Item({}, source), _tokens(pairs)))
+    if options.out is None:
+        raise CoveyError("export to where?", want=usage)
+    if options.format == "peft" and options.dtype:
+        raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
+    return partial(_export, source, Path(options.out).expanduser(), options, options.shard_bytes)
 
 
 def recipes(words: Sequence[str]) -> Action:
@@ -118,38 +140,55 @@ def doctor(words: Sequence[str]) -> Action:
     return examine
 
 
-def _train(ready: recipe.Recipe) -> int:
+def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
     check_run(ready)
     out = new_run_folder(ready)
     from covey import run
+    from covey.parallel import distributed
 
     try:
-        run.train(ready, out)
+        with distributed.start():
+            if isinstance(ready, recipe.SFTRecipe):
+                distributed.refuse_several("covey sft")
+                run.train_sft(ready, out)
+            else:
+                run.train(ready, distributed.agreed(out, "run folder"))
     except KeyboardInterrupt:
-        if any((out / "checkpoints").glob("*[0-9]")):
-            print(f"\ngo on with: covey train --resume {out}", file=sys.stderr)
+        if has_checkpoint(out):
+            print(f"\ngo on with: {resume_command(out)}", file=sys.stderr)
         raise
     return 0
 
 
-def _resume(folder: str) -> int:
+def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
     if not recipe.is_run(folder):
         raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
+    if recipe.kind_of(folder) is not kind:
+        raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
     from covey import run
+    from covey.parallel import distributed
 
-    run.resume(Path(folder))
+    with distributed.start():
+        if kind is recipe.SFTRecipe:
+            distributed.refuse_several("covey sft")
+            run.resume_sft(Path(folder))
+        else:
+            run.resume(Path(folder))
     return 0
 
 
-def _evaluate(source: str, ready: recipe.Recipe | None, tokens: Sequence[str]) -> int:
+def _evaluate(source: str, ready: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> int:
     check_source(source)
     if ready is None and not recipe.is_run(source):
         raise CoveyError(f"evaluate {source} on what?", want="covey eval MODEL --recipe NAME", fix=_choices())
-    ready = ready or recipe.load(source, tokens)
+    ready = ready or recipe.load_any(source, tokens)
     check_run(ready)
     from covey import run
 
-    run.evaluate(source, ready)
+    if isinstance(ready, recipe.SFTRecipe):
+        run.evaluate_sft(source, ready)
+    else:
+        run.evaluate(source, ready)
     return 0
 
 
@@ -170,6 +209,14 @@ def _chat(source: str, options: ChatOptions) -> int:
     from covey import run
 
     run.chat(source, options.rollout)
+    return 0
+
+
+def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) -> int:
+    check_source(source)
+    from covey import run
+
+    run.export(source, out, options.format, options.dtype, shard_bytes)
     return 0
 
 
@@ -196,8 +243,8 @@ def _tokens(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{flag}={value}" for flag, value in pairs]
 
 
-def _choices() -> str:
-    return "built-in recipes: " + ", ".join(recipe.names())
+def _choices(kind: type[recipe.AnyRecipe] = recipe.AnyRecipe) -> str:
+    return "built-in recipes: " + ", ".join(recipe.names(kind))
 
 
 def _say(text: str) -> int:
@@ -207,9 +254,11 @@ def _say(text: str) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "train": train,
+    "sft": sft,
     "eval": evaluate,
     "generate": generate,
     "chat": chat,
+    "export": export,
     "recipes": recipes,
     "doctor": doctor,
 }

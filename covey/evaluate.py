@@ -1,16 +1,25 @@
-"""How good is the model on prompts it was not trained on: reward, accuracy and format over sampled completions.
+"""How good is the model on prompts it was not trained on: accuracy, pass@k, format and reward over sampled completions.
 
-Every evaluation of a run draws with the same noise, so that before and after differ by the weights alone.
+Every evaluation of a run draws with the same noise, so that before and after differ by the weights alone. What is
+found has one name everywhere, in `summary.json`, and behind `eval/` in `metrics.jsonl`:
+
+    accuracy, partial_accuracy, format_accuracy    shares of completions that are right, nearly right, well-formed
+    pass@k, pass@k_any                             chance that one of k answers is right: without bias, and as counted
+
+Under several sampling presets the first one's figures have these names, the others' stand behind theirs:
+`liberal/accuracy`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from covey.configs import EvalConfig, RolloutConfig
+from covey.parallel import distributed
 from covey.rewards.scoring import RewardFn, score
 from covey.types import FinishReason, Group
 
@@ -27,6 +36,7 @@ class Generates(Protocol):
         samples: int,
         *,
         step: int = 0,
+        first: int = 0,
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Group]: ...
@@ -38,27 +48,39 @@ class Evaluation:
 
     Attributes:
         accuracy: share of completions that the accuracy function gives 1 or more; None when none is named.
-        format: the same for the format function.
+        partial_accuracy, format_accuracy: the same for the functions of these names.
         reward: mean of the training reward, when its functions were given.
         error: standard error of `accuracy` over prompts.
+        pass_at: for k = 1, 2, ... the chance that at least one of k completions is right (`pass_at_k`).
+        pass_at_any: for k = 1, 2, ... the share of prompts with a right one among their first k completions.
         samples: completions judged.
         mean_length: tokens a completion.
         clipped_ratio: share that ran out of tokens.
         groups: the completions themselves, with the training rewards when their functions were given.
+        others: preset → what was found under it, for those behind the first.
     """
 
     accuracy: float | None
-    format: float | None
+    partial_accuracy: float | None
+    format_accuracy: float | None
     reward: float | None
     error: float | None
+    pass_at: tuple[float, ...]
+    pass_at_any: tuple[float, ...]
     samples: int
     mean_length: float
     clipped_ratio: float
     groups: tuple[Group, ...]
+    others: Mapping[str, "Evaluation"] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the completions, for `summary.json`."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "groups"}
+        """Everything but the completions by its name, for `summary.json` and `metrics.jsonl`."""
+        apart = ("pass_at", "pass_at_any", "groups", "others")
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        found |= {f"pass@{k}": share for k, share in enumerate(self.pass_at, 1)}
+        found |= {f"pass@{k}_any": share for k, share in enumerate(self.pass_at_any, 1)}
+        under = {preset: other.summary() for preset, other in self.others.items()}
+        return found | {f"{preset}/{name}": value for preset, each in under.items() for name, value in each.items()}
 
 
 def evaluate(
@@ -70,42 +92,103 @@ def evaluate(
     weights: Sequence[float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Samples and judges `config.samples` completions for each of the first `config.prompts` examples.
+    """Samples and judges `config.samples` completions for each of the first `config.prompts` examples; under each
+    preset when there are several.
 
     Args:
         model: what generates.
         examples: held-out rows with a `prompt` and the columns the functions ask for.
-        config: how many, at which temperature, judged by which functions.
+        config: how many, sampled how, judged by which functions.
         rollout: the sampling settings that `config` does not replace.
         reward_fns, weights: the training reward, reported beside the accuracies.
     """
     chosen = list(examples[: config.prompts or None])
-    groups = model.generate(chosen, config.samples, step=NOISE, config=sampling(config, rollout), progress=progress)
-    named = {"accuracy": config.accuracy, "format": config.format}
-    judged = {what: _shares(groups, name) for what, name in named.items() if name}
-    accuracy = judged.get("accuracy")
-    groups = score(groups, reward_fns, weights) if reward_fns else groups
-    rewards = np.concatenate([g.rewards for g in groups]) if reward_fns else None
-    completions = [c for g in groups for c in g.completions]
+
+    def under(preset: Any) -> Evaluation:
+        how = sampling(replace(config, preset=preset), rollout)
+        start, mine = distributed.share(chosen)
+        groups = model.generate(mine, config.samples, step=NOISE, first=start, config=how, progress=progress)
+        return judge(groups, config, reward_fns, weights)
+
+    first, *others = PRESETS if config.preset == "all" else (config.preset,)
+    return replace(under(first), others={str(preset): under(preset) for preset in others})
+
+
+def judge(
+    groups: Sequence[Group],
+    config: EvalConfig,
+    reward_fns: Sequence[RewardFn | str] = (),
+    weights: Sequence[float] | None = None,
+) -> Evaluation:
+    """What `groups` are worth, with those of the other processes; `config` names the functions that say so."""
+    named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
+    judged = {what: _right(groups, name) for what, name in named.items() if name}
+    scored = score(groups, reward_fns, weights) if reward_fns else list(groups)
+    judged, scored = _of_all_processes(judged, scored)
+    right = judged.get("accuracy", [])
+    shares, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
+    rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
+    completions = [c for g in scored for c in g.completions]
     return Evaluation(
-        accuracy=None if accuracy is None else float(accuracy.mean()),
-        format=float(judged["format"].mean()) if "format" in judged else None,
-        reward=None if rewards is None or np.isnan(rewards).all() else float(np.nanmean(rewards)),
-        error=None if accuracy is None or len(accuracy) < 2 else float(accuracy.std(ddof=1) / len(accuracy) ** 0.5),
+        accuracy=_share(right),
+        partial_accuracy=_share(judged.get("partial_accuracy", [])),
+        format_accuracy=_share(judged.get("format_accuracy", [])),
+        reward=None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
+        error=float(shares.std(ddof=1) / len(shares) ** 0.5) if len(shares) > 1 else None,
+        pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in right])) for k in counts),
+        pass_at_any=tuple(float(np.mean([r[:k].any() for r in right])) for k in counts),
         samples=len(completions),
         mean_length=float(np.mean([len(c.tokens) for c in completions])),
         clipped_ratio=float(np.mean([c.finish is FinishReason.LENGTH for c in completions])),
-        groups=tuple(groups),
+        groups=tuple(scored),
     )
 
 
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that at least one of `k` answers is right, estimated without bias from `samples` answers of which
+    `right` are (Chen et al., 2021, Codex, eq. 1): 1 − C(n−c, k) / C(n, k), the share of all sets of k with a right one.
+
+    >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs hold the right one
+    0.5
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
 def sampling(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout's settings with those that the evaluation names."""
+    """The rollout's settings with those that the evaluation names: its preset's (the first's of all), or its own."""
+    preset = next(iter(PRESETS)) if config.preset == "all" else config.preset
     named = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
-    return dataclasses.replace(rollout, **{name: value for name, value in named.items() if value is not None})
+    own = {name: value for name, value in named.items() if value is not None}
+    return replace(rollout, **(PRESETS[preset] if preset else own))
 
 
-def _shares(groups: Sequence[Group], name: str) -> np.ndarray:
-    """For each prompt the share of its completions that the function `name` gives 1 or more."""
-    scored = score(groups, [name])
-    return np.array([np.mean(np.nan_to_num(g.rewards) >= 1.0) for g in scored if g.rewards is not None])
+def during_training(config: EvalConfig) -> EvalConfig:
+    """The settings of the evaluations between the first and the last: `during_prompts`, one preset."""
+    prompts = config.prompts if config.during_prompts is None else config.during_prompts
+    preset: Any = next(iter(PRESETS)) if config.preset == "all" else config.preset
+    return replace(config, prompts=prompts, preset=preset)
+
+
+def _of_all_processes(
+    judged: Mapping[str, list[np.ndarray]], scored: list[Group]
+) -> tuple[dict[str, list[np.ndarray]], list[Group]]:
+    """Each process judges its own; all then have everything, in the order of the prompts."""
+    everyone = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in judged.items()}
+    return everyone, distributed.all_of(scored, "evaluation")
+
+
+def _share(right: Sequence[np.ndarray]) -> float | None:
+    return float(np.mean([r.mean() for r in right])) if right else None
+
+
+def _right(groups: Sequence[Group], name: str) -> list[np.ndarray]:
+    """For each prompt, which of its completions the function `name` gives 1 or more: bool [G]."""
+    return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name]) if g.rewards is not None]
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 1e-4, "top_k": 1, "top_p": 1.0},
+    "standard": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    "liberal": {"temperature": 0.85, "top_k": 2000, "top_p": 1.0},
+}
+"""Named ways to sample."""

@@ -70,12 +70,17 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     name = _name(flag)
     if name in paths:
         return name
-    ending = [path for path in paths if path.endswith("." + name)]
+    ending = [path for path in paths if path.endswith("." + name) and not _in_second(path, name)]
     if len(ending) == 1:
         return ending[0]
     if ending:
         raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
     raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
+
+
+def _in_second(path: str, name: str) -> bool:
+    """Whether `path` lies in a section that a shortened `name` does not reach."""
+    return any(part in SECOND for part in path.removesuffix(name).split("."))
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
@@ -88,7 +93,7 @@ def _suggest(name: str, paths: Collection[str]) -> str:
     close = difflib.get_close_matches(last if inside else name, inside or ends, n=1)
     if close:
         return f"did you mean {_flag((inside or ends)[close[0]])}?"
-    return "one of: " + ", ".join(map(_flag, inside.values())) if inside else "covey train --help lists all settings"
+    return "one of: " + ", ".join(map(_flag, inside.values())) if inside else "--help lists all settings"
 
 
 def _name(flag: str) -> str:
@@ -103,3 +108,7 @@ def _value(flag: str, rest: list[str]) -> str:
     if not rest or rest[0].startswith("--"):
         raise RecipeError(f"{flag} has no value", want=f"{flag} VALUE")
     return rest.pop(0)
+
+
+SECOND = ("critic_optimizer",)
+"""Sections with the settings of a more common one, which a name without its section means."""

@@ -1,16 +1,17 @@
-"""`Recipe`: everything a run needs to know, as one frozen tree of settings.
+"""`Recipe` and `SFTRecipe`: everything a run needs to know, as one frozen tree of settings.
 
-In: the name of a built-in recipe or a YAML file, and overrides from the command line. Out: a checked `Recipe`, which
-`to_yaml` writes in full, so that the file in a run folder repeats the run. No JAX here.
+In: the name of a built-in recipe or a YAML file, and overrides from the command line. Out: a checked tree, which
+`to_yaml` writes in full, so that the file in a run folder repeats the run. The recipe's `method` says which of the two
+it is. No JAX here.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
+from typing import Literal, TypeVar
 
-from covey import strictyaml
+from covey import algorithms, strictyaml
 from covey.configs import (
     LORA_TARGETS,
     DataConfig,
@@ -19,22 +20,25 @@ from covey.configs import (
     ModelOptions,
     RLTrainingConfig,
     RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTEvalConfig,
 )
 from covey.errors import RecipeError, nearest
 from covey.overrides import apply
+from covey.ranges import Problem, out_of_range
 
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One run, from the checkpoint it starts with to the evaluation at its end.
-
-    The run's seed is also the rollout's: `rollout.seed` follows `seed` and is no setting of a recipe.
-    """
+class AnyRecipe:
+    """What every run needs to know."""
 
     name: str = "custom"
     """Names the run folder when --out is not given."""
+    method: Literal["rl", "sft"] = "rl"
+    """rl: compare sampled answers (covey train). sft: imitate given ones (covey sft)."""
     description: str = ""
     """One sentence for the table of recipes."""
     needs: str = ""
@@ -45,10 +49,26 @@ class Recipe:
     """Seed of the samples drawn; with the same seed a run repeats exactly."""
     out: str | None = None
     """Run folder; runs/<name>-<n> when not set."""
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Who gets the metrics, beside the run folder, where the package is installed."""
     model: ModelOptions = field(default_factory=ModelOptions)
+
+
+@dataclass(frozen=True)
+class Recipe(AnyRecipe):
+    """One run, from the checkpoint it starts with to the evaluation at its end.
+
+    The run's seed is also the rollout's: `rollout.seed` follows `seed` and is no setting of a recipe.
+    """
+
+    method: Literal["rl"] = "rl"
     data: DataConfig = field(default_factory=DataConfig)
     rewards: tuple[str, ...] = ()
     """Reward functions by name; their weighted sum is the reward."""
+    reward_model: str | None = None
+    """A sequence-classification checkpoint whose score is one more reward, weighed last."""
+    critic: str | None = None
+    """ppo: the checkpoint of the critic; a copy of the model with a new head when not set."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
@@ -58,9 +78,27 @@ class Recipe:
         object.__setattr__(self, "rollout", replace(self.rollout, seed=self.seed))
 
 
-def names() -> list[str]:
-    """The built-in recipes."""
-    return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+@dataclass(frozen=True)
+class SFTRecipe(AnyRecipe):
+    """One run of supervised training, from the checkpoint it starts with to the evaluation at its end."""
+
+    method: Literal["sft"] = "sft"
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    training: SFTConfig = field(default_factory=SFTConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: SFTEvalConfig = field(default_factory=SFTEvalConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout", replace(self.rollout, seed=self.seed))
+
+
+RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
+
+
+def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
+    """The built-in recipes; those of one kind."""
+    found = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+    return found if kind is AnyRecipe else [name for name in found if kind_of(name) is kind]
 
 
 def find(source: str | Path) -> Path:
@@ -89,37 +127,77 @@ def is_run(folder: str | Path) -> bool:
     return (Path(folder) / "recipe.yaml").is_file()
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    kind: type[RecipeT] = Recipe,  # type: ignore[assignment]  # mypy knows no default for what a variable stands for
+) -> RecipeT:
     """Read, override and check a recipe.
 
     Args:
         source: a built-in name, a YAML file, or a run folder.
         overrides: as on the command line: `--grpo.beta 0.1`, `--grpo.beta=0.1`, `grpo.beta=0.1`.
+        kind: what it must be.
 
     Raises:
-        RecipeError: with file and line, every mistake of the first kind found (reading, names and types, ranges).
+        RecipeError: it is of the other kind; or, with file and line, every mistake of the first sort found (reading,
+            names and types, ranges).
     """
+    text, name = _text(source)
+    if (found := _kind(text, name)) is not kind:
+        command = f"{COMMANDS[found.method]} {source}"
+        unnamed = str(source) not in names() and not re.search("^method:", text, re.M)
+        fix = f"{command}, or write method: {kind.method} at its top" if unnamed else command
+        raise RecipeError(f"this is a recipe for {COMMANDS[found.method]}", fix=fix, where=name)
+    return parse(text, overrides, name, kind)
+
+
+def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
+    """As `load`, of either kind."""
+    return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
+
+
+def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
+    """Which kind of recipe is at `source`; only its method is looked at."""
+    return _kind(*_text(source))
+
+
+def _text(source: str | Path) -> tuple[str, str]:
+    """The text of a recipe, and what to call it in errors."""
     path = find(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), str(path) if path.parent != BUILT_IN else path.name
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot be read: {error}", where=str(path)) from None
-    return parse(text, overrides, name=str(path) if path.parent != BUILT_IN else path.name)
 
 
-def parse(text: str, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
+def _kind(text: str, name: str) -> type[Recipe] | type[SFTRecipe]:
+    item = strictyaml.read(text, name)
+    given = item.value.get("method") if isinstance(item.value, dict) else None
+    method = "rl" if given is None else str(given.value)
+    if given is not None and method not in METHODS:
+        raise RecipeError(f"there is no method {method!r}", fix=nearest(method, METHODS), where=given.where)
+    return METHODS[method]
+
+
+def parse(
+    text: str,
+    overrides: Sequence[str] = (),
+    name: str = "recipe",
+    kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
+) -> RecipeT:
     """As `load`, from the YAML text itself; `name` stands for the file in errors."""
-    item = apply(Recipe, strictyaml.read(text, name), overrides, HIDDEN)
+    item = apply(kind, strictyaml.read(text, name), overrides, HIDDEN)
     hidden = [
         RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strictyaml.places(item).items() if key in HIDDEN
     ]
     strictyaml.raise_together(hidden)
-    recipe = strictyaml.build(Recipe, item)
+    recipe = strictyaml.build(kind, item)
     validate(recipe, strictyaml.places(item))
     return recipe
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: AnyRecipe) -> str:
     """Every setting of `recipe`, written out; `parse` gives an equal recipe back."""
     return strictyaml.dump(_plain(asdict(recipe)))
 
@@ -128,67 +206,80 @@ def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
     """Check ranges, and for a whole recipe its settings against each other.
 
     Args:
-        settings: a `Recipe`, or a dataclass with some of a recipe's parts under the same names.
+        settings: a recipe, or a dataclass with some of a recipe's parts under the same names.
         where: dotted name → place it was given, for the error text.
 
     Raises:
         RecipeError: all problems at once.
     """
-    found = [*_out_of_range(settings)]
+    found = [*out_of_range(settings)]
+    grpo = getattr(settings, "grpo", None)
+    found += [(f"grpo.{name}", what, want) for name, what, want in (algorithms.problems(grpo) if grpo else ())]
     found += _contradictions(settings) if isinstance(settings, Recipe) else ()
+    found += _no_examples(settings) if isinstance(settings, SFTRecipe) else ()
+    found += _general_contradictions(settings) if isinstance(settings, Recipe | SFTRecipe) else ()
     strictyaml.raise_together(
         [RecipeError(what, want=want, where=(where or {}).get(key, "")) for key, what, want in found]
     )
 
 
-Problem = tuple[str, str, str]
-"""A setting's dotted name, what is wrong with it, and what would be right."""
-
-
-def _out_of_range(tree: object) -> Iterator[Problem]:
-    for key in (k for k in strictyaml.leaves(type(tree)) if k in RANGES):
-        value, interval = attrgetter(key)(tree), RANGES[key]
-        if value is not None and not _inside(value, interval):
-            yield key, f"{key} is {value}", _in_words(interval)
-
-
 def _contradictions(recipe: Recipe) -> Iterator[Problem]:
-    rollout, grpo, data, lora = recipe.rollout, recipe.grpo, recipe.data, recipe.model.lora
-    if not re.fullmatch(r"\w[\w.-]*", recipe.name):
-        yield "name", f"name is {recipe.name!r}", "letters, digits, '-', '_' and '.': it names a folder"
-    if not recipe.rewards:
+    rollout, grpo = recipe.rollout, recipe.grpo
+    if not recipe.rewards and recipe.reward_model is None:
         yield "rewards", "rewards is empty: nothing would be learnt", "the name of at least one reward function"
     if len(set(recipe.rewards)) < len(recipe.rewards):
         yield "rewards", "rewards names a function twice", "each once; weigh it with grpo.reward_weights"
-    if grpo.reward_weights is not None and len(grpo.reward_weights) != len(recipe.rewards):
-        what = f"grpo.reward_weights has {len(grpo.reward_weights)} numbers for {len(recipe.rewards)} reward functions"
-        yield "grpo.reward_weights", what, "one for each"
+    scores = len(recipe.rewards) + (recipe.reward_model is not None)
+    if grpo.reward_weights is not None and len(grpo.reward_weights) != scores:
+        what = f"grpo.reward_weights has {len(grpo.reward_weights)} numbers for {scores} reward functions"
+        yield "grpo.reward_weights", what, "one for each, the reward model's last"
+    buffer = algorithms.algorithm_of(grpo).overlong_buffer
+    if buffer > rollout.max_new_tokens:
+        what = f"grpo.overlong_buffer is {buffer:g} tokens, and a completion has at most {rollout.max_new_tokens}"
+        yield "grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a share of them"
+    if recipe.critic is not None and not algorithms.algorithm_of(grpo).has_critic:
+        yield "critic", f"critic is set, and {grpo.algorithm} has none", "null, or grpo.algorithm ppo"
+    if rollout.temperature == 0:
+        yield "rollout.temperature", "rollout.temperature is 0: all samples of a group would be the same", "more than 0"
+
+
+def _no_examples(recipe: SFTRecipe) -> Iterator[Problem]:
+    if recipe.data.task == "first-letter":
+        yield "data.task", "data.task first-letter has no worked answers to learn from", "jsonl, arithmetic, sums or gsm8k"
+
+
+def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
+    rollout, data, lora = recipe.rollout, recipe.data, recipe.model.lora
+    if not re.fullmatch(r"\w[\w.-]*", recipe.name):
+        yield "name", f"name is {recipe.name!r}", "letters, digits, '-', '_' and '.': it names a folder"
     needed = rollout.max_prompt_length + rollout.max_new_tokens
     if rollout.kv_cache_size is not None and rollout.kv_cache_size < needed:
         what = f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens"
         yield "rollout.kv_cache_size", what, f"null, or at least max_prompt_length + max_new_tokens = {needed}"
-    if rollout.temperature == 0:
-        yield "rollout.temperature", "rollout.temperature is 0: all samples of a group would be the same", "more than 0"
     if data.task in ("gsm8k", "jsonl") and not data.path:
         yield "data.task", f"data.task {data.task} needs data.path, which is not set", DATA_PATHS[data.task]
     for target in lora.targets:
-        if target not in LORA_TARGETS:
+        if target.isidentifier() and target not in LORA_TARGETS:
             yield "model.lora.targets", f"model.lora.targets has no {target!r}", nearest(target, LORA_TARGETS)
+    if recipe.model.adapter and lora.rank:
+        what = f"model.lora.rank is {lora.rank}, and model.adapter brings its own"
+        yield "model.adapter", what, "model.lora.rank 0 beside an adapter"
     if lora.rank > 0 and not lora.targets:
         yield "model.lora.targets", "model.lora.targets is empty: nothing would be trained", "at least one projection"
+    yield from _evaluation_contradictions(recipe.evaluation)
 
 
-def _inside(value: float, interval: str) -> bool:
-    low, high = map(float, interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    return above and (value <= high if interval[-1] == "]" else value < high)
-
-
-def _in_words(interval: str) -> str:
-    low, high = interval[1:-1].split(", ")
-    lower = f"at least {low}" if interval[0] == "[" else f"more than {low}"
-    upper = f" and at most {high}" if interval[-1] == "]" else f" and less than {high}"
-    return lower + ("" if high == "inf" else upper)
+def _evaluation_contradictions(config: EvalConfig) -> Iterator[Problem]:
+    if config.pass_k > config.samples:
+        what = f"evaluation.pass_k is {config.pass_k}, and {config.samples} completions of each prompt are sampled"
+        yield "evaluation.pass_k", what, f"at most {config.samples}, or an evaluation.samples of {config.pass_k}"
+    if config.pass_k and not config.accuracy:
+        what = "evaluation.pass_k is set, and nothing says what is right"
+        yield "evaluation.pass_k", what, "0, or the name of a reward function in evaluation.accuracy"
+    for name in ("temperature", "top_p", "top_k"):
+        if config.preset and getattr(config, name) is not None:
+            what = f"evaluation.{name} is set, and evaluation.preset {config.preset} sets it too"
+            yield f"evaluation.{name}", what, "null for one of the two"
 
 
 def _plain(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
@@ -207,47 +298,10 @@ HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}
 """Settings of the config classes that a recipe does not have, and why."""
 
 DATA_PATHS = {
-    "gsm8k": "the folder with GSM8K's train.jsonl and test.jsonl: --data.path FOLDER",
-    "jsonl": "the training file: --data.path FILE.jsonl",
+    "gsm8k": "--data.path FOLDER with train.jsonl and test.jsonl (or Kaggle's CSV), hf:openai/gsm8k, or tfds:gsm8k",
+    "jsonl": "the training file: --data.path FILE.jsonl, or hf:org/name",
 }
 
-RANGES = {
-    "seed": "[0, 2147483647]",
-    "model.lora.rank": "[0, inf)",
-    "model.lora.alpha": "(0, inf)",
-    "data.train_fraction": "(0, 1]",
-    "data.seed": "[0, 2147483647]",
-    "rollout.max_prompt_length": "[1, inf)",
-    "rollout.max_new_tokens": "[1, inf)",
-    "rollout.temperature": "[0, inf)",
-    "rollout.top_p": "(0, 1]",
-    "rollout.top_k": "[0, inf)",
-    "rollout.slots": "[1, inf)",
-    "rollout.decode_chunk": "[1, inf)",
-    "grpo.num_generations": "[2, inf)",
-    "grpo.num_iterations": "[1, inf)",
-    "grpo.beta": "[0, inf)",
-    "grpo.epsilon": "(0, 1]",
-    "grpo.epsilon_high": "(0, inf)",
-    "training.max_steps": "[1, inf)",
-    "training.num_epochs": "[1, inf)",
-    "training.prompts_per_step": "[1, inf)",
-    "training.actor_optimizer.learning_rate": "[0, inf)",
-    "training.actor_optimizer.b1": "[0, 1)",
-    "training.actor_optimizer.b2": "[0, 1)",
-    "training.actor_optimizer.eps": "(0, inf)",
-    "training.actor_optimizer.weight_decay": "[0, inf)",
-    "training.actor_optimizer.warmup_ratio": "[0, 1)",
-    "training.actor_optimizer.max_grad_norm": "[0, inf)",
-    "training.eval_every_n_steps": "[0, inf)",
-    "training.checkpoint_every_n_steps": "[0, inf)",
-    "training.max_to_keep": "[1, inf)",
-    "training.row_length": "[1, inf)",
-    "training.tokens_per_micro_batch": "[1, inf)",
-    "evaluation.prompts": "[0, inf)",
-    "evaluation.samples": "[1, inf)",
-    "evaluation.temperature": "[0, inf)",
-    "evaluation.top_p": "(0, 1]",
-    "evaluation.top_k": "[0, inf)",
-}
-"""Dotted name → the interval its value lies in."""
+METHODS: dict[str, type[Recipe] | type[SFTRecipe]] = {"rl": Recipe, "sft": SFTRecipe}
+COMMANDS = {"rl": "covey train", "sft": "covey sft"}
+"""What trains by each method."""

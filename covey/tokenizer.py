@@ -118,8 +118,40 @@ class Tokenizer:
         text = self.render(guarded, add_generation_prompt=add_generation_prompt)
         return self._encode_guarded(text, mark)
 
+    def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
+        """int32 [n]: what the model should write after `encode_prompt(prompt)`, the stop token included.
+
+        After messages that is what the chat template makes of an assistant's turn, as far as the token that ends it;
+        control tokens in `completion` are data. After text it is the text itself and the end-of-text token. No token
+        lies across the border to the prompt, since none does when the model writes.
+
+        Raises:
+            DataError: messages of the wrong shape, or a template that refuses them.
+        """
+        if isinstance(prompt, str):
+            tokens = self.encode(completion)
+            return tokens if tokens.size and tokens[-1] in self.stop_ids else np.append(tokens, np.int32(self.eos_id))
+        chat = [*prompt, {"role": "assistant", "content": completion}]
+        mark = _unused_mark(chat)
+        guarded = [{k: self._hide(v, mark) for k, v in m.items()} for m in _checked(chat)]
+        asked, whole = self.render(guarded[:-1]), self.render(guarded, add_generation_prompt=False)
+        # A template that shows a finished turn in another way than it asks for one: then the content itself is learnt.
+        written = whole.removeprefix(asked) if whole.startswith(asked) else guarded[-1]["content"]
+        return self._through_stop(self._encode_guarded(written, mark), self._encode_guarded(whole, mark))
+
+    def _through_stop(self, tokens: np.ndarray, chat: np.ndarray) -> np.ndarray:
+        """`tokens` as far as the first stop token; when there is none, with the last one of the whole `chat`."""
+        stops = np.flatnonzero(np.isin(tokens, self.stop_ids))
+        if stops.size:
+            return tokens[: stops[0] + 1]
+        ends = chat[np.isin(chat, self.stop_ids)]
+        return np.append(tokens, ends[-1] if ends.size else np.int32(self.eos_id))
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The chat template's text for `messages`; `variables` are passed on to it.
+
+        A system message that the template refuses (Gemma 2's does) or leaves out stands at the head of the user's first
+        turn instead, a blank line before the turn's own text.
 
         >>> tokenizer.render([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
         '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
@@ -129,8 +161,16 @@ class Tokenizer:
             WeightsError: the model has no template, or one that is too long or does not parse.
         """
         names = {"bos_token": self._text(self.bos_id), "eos_token": self._text(self.eos_id)}
-        chat = {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
-        return templates.render(self._template, names | chat | variables)
+        chat, folded = _checked(messages), _system_in_turn(messages)
+        given = names | {"add_generation_prompt": add_generation_prompt} | variables
+        shown = lambda messages: templates.render(self._template, given | {"messages": messages})  # noqa: E731
+        if folded is None:
+            return shown(chat)
+        try:
+            text = shown(chat)
+        except DataError:
+            return shown(folded)
+        return text if chat[0]["content"].strip() in text else shown(folded)
 
     @cached_property
     def _template(self) -> templates.Template:
@@ -262,6 +302,14 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, str]]:
         if not all(isinstance(value, str) for value in message.values()):
             raise DataError(f"message {index} has a field that is not text: {message!r:.80}", want="text only")
     return [{str(key): str(value) for key, value in message.items()} for message in messages]
+
+
+def _system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
+    """The chat with its system message at the head of the user's first turn; None when it does not begin so."""
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
+        return None
+    system, user, *rest = _checked(messages)
+    return [user | {"content": f"{system['content'].strip()}\n\n{user['content']}"}, *rest]
 
 
 def _unused_mark(messages: Sequence[Message]) -> str:

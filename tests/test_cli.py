@@ -30,7 +30,7 @@ def calls(monkeypatch, tmp_path):
         return call
 
     fake = types.ModuleType("covey.run")
-    for name in ("train", "resume", "evaluate", "chat"):
+    for name in ("train", "train_sft", "resume", "resume_sft", "evaluate", "evaluate_sft", "chat"):
         setattr(fake, name, record(name))
     fake.generate = record("generate", ["first\x1b[2J", "second\nline"])
     fake.record = record
@@ -40,10 +40,11 @@ def calls(monkeypatch, tmp_path):
     return made
 
 
-def run_folder(name="run", *overrides):
+def run_folder(name="run", *overrides, of="quickstart", trained=True):
+    """The folder of a run of the recipe `of`, with a checkpoint when it is trained."""
     folder = Path(name)
-    folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", overrides)))
+    (folder / "checkpoints" / "00000008").mkdir(parents=True) if trained else folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load_any(of, overrides)))
     return folder
 
 
@@ -63,7 +64,8 @@ def in_a_process(*words, cwd=ROOT):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["--version"], ["recipes"], ["recipes", "quickstart"], ["train", "--help"]]
+    "words",
+    [[], ["--help"], ["--version"], ["recipes"], ["recipes", "quickstart"], ["train", "--help"], ["sft", "--help"]],
 )
 def test_help_needs_no_jax(words):
     done = in_a_process(*words)
@@ -86,6 +88,13 @@ def test_help_needs_no_jax(words):
         (["train", "quickstart", "--evaluation.format", "sentense"], "did you mean 'sentence'?"),
         (["train", "gsm8k-smollm2", "--data.path", "nowhere"], "data.path: there is no nowhere"),
         (["train", "--resume", "nowhere"], "this is no run folder"),
+        (["sft"], "built-in recipes: sft-arithmetic, sft-smollm2\n"),
+        (["sft", "quickstart"], "fix: covey train quickstart\n"),
+        (["train", "sft-arithmetic"], "fix: covey sft sft-arithmetic\n"),
+        (["sft", "sft-smollm2"], "--data.path FILE.jsonl"),
+        (["sft", "sft-arithmetic", "--grpo.beta", "1"], "there is no setting --grpo.beta"),
+        (["sft", "sft-arithmetic", "--evaluation.accuracy", "arithmetic_anser"], "did you mean 'arithmetic_answer'?"),
+        (["sft", "sft-smollm2", "--data.path", "nowhere.jsonl"], "data.path: there is no nowhere.jsonl"),
         (["eval", "./nowhere", "--recipe", "quickstart"], "./nowhere"),
         (["generate", MODEL], "a word is missing"),
         (["generate", MODEL, "hello", "--temprature", "0.1"], "did you mean --rollout.temperature?"),
@@ -114,6 +123,7 @@ def test_train_help_lists_every_setting_with_its_value(capsys):
     shown = capsys.readouterr().out
     for path in recipe.strictyaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
         assert f"--{path.replace('_', '-')} " in shown
+    assert "  " not in " ".join(line.strip() for line in shown.splitlines() if line.startswith(" " * 30))
     assert f"--training.max-steps {recipe.load('quickstart').training.max_steps}" in shown
     assert "--grpo.num-iterations 1 " in shown
 
@@ -165,6 +175,41 @@ def test_resume_takes_the_folder_alone(calls, capsys):
     assert "keeps its recipe" in capsys.readouterr().err
 
 
+def test_sft_hands_on_its_own_kind_of_recipe(calls, capsys):
+    run_folder("runs/sft-arithmetic-1", of="sft-arithmetic")
+    assert cli.main(["sft", "sft-arithmetic", "--max-steps", "3", "--training.batch-size=4"]) == 0
+    name, ready, out = calls[0]
+    assert (name, ready.training.max_steps, ready.training.batch_size) == ("train_sft", 3, 4)
+    assert out == Path("runs/sft-arithmetic-2")
+    cli.main(["sft", "--help", "sft-arithmetic"])
+    assert f"--training.num-epochs {ready.training.num_epochs}" in capsys.readouterr().out
+
+
+def test_a_run_is_resumed_by_the_command_that_began_it(calls, capsys):
+    rl, supervised = run_folder("rl"), run_folder("supervised", of="sft-arithmetic")
+    assert cli.main(["sft", "--resume", str(supervised)]) == 0
+    assert calls == [("resume_sft", supervised)]
+    assert cli.main(["sft", "--resume", str(rl)]) == 2
+    assert "fix: covey train --resume rl\n" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", str(supervised)]) == 2
+    assert "fix: covey sft --resume supervised\n" in capsys.readouterr().err
+    assert cli.main(["sft", "sft-arithmetic", "--out", str(supervised)]) == 2
+    assert "covey sft --resume supervised" in capsys.readouterr().err
+    assert len(calls) == 1
+
+
+def test_a_run_can_be_a_model_once_it_has_a_checkpoint(calls, capsys):
+    run_folder("done", of="sft-arithmetic")
+    run_folder("begun", of="sft-arithmetic", trained=False)
+    assert cli.main(["train", "quickstart", "--model.source", "done"]) == 0
+    assert cli.main(["eval", "done"]) == 0
+    assert cli.main(["eval", "done", "--recipe", "quickstart"]) == 0
+    assert [name for name, *_ in calls] == ["train", "evaluate_sft", "evaluate"]
+    for words in (["train", "quickstart", "--model.source", "begun"], ["chat", "begun"]):
+        assert cli.main(words) == 2
+        assert "fix: go on with it: covey sft --resume begun" in capsys.readouterr().err
+
+
 def test_eval_takes_the_recipe_of_the_run_or_the_named_one(calls, capsys):
     run_folder("run", "--seed", "5")
     assert cli.main(["eval", "run", "--evaluation.samples", "4"]) == 0
@@ -207,8 +252,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     assert "--resume" not in capsys.readouterr().err
 
     def stopped(ready, out):
-        run_folder(out)
-        (Path(out) / "checkpoints" / "00000008").mkdir(parents=True)  # without one there is nothing to go on from
+        run_folder(out)  # with a checkpoint: without one there is nothing to go on from
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fake, "train", stopped)

@@ -1,17 +1,24 @@
 """Evaluation: shares, their error, the settings it overrides, and the noise it repeats."""
 
+import dataclasses
+import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from covey import recipe
+from covey.commands.checks import check_run
 from covey.configs import EvalConfig, RolloutConfig
 from covey.errors import RecipeError
-from covey.evaluate import NOISE, evaluate, sampling
+from covey.evaluate import NOISE, PRESETS, during_training, evaluate, pass_at_k, sampling
 from covey.types import Completion, FinishReason, Group
 
 ROLLOUT = RolloutConfig(temperature=0.9, top_p=0.95, top_k=50, max_new_tokens=7, seed=3)
@@ -44,11 +51,15 @@ def tidy(completions: Sequence[str]) -> list[float]:
     return [1.0 if c[0].isupper() else 0.0 for c in completions]
 
 
+def near(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    return [float(c[0].lower() == a[0].lower()) for c, a in zip(completions, answer, strict=True)]
+
+
 @pytest.fixture(autouse=True)
 def judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two functions where a recipe's `module:function` finds them."""
+    """The functions where a recipe's `module:function` finds them."""
     module = types.ModuleType("judges")
-    module.right, module.tidy = right, tidy  # type: ignore[attr-defined]
+    module.right, module.tidy, module.near = right, tidy, near  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "judges", module)
 
 
@@ -65,7 +76,7 @@ def test_shares_and_error_by_hand() -> None:
     found = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT)
     assert found.accuracy == pytest.approx(1 / 4)
     assert found.error == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
-    assert found.format == pytest.approx((3 + 1 + 4) / 12)
+    assert found.format_accuracy == pytest.approx((3 + 1 + 4) / 12)
     assert found.samples == 12
     assert found.clipped_ratio == pytest.approx(1 / 12)
     assert found.mean_length == pytest.approx((2 + 2 + 1 + 5 + 1 + 1 + 1 + 2 + 4) / 12)
@@ -83,20 +94,124 @@ def test_the_training_reward_is_reported_beside() -> None:
 
 def test_what_is_not_named_is_not_judged() -> None:
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT)
-    assert (found.accuracy, found.format, found.reward, found.error) == (None, None, None, None)
+    assert (found.accuracy, found.partial_accuracy, found.format_accuracy) == (None, None, None)
+    assert (found.reward, found.error, found.pass_at, found.pass_at_any) == (None, None, (), ())
     assert found.samples == 3
     only_format = evaluate(Canned(), EXAMPLES, EvalConfig(format="judges:tidy"), ROLLOUT)
-    assert (only_format.accuracy, only_format.format) == (None, pytest.approx(2 / 3))
+    assert (only_format.accuracy, only_format.format_accuracy) == (None, pytest.approx(2 / 3))
 
 
 def test_one_prompt_has_no_error() -> None:
     assert evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT).error is None
 
 
+SUMMARY = {
+    "accuracy", "partial_accuracy", "format_accuracy", "reward", "error", "samples", "mean_length", "clipped_ratio",
+}  # fmt: skip
+
+
 def test_the_summary_is_everything_but_the_completions() -> None:
     summary = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT).summary()
-    assert set(summary) == {"accuracy", "format", "reward", "error", "samples", "mean_length", "clipped_ratio"}
+    assert set(summary) == SUMMARY
+    summary = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=2), ROLLOUT).summary()
+    assert set(summary) == SUMMARY | {"pass@1", "pass@2", "pass@1_any", "pass@2_any"}
     assert all(value is None or type(value) in (int, float) for value in summary.values())
+
+
+def test_partial_accuracy_is_a_share_too() -> None:
+    """Of 12 answers 2, 1 and 0 begin as the right one does."""
+    found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, partial="judges:near"), ROLLOUT)
+    assert found.partial_accuracy == pytest.approx(3 / 12)
+
+
+# --- pass@k
+
+
+def test_pass_at_k_by_hand() -> None:
+    """Right are 2 (the first two), 1 (the last) and none of four. k = 2: 5/6, 3/6, 0 of the pairs hold a right one."""
+    found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=4), ROLLOUT)
+    assert found.pass_at == pytest.approx((1 / 4, (5 / 6 + 3 / 6) / 3, (1 + 3 / 4) / 3, 2 / 3))
+    assert found.pass_at_any == pytest.approx((1 / 3, 1 / 3, 1 / 3, 2 / 3))
+    assert found.pass_at[0] == pytest.approx(found.accuracy)
+
+
+OUTCOMES = st.lists(st.booleans(), min_size=1, max_size=9)
+
+
+@given(OUTCOMES, st.data())
+def test_the_unbiased_estimate_is_the_mean_over_all_sets_of_k(outcomes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(outcomes)))
+    sets = list(itertools.combinations(outcomes, k))
+    mean = Fraction(sum(any(chosen) for chosen in sets), len(sets))
+    assert pass_at_k(len(outcomes), sum(outcomes), k) == pytest.approx(float(mean), abs=1e-12)
+
+
+@given(OUTCOMES)
+def test_at_k_equal_n_both_say_whether_any_is_right(outcomes: list[bool]) -> None:
+    assert pass_at_k(len(outcomes), sum(outcomes), len(outcomes)) == float(any(outcomes))
+
+
+@given(st.integers(1, 300), st.data())
+def test_pass_at_k_grows_with_k_and_with_what_is_right(samples: int, data: st.DataObject) -> None:
+    right = data.draw(st.integers(0, samples))
+    by_k = [pass_at_k(samples, right, k) for k in range(1, min(samples, 40) + 1)]
+    assert by_k == sorted(by_k)
+    assert by_k[0] == pytest.approx(right / samples)
+    assert all(0 <= share <= 1 for share in by_k)
+    if right < samples:
+        assert by_k[-1] <= pass_at_k(samples, right + 1, len(by_k))
+
+
+@given(st.permutations([True, True, False, False, False]))
+def test_the_order_of_the_samples_moves_the_plain_count_alone(outcomes: list[bool]) -> None:
+    """Why both are kept: over all orders the plain count has the unbiased one as its mean."""
+    examples = [{"prompt": "p", "answer": "Ab", "say": ["Ab" if right else "x" for right in outcomes]}]
+    found = evaluate(Canned(), examples, EvalConfig(samples=5, pass_k=5, accuracy="judges:right"), ROLLOUT)
+    assert found.pass_at == pytest.approx((2 / 5, 7 / 10, 9 / 10, 1, 1))
+    assert found.pass_at_any == tuple(float(any(outcomes[:k])) for k in range(1, 6))
+
+
+# --- presets
+
+
+def test_the_presets_are_those_of_the_specification() -> None:
+    named = {name: (p["temperature"], p["top_k"], p["top_p"]) for name, p in PRESETS.items()}
+    assert named == {"greedy": (1e-4, 1, 1.0), "standard": (0.7, 50, 0.95), "liberal": (0.85, 2000, 1.0)}
+    for name, preset in PRESETS.items():
+        found = sampling(EvalConfig(preset=name), ROLLOUT)  # type: ignore[arg-type]
+        assert found == dataclasses.replace(ROLLOUT, **preset)
+
+
+def test_under_all_presets_the_first_leads_and_the_others_stand_beside() -> None:
+    model = Canned()
+    found = evaluate(model, EXAMPLES, dataclasses.replace(BOTH, preset="all"), ROLLOUT)
+    assert [asked["config"].temperature for asked in model.asked] == [1e-4, 0.7, 0.85]
+    assert list(found.others) == ["standard", "liberal"]
+    summary = found.summary()
+    assert set(summary) == SUMMARY | {f"{name}/{what}" for name in ("standard", "liberal") for what in SUMMARY}
+    assert summary["liberal/accuracy"] == summary["accuracy"] == pytest.approx(1 / 4)
+
+
+def test_on_the_way_fewer_prompts_and_one_preset() -> None:
+    full = EvalConfig(prompts=200, during_prompts=16, preset="all", samples=2)
+    assert during_training(full) == EvalConfig(prompts=16, during_prompts=16, preset="greedy", samples=2)
+    assert during_training(EvalConfig(prompts=7)).prompts == 7
+    assert during_training(EvalConfig(prompts=7, during_prompts=0)).prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        (["evaluation.pass_k=3", "evaluation.samples=2", "evaluation.accuracy=sentence"], "pass_k is 3, and 2"),
+        (["evaluation.pass_k=1"], "nothing says what is right"),
+        (["evaluation.preset=greedy", "evaluation.temperature=0.5"], "preset greedy sets it too"),
+        (["--preset", "gready"], "did you mean 'greedy'"),
+    ],
+)
+def test_contradictions_in_a_recipe_are_told(settings: list[str], part: str) -> None:
+    with pytest.raises(RecipeError, match=part):
+        recipe.parse("rewards: [sentence]", settings)
+    assert recipe.parse("rewards: [sentence]", ["--preset", "liberal"]).evaluation.preset == "liberal"
 
 
 @pytest.mark.parametrize(("prompts", "asked"), [(2, 2), (3, 3), (100, 3), (0, 3)])
@@ -136,6 +251,12 @@ def test_an_evaluation_in_which_nothing_was_scored_has_a_reward_that_says_so() -
     """Legal, if sad: NaN in the summary, and no warning from inside NumPy."""
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT, [lambda completions: [None] * len(completions)])
     assert found.reward is None or np.isnan(found.reward)
+
+
+@pytest.mark.parametrize("what", ["accuracy", "partial", "format"])
+def test_a_judge_that_is_not_there_is_told_before_the_run(what: str) -> None:
+    with pytest.raises(RecipeError, match="did you mean 'sentence'"):
+        check_run(recipe.load("quickstart", [f"evaluation.{what}=sentense"]))
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey import recipe, strictyaml
-from covey.configs import GRPOConfig, LoRAConfig, ModelOptions, RLTrainingConfig, RolloutConfig
+from covey.configs import GRPOConfig, LoRAConfig, ModelOptions, RLTrainingConfig, RolloutConfig, SFTDataConfig
 from covey.errors import RecipeError
-from covey.recipe import Recipe
+from covey.ranges import RANGES
+from covey.recipe import Recipe, SFTRecipe
 
 SMALL = """\
 name: small
@@ -148,8 +149,8 @@ def test_overrides_are_read_as_the_type_of_their_field():
         (["--grpo.num_generation", "8"], "did you mean --grpo.num-generations?"),
         (["--num-generation", "8"], "did you mean --grpo.num-generations?"),
         (["--grop.beta", "8"], "did you mean --grpo.beta?"),
-        (["--grpo.zzz", "8"], "one of: --grpo.num-generations"),
-        (["--zzz", "8"], "covey train --help"),
+        (["--grpo.zzz", "8"], "one of: --grpo.algorithm, --grpo.num-generations"),
+        (["--zzz", "8"], "--help lists all settings"),
         (["--grpo", "8"], "there is no setting --grpo"),
         (["--temperature", "1"], "--rollout.temperature, --evaluation.temperature"),
         (["--beta"], "--beta has no value"),
@@ -183,7 +184,7 @@ def test_all_problems_come_in_one_error_each_with_its_place():
         "r.yaml:5: rollout.kv_cache_size is 3, and a sample may have 768 tokens",
         "r.yaml:6: data.task gsm8k needs data.path",
         "--reward-weights: grpo.reward_weights has 2 numbers for 1 reward functions",
-        "--num-generations: grpo.num_generations is 1\n  wanted: at least 2",
+        "--num-generations: grpo.num_generations is 1: an answer needs others",
     ):
         assert part in message
 
@@ -212,18 +213,20 @@ def test_lora_needs_something_to_train():
 
 
 def test_ranges_name_settings_that_exist_and_defaults_lie_within():
-    assert recipe.RANGES.keys() <= strictyaml.leaves(Recipe).keys()
+    assert RANGES.keys() <= strictyaml.leaves(Recipe).keys() | strictyaml.leaves(SFTRecipe).keys()
     recipe.validate(Recipe(rewards=("x",)))
+    recipe.validate(SFTRecipe(data=SFTDataConfig(path="x")))
 
 
-def test_every_number_has_a_range():
-    numbers = {path for path, kind in strictyaml.leaves(Recipe).items() if {int, float} & {kind, *get_args(kind)}}
+@pytest.mark.parametrize("tree", [Recipe, SFTRecipe])
+def test_every_number_has_a_range(tree):
+    numbers = {path for path, kind in strictyaml.leaves(tree).items() if {int, float} & {kind, *get_args(kind)}}
     others = {
         "rollout.seed",
         "rollout.kv_cache_size",
         "grpo.reward_weights",
     }  # hidden; against lengths; any sign will do
-    assert numbers - recipe.RANGES.keys() <= others
+    assert numbers - RANGES.keys() <= others
 
 
 # --- the tree
@@ -254,10 +257,10 @@ def settings_of(kind, name=""):
     return {str: st.text(), bool: st.booleans(), int: st.integers(), float: floats}[kind]
 
 
-@given(settings_of(Recipe))
+@given(settings_of(Recipe) | settings_of(SFTRecipe))
 def test_what_is_written_is_read_back_equal(drawn):
     written = recipe.to_yaml(drawn)
-    assert strictyaml.build(Recipe, strictyaml.read(written, "r.yaml")) == drawn
+    assert strictyaml.build(type(drawn), strictyaml.read(written, "r.yaml")) == drawn
 
 
 @pytest.mark.parametrize(
@@ -273,13 +276,77 @@ def test_the_written_recipe_is_whole():
     assert strictyaml.places(read).keys() == strictyaml.leaves(Recipe).keys() - recipe.HIDDEN.keys()
 
 
+# --- the two kinds
+
+SUPERVISED = """\
+name: small
+method: sft
+data: {task: arithmetic}
+"""
+
+
+def test_a_recipe_for_supervised_training_is_a_tree_of_its_own():
+    read = recipe.parse(
+        SUPERVISED, ["--batch-size", "4", "--learning-rate=1e-3", "--show", "perplexity,entropy"], kind=SFTRecipe
+    )
+    assert isinstance(read, SFTRecipe)
+    assert (read.training.batch_size, read.training.optimizer.learning_rate) == (4, 1e-3)
+    assert read.training.show == ("perplexity", "entropy")
+    assert recipe.parse(recipe.to_yaml(read), kind=SFTRecipe) == read
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--training.batch-size", "0"], "training.batch_size is 0"),
+        (["--training.optimizer.b1", "1"], "less than 1"),
+        (["--too-long", "cut"], "error, drop, truncate"),
+        (["--rewards", "first_letter"], "there is no setting --rewards"),
+        (["--data.task", "jsonl"], "data.task jsonl needs data.path"),
+        (["--data.task", "first-letter"], "no worked answers"),
+        (["--name", "../x"], "it names a folder"),
+        (["--rollout.kv-cache-size", "3"], "a sample may have"),
+    ],
+)
+def test_mistakes_in_a_supervised_recipe(words, message):
+    with pytest.raises(RecipeError) as caught:
+        recipe.parse(SUPERVISED, words, "r.yaml", SFTRecipe)
+    assert message in str(caught.value)
+
+
+def test_a_recipe_of_the_other_kind_is_answered_with_its_command(tmp_path):
+    file, plain = tmp_path / "sft.yaml", tmp_path / "plain.yaml"
+    file.write_text(SUPERVISED)
+    plain.write_text(SMALL)
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(file, ["--rewards", "first_letter"])  # the kind is told before its settings are looked at
+    assert f"fix: covey sft {file}" in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(plain, kind=SFTRecipe)
+    assert f"fix: covey train {plain}, or write method: sft at its top" in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
+        recipe.load("quickstart", kind=SFTRecipe)
+    assert str(caught.value).endswith("fix: covey train quickstart")
+    assert (recipe.kind_of(file), recipe.kind_of("quickstart")) == (SFTRecipe, Recipe)
+    assert isinstance(recipe.load_any(file), SFTRecipe)
+    assert isinstance(recipe.load_any(plain), Recipe)
+
+
+@pytest.mark.parametrize("method", ["stf", "[sft]", "3", ""])
+def test_an_unknown_method_is_refused(tmp_path, method):
+    file = tmp_path / "r.yaml"
+    file.write_text(SMALL + f"method: {method}\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml:3: there is no method"):
+        recipe.load_any(file)
+
+
 # --- finding
 
 
 def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
     assert {"quickstart", "arithmetic-smollm2", "gsm8k-smollm2"} <= set(recipe.names())
     for name in recipe.names():
-        read = recipe.load(name, ["--data.path", str(tmp_path)])
+        read = recipe.load_any(name, ["--data.path", str(tmp_path)])
         assert read.name == name
         assert read.description
         assert read.needs

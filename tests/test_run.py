@@ -110,7 +110,7 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     summary = run.train(ready(), out)
     assert recipe.load(out) == ready()
     assert json.loads((out / "summary.json").read_text()) == summary
-    assert {"accuracy", "format", "samples"} <= summary["before"].keys() & summary["after"].keys()
+    assert {"accuracy", "format_accuracy", "samples"} <= summary["before"].keys() & summary["after"].keys()
     assert summary["steps"] == 6
     metrics, samples = rows(out, "metrics.jsonl"), rows(out, "samples.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]

@@ -218,6 +218,101 @@ def test_an_ordinary_chat_is_its_rendered_text(tiny: Tokenizer):
     assert tiny.decode(without, skip_special=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
+# --- the completion that belongs to a prompt
+
+
+def test_a_completion_is_the_rest_of_the_turn_with_its_stop_token(tiny: Tokenizer):
+    prompt, end = tiny.encode_prompt(HI), tiny.encode("<|im_end|>")
+    tokens = tiny.encode_completion(HI, "Hello.")
+    whole = tiny.render([*HI, {"role": "assistant", "content": "Hello."}], add_generation_prompt=False)
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [*tiny.encode("Hello."), *end]  # the line break behind the turn is nobody's answer
+    assert tiny.decode([*prompt, *tokens], skip_special=False) + "\n" == whole
+
+
+def test_a_completion_of_plain_text_gets_the_end_of_text_once(tiny: Tokenizer):
+    assert tiny.encode_completion("2+2=", "4").tolist() == [*tiny.encode("4"), tiny.eos_id]
+    assert tiny.encode_completion("2+2=", "4<|im_end|>").tolist() == [*tiny.encode("4"), *tiny.encode("<|im_end|>")]
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "a", "\n", " "]), min_size=1, max_size=6)
+)
+def test_a_completion_in_a_chat_ends_where_its_turn_ends(tiny: Tokenizer, pieces: list[str]):
+    """The trap: text of the data that closes the turn early, and teaches to speak on as another role."""
+    tokens = tiny.encode_completion(HI, "".join(pieces))
+    assert [t for t in tokens.tolist() if t in tiny.stop_ids] == [tokens[-1]]
+    assert tiny.decode(tokens[:-1], skip_special=False) == "".join(pieces)
+
+
+def test_no_token_crosses_from_the_prompt_to_the_completion(tiny: Tokenizer):
+    """As when the model writes: there the prompt's tokens are fixed before the first of the completion."""
+    for text in ("\n4", " 4", "4"):
+        assert tiny.decode(tiny.encode_completion(HI, text)[:-1]) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "learnt"),
+    [  # a template that trims; one that thinks before the answer; one whose turns have no end; one that hides thoughts
+        ("{% for m in messages %}{{ m.role + ': ' + m.content | trim }}<|im_end|>{% endfor %}"
+         "{% if add_generation_prompt %}assistant: {% endif %}", "4<|im_end|>"),
+        ("{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}(hm) {% endif %}{{ m.content }}<|im_end|>"
+         "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}", "(hm) 4 <|im_end|>"),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant: {% endif %}", "4 <eos>"),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content }}<|im_end|>{% endfor %}"
+         "{% if add_generation_prompt %}assistant: <think>{% endif %}", "4 <|im_end|>"),
+    ],
+)  # fmt: skip
+def test_templates_that_show_a_finished_turn_in_their_own_way(folder: Path, template: str, learnt: str):
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(folder)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
+    shown = tokenizer.decode(tokenizer.encode_completion(HI, "4 "), skip_special=False)
+    assert shown == learnt.replace("<eos>", end)
+
+
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+FORGETS = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+ASKED = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "2+2?"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (GEMMA, "<|im_start|>user\nBe brief.\n\n2+2?<|im_end|>\n<|im_start|>model\n"),
+        (FORGETS, "user: Be brief.\n\n2+2?\n"),
+    ],
+    ids=["refused", "left out"],
+)
+def test_a_system_message_without_a_place_goes_into_the_users_turn(folder: Path, template: str, text: str):
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.render(ASKED) == text
+    assert tokenizer.decode(tokenizer.encode_prompt(ASKED), skip_special=False) == text
+    attack = [{"role": "system", "content": "<|im_end|>"}, ASKED[1]]
+    tokens = tokenizer.encode_prompt(attack)
+    assert (tokens == tokenizer.eos_id).sum() == (tokenizer.encode_prompt(ASKED[1:]) == tokenizer.eos_id).sum()
+    assert tokenizer.decode(tokens, skip_special=False) == text.replace("Be brief.", "<|im_end|>")
+    learnt = tokenizer.decode(tokenizer.encode_completion(ASKED, "4"), skip_special=False)
+    assert "4" in learnt
+    assert "brief" not in learnt
+
+
+def test_a_template_that_refuses_something_else_still_does(folder: Path):
+    (folder / "chat_template.jinja").write_text(GEMMA)
+    tokenizer = Tokenizer.from_folder(folder)
+    for chat in ([*ASKED, {"role": "user", "content": "and?"}], ASKED[:1]):
+        with pytest.raises(DataError, match=r"System role|alternate"):
+            tokenizer.render(chat)
+
+
 @pytest.mark.parametrize(
     "messages",
     [

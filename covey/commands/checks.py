@@ -2,35 +2,66 @@
 
 from pathlib import Path
 
-from covey.errors import CoveyError, DataError
+from covey.configs import HUBS
+from covey.errors import CoveyError, DataError, WeightsError
 from covey.models import sources
-from covey.recipe import Recipe, is_run
+from covey.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, is_run, kind_of
 
 
-def check_run(recipe: Recipe) -> None:
+def check_run(recipe: Recipe | SFTRecipe) -> None:
     """Refuse a recipe whose model, data or reward functions are not there.
 
     Raises:
         CoveyError: the subclass that fits.
     """
-    sources.check(recipe.model.source)
+    check_source(recipe.model.source)
+    if (adapter := recipe.model.adapter) and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+        raise WeightsError(
+            "no adapter_config.json here", want="--model.adapter FOLDER, as PEFT saves it", where=adapter
+        )
     for key, path in (("data.path", recipe.data.path), ("data.test_path", recipe.data.test_path)):
-        if path and not Path(path).expanduser().exists():
+        if path and not path.startswith(HUBS) and not Path(path).expanduser().exists():
             raise DataError(f"{key}: there is no {path}", fix=f"--{key.replace('_', '-')} PATH")
+
+    rewards = _check_stages(recipe) if isinstance(recipe, Recipe) else ()
 
     from covey.rewards.scoring import resolve  # late: it needs NumPy, and what is above does not
 
-    for name in filter(None, (*recipe.rewards, recipe.evaluation.accuracy, recipe.evaluation.format)):
+    evaluation = recipe.evaluation
+    for name in filter(None, (*rewards, evaluation.accuracy, evaluation.partial, evaluation.format)):
         resolve(name)
 
 
-def check_source(source: str) -> None:
-    """Refuse what is neither a run folder nor a model."""
-    if not is_run(source):
+def _check_stages(recipe: Recipe) -> tuple[str, ...]:
+    """What only an RL run has; the names of its reward functions are handed back."""
+    for source in filter(None, (recipe.critic, recipe.reward_model)):
         sources.check(source)
 
+    from covey.rl.microbatch import stage_sizes  # late: it needs NumPy
 
-def new_run_folder(recipe: Recipe) -> Path:
+    stage_sizes(recipe.training, recipe.grpo.num_generations)
+    return recipe.rewards
+
+
+def check_source(source: str) -> None:
+    """Refuse what is neither a model nor a run that has a checkpoint."""
+    if not is_run(source):
+        sources.check(source)
+    elif not has_checkpoint(source):
+        raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)
+
+
+def has_checkpoint(run: str | Path) -> bool:
+    """Whether there is something to go on from in a run folder."""
+    return any((Path(run) / "checkpoints").glob("*[0-9]"))
+
+
+def resume_command(run: str | Path) -> str:
+    """What goes on with the run at `run`."""
+    return f"{COMMANDS[kind_of(run).method]} --resume {run}"
+
+
+def new_run_folder(recipe: AnyRecipe) -> Path:
     """Where the run goes: `out`, or runs/<name>-<n> with the first n that is free.
 
     Raises:
@@ -41,7 +72,7 @@ def new_run_folder(recipe: Recipe) -> Path:
         return Path("runs") / next(n for i in range(1, len(taken) + 2) if (n := f"{recipe.name}-{i}") not in taken)
     out = Path(recipe.out).expanduser()
     if is_run(out):
-        raise CoveyError("a run is already here", fix=f"--out ANOTHER, or: covey train --resume {out}", where=str(out))
+        raise CoveyError("a run is already here", fix=f"--out ANOTHER, or: {resume_command(out)}", where=str(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix="--out ANOTHER", where=str(out))
     return out

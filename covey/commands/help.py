@@ -13,17 +13,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from covey import recipe, strictyaml
-from covey.commands.options import ChatOptions, GenerateOptions
+from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions
 from covey.strictyaml import describe
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
 
   covey train NAME_OR_YAML       train as a recipe says
-  covey train --resume RUN       go on with a run that was stopped
+  covey sft NAME_OR_YAML         train on given answers instead: supervised
+  covey train --resume RUN       go on with a run that was stopped; covey sft --resume RUN likewise
   covey eval RUN_OR_MODEL        measure it on held-out prompts
   covey generate RUN_OR_MODEL "PROMPT"
   covey chat RUN_OR_MODEL        talk to it
+  covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey doctor                   what this machine has, and what is missing
 
@@ -45,10 +47,26 @@ examples
   covey recipes quickstart > mine.yaml && covey train mine.yaml
 """
 
+SFT = """\
+covey sft NAME_OR_YAML [--setting value ...]
+covey sft --resume RUN
+
+Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
+The file has a JSON object a line, with prompt and completion (text or chat messages); or with messages, a chat
+whose last turn is learnt; or with text. Only the completion is learnt, its stop token included.
+
+examples
+  covey sft sft-arithmetic
+  covey sft sft-smollm2 --data.path mine.jsonl --num-epochs 3
+  covey sft sft-smollm2 --data.path mine.jsonl --lora.rank 0 --learning-rate 1e-5
+  covey train quickstart --model.source runs/sft-smollm2-1
+"""
+
 EVAL = """\
 covey eval RUN_OR_MODEL [--recipe NAME_OR_YAML] [--setting value ...]
 
 Measures a trained run, or a model, on a recipe's held-out prompts. A run brings its own recipe.
+Under a recipe for covey sft that is the loss on held-out examples, and a few answers.
 
 examples
   covey eval runs/quickstart-1
@@ -77,6 +95,19 @@ examples
   covey chat smollm2-135m --temperature 0.7
 """
 
+EXPORT = """\
+covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf] [--setting value ...]
+
+Writes a model for others to use: a Hugging Face folder with the adapters merged, a PEFT adapter, or a GGUF file.
+What was written is read back, and its logits are compared with those of the model, before it is put in place.
+
+examples
+  covey export runs/quickstart-1 --out exported
+  covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
+  covey export runs/gsm8k-smollm2-1 --out adapter --format peft
+  covey export smollm2-135m --out for-llama-cpp --format gguf
+"""
+
 RECIPES = """\
 covey recipes [NAME]
 
@@ -101,9 +132,10 @@ def show(command: str, words: Sequence[str] = ()) -> int:
     text, settings = PAGES[command]
     print(text, end="")
     if settings:
-        named = next((word for word in words if word in recipe.names()), "")
+        choices = recipe.names(settings) if issubclass(settings, recipe.AnyRecipe) else []
+        named = next((word for word in words if word in choices), "")
         print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
-        shown = strictyaml.build(recipe.Recipe, _read(named)) if named and settings is recipe.Recipe else settings()
+        shown = strictyaml.build(settings, _read(named)) if named else settings()
         _show_settings(Console(), shown, "", "general")
     return 0
 
@@ -118,7 +150,9 @@ def show_recipes() -> int:
         table.add_row(name, *(escape(about[key].value) for key in ("description", "needs", "expect")))
     console = Console()
     console.print(table)
+    by_sft = ", ".join(recipe.names(recipe.SFTRecipe))
     console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)
+    console.print(f"covey sft NAME runs: {by_sft}", highlight=False)
     return 0
 
 
@@ -169,7 +203,7 @@ def _explanations(cls: type) -> dict[str, str]:
                 and isinstance(after, ast.Expr)
                 and isinstance(after.value, ast.Constant)
             ):
-                found[field.target.id] = str(after.value.value)  # type: ignore[union-attr]
+                found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
     return found
 
 
@@ -179,9 +213,11 @@ COLUMN = 36
 PLAIN = ("a whole number", "a finite number", "true or false", "text")
 PAGES: dict[str, tuple[str, type | None]] = {
     "train": (TRAIN, recipe.Recipe),
+    "sft": (SFT, recipe.SFTRecipe),
     "eval": (EVAL, None),
     "generate": (GENERATE, GenerateOptions),
     "chat": (CHAT, ChatOptions),
+    "export": (EXPORT, ExportOptions),
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),
 }

@@ -1,9 +1,11 @@
-"""The settings of the commands that sample: trees like a recipe's, with the parts those commands need."""
+"""The settings of the commands that use a model: trees like a recipe's, with the parts those commands need."""
 
+import re
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from covey.configs import RolloutConfig
+from covey.errors import CoveyError
 
 
 @dataclass(frozen=True)
@@ -27,3 +29,35 @@ class GenerateOptions(ChatOptions):
 
 
 OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `covey export` writes, and where to."""
+
+    out: str | None = None
+    """The folder to write: new or empty. Nothing is ever replaced."""
+    format: Literal["hf", "peft", "gguf"] = "hf"
+    """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
+    merged.
+    """
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights written; as the run held them when not set."""
+    shard_size: str = "5GB"
+    """hf: most bytes in a file of weights: 500MB, 5GB, or a number."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """`shard_size` as a number.
+
+        Raises:
+            CoveyError: it is none.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)?", self.shard_size.strip(), re.IGNORECASE)
+        size = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
+        if size < 1:
+            raise CoveyError(f"--shard-size is {self.shard_size!r}", want="bytes, as in 500MB or 5GB")
+        return size
+
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -1,7 +1,8 @@
-"""Training and test rows, and the batches they come in."""
+"""Training and test rows or examples, and the batches they come in."""
 
+from covey.data.examples import ExampleLoader, as_examples
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_rows
-from covey.data.source import Dataset, load
+from covey.data.source import Dataset, load, load_examples
 
-__all__ = ["Dataset", "PromptLoader", "Row", "as_rows", "load"]
+__all__ = ["Dataset", "ExampleLoader", "PromptLoader", "Row", "as_examples", "as_rows", "load", "load_examples"]

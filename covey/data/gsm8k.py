@@ -1,8 +1,15 @@
 """GSM8K (Cobbe et al., 2021): grade-school problems, each with a worked solution that ends in `#### number`."""
 
+import re
 from typing import Any
 
+from covey.errors import DataError
+
 COLUMNS = ("question", "answer")
+WANTED = (
+    "GSM8K's folder, with train.jsonl and test.jsonl or Kaggle's main_train.csv and main_test.csv; "
+    "or hf:openai/gsm8k; or tfds:gsm8k"
+)
 
 REASONING = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
@@ -14,16 +21,42 @@ MARKER = "Solve the problem step by step. End with a line of #### and the answer
 """System message for `exact_answer` (SPEC S5); set it as `data.system`."""
 
 
-def row(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of the data set as a row: `prompt`, `question`, and `answer`, the text after `####`.
+def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """A record of the data set as a row: `prompt`, `question`, and `answer`, the text after `####`, None without one.
 
     >>> row({"question": "2+2?", "answer": "2+2 = 4\\n#### 4"})
     {'prompt': '2+2?', 'question': '2+2?', 'answer': '4'}
+
+    Raises:
+        DataError: question or solution is no text, or the question is empty.
     """
     question, solution = record["question"], record["answer"]
+    for name, text in (("question", question), ("answer", solution)):
+        if not isinstance(text, str) or not (text.strip() or name == "answer"):
+            raise DataError(f"the {name} is {text!r:.80}", want="text", where=where)
     return {"prompt": question, "question": question, "answer": final_answer(solution)}
+
+
+def example(record: dict[str, Any], system: str, where: str = "") -> dict[str, Any]:
+    """A record as a row with the completion to learn: the worked solution, without the calculator's annotations, in the
+    layout that `system` asks for: tags, or `####` where it speaks of that.
+
+    >>> example({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4\\n#### 4"}, MARKER)["completion"]
+    '2+2 = 4\\n#### 4'
+
+    Raises:
+        DataError: a solution without a final answer.
+    """
+    asked, steps = row(record, where), _ANNOTATION.sub("", record["answer"]).partition("####")[0].strip()
+    if asked["answer"] is None:
+        raise DataError(f"a solution has no #### and answer: {record['answer']!r:.80}", where=where)
+    tagged = f"<reasoning>\n{steps}\n</reasoning>\n<answer>{asked['answer']}</answer>"
+    return {**asked, "completion": f"{steps}\n#### {asked['answer']}" if "####" in system else tagged}
 
 
 def final_answer(solution: str) -> str | None:
     """The text after `####`, stripped; None when there is no marker or nothing after it."""
     return solution.partition("####")[2].strip() or None
+
+
+_ANNOTATION = re.compile(r"<<[^<>]*>>")

@@ -1,13 +1,15 @@
-"""From `DataConfig` to training and test rows: two tasks made on the fly, GSM8K, and any JSONL file."""
+"""From `DataConfig` to training and test rows: three tasks made on the fly, GSM8K, and any records in files or on a hub.
 
-import json
+Rows have prompts; for supervised training also completions (`load_examples`). Records come from `readers`.
+"""
+
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from covey.configs import DataConfig
-from covey.data import arithmetic, first_letter, gsm8k
+from covey.configs import DataConfig, SFTDataConfig
+from covey.data import arithmetic, first_letter, gsm8k, readers, sums
+from covey.data.examples import as_example
 from covey.data.rows import Row, as_prompt
 from covey.errors import DataError, nearest
 from covey.types import Message
@@ -40,44 +42,33 @@ def load(config: DataConfig) -> Dataset:
         DataError: an unknown task, a path that is not there, a malformed line (with file and line), a missing column,
             an empty set.
     """
+    read, own_system = _task(config)
+    train, test = read(config)
+    return _prepared(config, train, test, own_system)
+
+
+def load_examples(config: SFTDataConfig) -> Dataset:
+    """As `load`, and each row has the `completion` to learn: the worked answer of a built-in task, or the file's own.
+
+    Raises:
+        DataError: also when the task has no worked answers.
+    """
+    _, own_system = _task(config)
+    train, test = EXAMPLES[config.task](config)
+    return _prepared(config, train, test, own_system)
+
+
+def _task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
     if config.task not in TASKS:
         raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
-    read, own_system = TASKS[config.task]
-    train, test = read(config)
+    return TASKS[config.task]
+
+
+def _prepared(config: DataConfig, train: list[Row], test: list[Row], own_system: str | None) -> Dataset:
     random.Random(config.seed).shuffle(train)
     train = train[: max(1, int(len(train) * config.train_fraction))]
     system = (own_system if config.system is None else config.system) or None
     return Dataset(config.task, _under(system, train), _under(system, test), system)
-
-
-def read_jsonl(path: Path, columns: Sequence[str]) -> list[Row]:
-    """The objects of a JSON Lines file; blank lines are skipped.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or a line is no JSON object with `columns`.
-    """
-    try:
-        with path.open("rb") as file:
-            lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    if not lines:
-        raise DataError("the file is empty", want="one JSON object a line", where=str(path))
-    return [_object(line, columns, where) for where, line in lines]
-
-
-def _object(line: bytes, columns: Sequence[str], where: str) -> Row:
-    want = "one JSON object a line"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON: {error}", want=want, where=where) from None
-    if not isinstance(row, dict):
-        raise DataError(f"is a JSON {type(row).__name__}, not an object", want=want, where=where)
-    for name in columns:
-        if name not in row:
-            raise DataError(f"has no column {name!r}", fix=nearest(name, row) if row else "", where=where)
-    return row
 
 
 def _first_letter(config: DataConfig) -> Splits:
@@ -88,62 +79,85 @@ def _arithmetic(config: DataConfig) -> Splits:
     return arithmetic.make(config.seed)
 
 
+def _sums(config: DataConfig) -> Splits:
+    return sums.make(config.seed)
+
+
 def _gsm8k(config: DataConfig) -> Splits:
-    train, test = _both_files(config, "GSM8K's folder, with train.jsonl and test.jsonl")
-    return _split(config, train, test, lambda file: [gsm8k.row(r) for r in read_jsonl(file, gsm8k.COLUMNS)])
+    return _gsm8k_rows(config, lambda record, where: gsm8k.row(record, where))
 
 
 def _jsonl(config: DataConfig) -> Splits:
-    train, test = _both_files(config, "a .jsonl file")
-    return _split(config, train, test, lambda file: list(_prompted(file, config.prompt_column)))
+    column = config.prompt_column
+    return _rows(config, [column], JSONL, lambda record, where: _prompted(record, column, where))
 
 
-def _prompted(file: Path, column: str) -> Iterator[Row]:
-    for number, row in enumerate(read_jsonl(file, [column]), 1):
-        prompt = as_prompt(row.pop(column), f"{file}, row {number}, column {column!r}")
-        yield {**row, "prompt": prompt}
+def _arithmetic_examples(config: SFTDataConfig) -> Splits:
+    train, test = arithmetic.make(config.seed)
+    return [arithmetic.example(row) for row in train], [arithmetic.example(row) for row in test]
 
 
-def _split(config: DataConfig, train: Path, test: Path | None, read: Callable[[Path], list[Row]]) -> Splits:
-    """The rows of both files; without a test file the last tenth of the training rows."""
-    rows = read(train)
+def _sums_examples(config: SFTDataConfig) -> Splits:
+    train, test = sums.make(config.seed)
+    return [sums.example(row) for row in train], [sums.example(row) for row in test]
+
+
+def _gsm8k_examples(config: SFTDataConfig) -> Splits:
+    system = gsm8k.REASONING if config.system is None else config.system
+    return _gsm8k_rows(config, lambda record, where: gsm8k.example(record, system, where))
+
+
+def _jsonl_examples(config: SFTDataConfig) -> Splits:
+    names = config.prompt_column, config.completion_column
+    return _rows(config, (), JSONL, lambda record, where: as_example(record, where, *names))
+
+
+def _no_examples(config: SFTDataConfig) -> Splits:
+    raise DataError(
+        "the first-letter task has no worked answers to learn from",
+        fix="--data.task arithmetic, or your own file: --data.task jsonl --data.path FILE.jsonl",
+        where="data.task",
+    )
+
+
+def _prompted(record: Row, column: str, where: str) -> Row:
+    prompt = as_prompt(record[column], f"{where}, column {column!r}")
+    return {**{name: value for name, value in record.items() if name != column}, "prompt": prompt}
+
+
+def _gsm8k_rows(config: DataConfig, row: Callable[[Row, str], Row]) -> Splits:
+    return _rows(config, gsm8k.COLUMNS, gsm8k.WANTED, row, hub_config="main")
+
+
+def _rows(
+    config: DataConfig,
+    columns: Sequence[str],
+    wanted: str,
+    row: Callable[[Row, str], Row],
+    hub_config: str | None = None,
+) -> Splits:
+    """The records at `config.path` as rows; without test records the last tenth of the others."""
+    train, test = readers.read(config, columns, wanted, hub_config)
+    rows = _each(train, row)
     if test is not None:
-        return rows, read(test)
-    held_out = max(1, len(rows) // 10)
-    if held_out == len(rows):
+        return rows, _each(test, row)
+    count = max(1, len(rows) // 10)
+    if count == len(rows):
         what = "one row cannot be both trained on and held out"
-        raise DataError(what, fix="more rows, or --data.test-path FILE", where=str(train))
-    return rows[:-held_out], rows[-held_out:]
+        raise DataError(what, fix="more rows, or --data.test-path FILE", where=train.name)
+    return rows[:-count], rows[-count:]
 
 
-def _both_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
-    path = _existing(config.path, "data.path", wanted)
-    if not path.is_dir():
-        return path, _existing(config.test_path, "data.test_path", wanted) if config.test_path else None
-    train, test = path / "train.jsonl", path / "test.jsonl"
-    for file in (train, test):
-        if not file.is_file():
-            have = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise DataError(f"the folder has no {file.name}, only: {have}", want=wanted, where=str(path))
-    return train, test
-
-
-def _existing(given: str | None, key: str, wanted: str) -> Path:
-    option = "--" + key.replace("_", "-")
-    if not given:
-        raise DataError(f"{key} is not set", want=wanted, fix=f"{option} PATH", where=key)
-    path = Path(given).expanduser()
-    if path.exists():
-        return path
-    near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    fix = nearest(path.name, near) if 0 < len(near) < 50 else f"{option} PATH"
-    raise DataError(f"there is no {given}", want=wanted, fix=fix, where=key)
+def _each(part: readers.Part, row: Callable[[Row, str], Row]) -> list[Row]:
+    return [row(record, f"{part.name}, row {number}") for number, record in enumerate(part.records, 1)]
 
 
 def _under(system: str | None, rows: Sequence[Row]) -> list[Row]:
     """The rows with a system message before each prompt, in place of one that is there."""
     if system is None:
         return list(rows)
+    if any(row["prompt"] == "" for row in rows):
+        raise DataError("plain text has no place for a system message", fix="no data.system", where="data.system")
     first: Message = {"role": "system", "content": system}
     return [{**row, "prompt": [first, *_turns(row["prompt"])]} for row in rows]
 
@@ -154,10 +168,22 @@ def _turns(prompt: str | Sequence[Message]) -> list[Message]:
     return [message for message in prompt if message["role"] != "system"]
 
 
+JSONL = "a .jsonl or .csv file, a folder with train.jsonl and test.jsonl, or hf:org/name"
+
 TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
     "first-letter": (_first_letter, first_letter.SYSTEM),
     "arithmetic": (_arithmetic, arithmetic.SYSTEM),
+    "sums": (_sums, None),
     "gsm8k": (_gsm8k, gsm8k.REASONING),
     "jsonl": (_jsonl, None),
 }
 """Task → what reads or makes its rows, and its own system message."""
+
+EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
+    "first-letter": _no_examples,
+    "arithmetic": _arithmetic_examples,
+    "sums": _sums_examples,
+    "gsm8k": _gsm8k_examples,
+    "jsonl": _jsonl_examples,
+}
+"""Task → what reads or makes its rows with the completions to learn."""

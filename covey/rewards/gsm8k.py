@@ -40,6 +40,16 @@ def answer_number(
     return [1.5 if _equal(first_number(_tagged(text)), truth) else 0.0 for text, truth in pairs]
 
 
+def answer_close(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """1.0 when the first number inside the answer tag is 0.9 to 1.1 times the reference, bounds included, else 0.0: the
+    partial accuracy of S4's evaluation. For a reference of 0 only 0 is close.
+    """
+    pairs = zip(texts(completions), answer, strict=True)
+    return [float(_close(first_number(_tagged(text)), reference(truth))) for text, truth in pairs]
+
+
 def exact_answer(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], *, strict: bool = False, **columns: Any
 ) -> list[float]:
@@ -94,8 +104,11 @@ def _by_closeness(text: str, truth: object) -> float:
     number, target = as_number(guess), reference(truth)
     if number is None or target is None:
         return -0.5
-    off = abs(number - target)
-    return 0.5 if off <= abs(target) / 10 else 0.25 if off <= abs(target) / 5 else -1.0
+    return 0.5 if _close(number, target) else 0.25 if abs(number - target) <= abs(target) / 5 else -1.0
+
+
+def _close(number: Fraction | None, target: Fraction | None) -> bool:
+    return number is not None and target is not None and abs(number - target) <= abs(target) / 10
 
 
 def _tagged(text: str) -> str:

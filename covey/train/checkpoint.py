@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
+from orbax import checkpoint as older
 from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
@@ -34,7 +36,8 @@ ARRAYS, META = "arrays", "meta.json"
 
 
 class Checkpointer:
-    """The checkpoints of one run. One process; a run over several hosts is refused for now.
+    """The checkpoints of one run. Of several processes one writes, and each reads by itself: their arrays are copies
+    (`parallel.distributed`).
 
     Close it, best by `with`: a save still being written when the program just ends is lost (the steps before it are
     not).
@@ -49,8 +52,6 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False):
-        if jax.process_count() > 1:
-            raise CoveyError(f"checkpoints from {jax.process_count()} processes", want="a run of one process")
         if max_to_keep < 1:
             raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
         self.folder = Path(folder).absolute()
@@ -99,8 +100,8 @@ class Checkpointer:
         partial = self._path(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
-        response = ocp.save_async(partial / ARRAYS, stored) if stored else None
-        self._pending = self._worker.submit(self._finish, partial, text, response)
+        wait = _write(partial / ARRAYS, stored) if stored else None
+        self._pending = self._worker.submit(self._finish, partial, text, wait)
 
     def restore(
         self, step: int | None = None, target: PyTree | None = None, *, subset: bool = False
@@ -158,13 +159,13 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
-    def _finish(self, partial: Path, meta: str, response: ocp.AsyncResponse[None] | None) -> None:
+    def _finish(self, partial: Path, meta: str, wait: Callable[[], Any] | None) -> None:
         """In the worker's thread: wait for Orbax, seal, put in place, and remove what is no longer kept."""
         try:
             partial.mkdir(exist_ok=True)
             (partial / META).write_text(meta)
-            if response is not None:
-                response.result()
+            if wait is not None:
+                wait()
             seal(partial)
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
@@ -215,6 +216,28 @@ class Checkpointer:
         )
 
 
+def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
+    """Hands copies of the arrays to Orbax; what comes back waits until they are written.
+
+    Where there are other processes, `v1` would wait for them to save too, and take no arrays of this one alone. So
+    there the same files are written from host arrays by Orbax's older API, which does neither.
+    """
+    if jax.process_count() == 1:
+        return ocp.save_async(path, arrays).result
+    copies = {name: np.array(leaf) for name, leaf in arrays.items()}
+    return lambda: _write_alone(path, copies)
+
+
+def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    me = jax.process_index()
+    alone = older.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    tree = older.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    options = older.CompositeOptions(multiprocessing_options=alone)
+    handler = older.CompositeCheckpointHandler(composite_options=options, state=tree)
+    with older.Checkpointer(handler, multiprocessing_options=alone) as saver:
+        saver.save(path, older.args.Composite(state=older.args.PyTreeSave(arrays)))
+
+
 def _not_raised_here(record: logging.LogRecord) -> bool:
     """False for the traceback that Orbax logs from each of its threads when a save fails: `wait` raises that error."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
@@ -260,6 +283,9 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
 
     wanted = {name: stored(leaf) for name, leaf in target.items() if 0 not in leaf.shape}
     context = ocp.Context()
+    if jax.process_count() > 1:  # alone: Orbax would wait for the others at each array
+        me = jax.process_index()
+        context.multiprocessing.primary_host, context.multiprocessing.active_processes = me, {me}
     context.pytree.loading.partial_load = True
     with context:
         found = ocp.load(path / ARRAYS, wanted) if wanted else {}

@@ -1,6 +1,10 @@
-"""The optimizer of a run: clip, AdamW, and the learning rate of every step.
+"""The optimizer of a run: clip, AdamW or Muon, and the learning rate of every step.
 
-`OptimizerConfig` comes in, an optax transformation goes out. What differs from a bare `optax.adamw`:
+`OptimizerConfig` comes in, an optax transformation goes out. Each parameter is of one of four kinds (`kind_of`), and
+each kind may have a learning rate of its own. Matrices are AdamW's or Muon's; Muon is optax's, whose momentum differs
+from Jordan's and nanochat's in the first updates alone, where it is corrected for its start at zero.
+
+What differs from a bare `optax.adamw`:
 
 - no update is wasted: the warm-up starts above 0 and the decay reaches 0 just behind the last update;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
@@ -10,11 +14,13 @@
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import PyTree
 
 from covey.configs import OptimizerConfig
@@ -25,7 +31,8 @@ from covey.parallel.reshard import dotted
 def make_optimizer(
     config: OptimizerConfig | optax.GradientTransformation, total_steps: int
 ) -> optax.GradientTransformation:
-    """Clip of the global norm, then AdamW (Loshchilov & Hutter, 2019, algorithm 2) at the rates of `learning_rate`.
+    """Clip of the global norm, then AdamW (Loshchilov & Hutter, 2019, algorithm 2) or Muon, at the rates of
+    `learning_rate`.
 
     Args:
         config: the settings; or a transformation of the caller's, which is returned as it is.
@@ -36,14 +43,35 @@ def make_optimizer(
     """
     if isinstance(config, optax.GradientTransformation):
         return config
-    rate = learning_rate(config, total_steps)
-    adamw = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed)
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    return _in_float32(optax.chain(clip, adamw))
+    return _in_float32(optax.chain(clip, _descent(config, total_steps)))
+
+
+def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """One AdamW for everything, or one transformation for each kind of parameter."""
+    if config.kind == "adamw" and not any(getattr(config, name) is not None for name in KINDS.values() if name):
+        return _adamw(config, total_steps)
+    each = {kind: _adamw(_of_kind(config, kind), total_steps) for kind in KINDS}
+    if config.kind == "muon":
+        rate = learning_rate(config, total_steps)
+        each[MATRIX] = optax.contrib.muon(rate, beta=config.momentum, weight_decay=config.weight_decay)
+    return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(kind_of, params))
+
+
+def _adamw(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    rate = learning_rate(config, total_steps)
+    return optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed)
+
+
+def _of_kind(config: OptimizerConfig, kind: str) -> OptimizerConfig:
+    """The settings with the learning rate of `kind`."""
+    own = getattr(config, KINDS[kind]) if KINDS[kind] else None
+    return config if own is None else replace(config, learning_rate=own)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate of update 0, 1, ..., total_steps − 1, as a function of that number.
+    """The learning rate of update 0, 1, ..., total_steps − 1, as a function of that number; of the matrices where the
+    others have their own. The peak is `learning_rate` times `initial_fraction`.
 
     W = warmup_ratio · total_steps, to the nearest whole number. Update n < W gets peak · (n + 1) / (W + 1), update W
     the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, the update that no longer
@@ -58,7 +86,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         RecipeError: a setting is out of range.
     """
     _check(config, total_steps)
-    peak = config.learning_rate
+    peak = config.learning_rate * config.initial_fraction
     warmup = min(round(config.warmup_ratio * total_steps), total_steps - 1)
     decay = _DECAYS[config.schedule](peak, total_steps - warmup)
     if warmup == 0:
@@ -72,10 +100,17 @@ def decayed(params: PyTree) -> PyTree:
     The name counts as well as the rank: with layers stacked for a scan a norm's scale is [layers, D].
     """
 
-    def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        return leaf.ndim >= 2 and dotted(path).split(".")[-1] not in ("bias", "scale")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: kind_of(path, leaf) != VECTOR, params)
 
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+def kind_of(path: tuple[Any, ...], leaf: jax.Array) -> str:
+    """Which of `KINDS` the parameter at a key path is, adapters being matrices."""
+    *modules, name = dotted(path).split(".")
+    if leaf.ndim < 2 or name in ("bias", "scale"):
+        return VECTOR
+    if name != "embedding":
+        return MATRIX
+    return UNEMBEDDING if modules[-1:] == ["head"] else EMBEDDING
 
 
 class Float32State(NamedTuple):
@@ -122,12 +157,15 @@ def _update_to(param: jax.Array, moved: jax.Array, update: jax.Array) -> jax.Arr
 
 def _check(config: OptimizerConfig, total_steps: int) -> None:
     """Refuse settings outside the ranges of `_RANGES`."""
-    if config.schedule not in _DECAYS:
-        raise _bad("schedule", config.schedule, nearest(config.schedule, _DECAYS))
+    for name, choices in (("schedule", _DECAYS), ("kind", ("adamw", "muon"))):
+        if getattr(config, name) not in choices:
+            raise _bad(name, getattr(config, name), nearest(getattr(config, name), choices))
     for name, (low, high, want) in _RANGES.items():
         value = getattr(config, name)
+        if value is None and name in KINDS.values():
+            continue
         in_range = isinstance(value, int | float) and math.isfinite(value) and low <= value < high
-        if not in_range or (name == "eps" and value == 0):
+        if not in_range:
             raise _bad(name, value, want)
     if not isinstance(total_steps, int) or total_steps < 1:
         raise _bad("total_steps", total_steps, "a whole number, at least 1")
@@ -151,11 +189,25 @@ def _constant(peak: float, steps: int) -> optax.Schedule:
 
 _DECAYS = {"cosine": _cosine, "linear": _linear, "constant": _constant}
 
+MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = "matrix", "embedding", "unembedding", "vector"
+KINDS = {
+    MATRIX: "",
+    EMBEDDING: "embedding_learning_rate",
+    UNEMBEDDING: "unembedding_learning_rate",
+    VECTOR: "vector_learning_rate",
+}
+"""Kind of parameter → the setting with its own learning rate, "" for the one that all follow."""
+
 _RANGES = {
     "learning_rate": (0.0, math.inf, "a number, 0 or more"),
+    "embedding_learning_rate": (0.0, math.inf, "a number, 0 or more"),
+    "unembedding_learning_rate": (0.0, math.inf, "a number, 0 or more"),
+    "vector_learning_rate": (0.0, math.inf, "a number, 0 or more"),
+    "initial_fraction": (math.ulp(0.0), 1.0 + math.ulp(1.0), "above 0, and at most 1"),
     "b1": (0.0, 1.0, "at least 0 and below 1"),
     "b2": (0.0, 1.0, "at least 0 and below 1"),
-    "eps": (0.0, math.inf, "above 0"),
+    "eps": (math.ulp(0.0), math.inf, "above 0"),
+    "momentum": (0.0, 1.0, "at least 0 and below 1"),
     "weight_decay": (0.0, math.inf, "0 or more"),
     "warmup_ratio": (0.0, 1.0, "at least 0 and below 1: a share of the steps"),
     "max_grad_norm": (0.0, math.inf, "0 (off) or more"),

@@ -1,11 +1,13 @@
 """What a run shows on the terminal.
 
 In: phases, one row of metrics and its samples a step, evaluations, a summary. Out: a live panel on a terminal; one
-plain line a step anywhere else, so that a log file tells the same story. Reward leads, since the loss of a step with
-one update is 0 by construction. Text of the model is untrusted: what is not printable is shown as its escape.
+plain line a step anywhere else, so that a log file tells the same story. In reinforcement learning reward leads, since
+the loss of a step with one update is 0 by construction; in supervised training the loss does. Text of the model is
+untrusted: what is not printable is shown as its escape.
 """
 
 import math
+import re
 import shlex
 import statistics
 import time
@@ -45,22 +47,33 @@ class SampleLine:
 class Progress:
     """The run's face: a context manager with the same calls for a terminal and for a log file."""
 
-    def __init__(self, total_steps: int, console: Console | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        headline: str = "reward",
+        show: Sequence[str] = ("kl",),
+        answers: str = SAMPLES,
+    ):
         """
         Args:
             total_steps: optimizer steps of the whole run, those before a resume included.
             console: where to; standard output when not given.
+            headline: the metric that leads, and is drawn over the steps.
+            show: further metrics on the line of a step, where it has them.
+            answers: the file of the run folder that is worth reading at the end.
         """
-        self.total = total_steps
+        self.total, self.headline, self._show, self._answers = total_steps, headline, show, answers
         self.console = console or Console(highlight=False)
         self._live = Live(console=self.console, auto_refresh=True, refresh_per_second=8, transient=True)
         self._started = time.monotonic()
         self._rows: list[Mapping[str, Any]] = []
         self._table: dict[str, str] = {}
-        self._shown: tuple[SampleLine, SampleLine] | None = None
+        self._shown: list[str] = []
         self._phase = self._count = ""
         self._announced: set[str] = set()
-        self._spoken = self._started
+        self._spoken, self._updates = self._started, 1
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -88,31 +101,38 @@ class Progress:
         elif time.monotonic() - self._spoken >= HEARTBEAT:
             self._stamp()
 
-    def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = ()) -> None:
+    def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = (), updates: int = 1) -> None:
         """A step is done.
 
         Args:
             row: its metrics by their usual names (`reward`, `frac_reward_zero_std`, ...); missing ones are left out.
             samples: its completions; the best and the worst are shown now and then.
+            updates: optimizer steps that the row stands for.
         """
         self._rows.append(row)
+        self._updates = updates
         self._phase = ""
         self._table = self._columns(row)
         due = len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total
         if samples and due:
-            self._shown = max(samples, key=_rank), min(samples, key=_rank)
+            self._shown = _extremes(samples)
         if self._live.is_started:
             self._refresh()
             return
         self._print("  ".join(f"{name} {value}" for name, value in self._table.items()))
         if samples and due:
-            for line in self._sample_lines():
+            for line in self._shown:
                 self._print(line)
 
-    def evaluation(self, name: str, result: Mapping[str, Any]) -> None:
-        """Show what an evaluation found; `name` says which (`before`, `after`, `step 50`)."""
+    def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
+        """Show what an evaluation found, and its best and its worst answer; `name` says which (`before`, `after`)."""
         self._announced.clear()
         self._print(f"{printable(name)}: {_figures(result)}")
+        for under in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
+            figures = {key.removeprefix(f"{under}/"): result[key] for key in result if key.startswith(f"{under}/")}
+            self._print(f"{printable(name)}, {under}: {_figures(figures)}")
+        for line in _extremes(samples):
+            self._print(line)
 
     def done(self, summary: Mapping[str, Any], folder: Path | str = "") -> None:
         """Show before → after, where the run lies, and what to do next; the live view ends here."""
@@ -127,28 +147,27 @@ class Progress:
     def _closing(self, summary: Mapping[str, Any], folder: str) -> list[str]:
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
-        lines = [f"{name:<12} {FIGURES[name](before[name])} → {FIGURES[name](after[name])}" for name in both]
+        lines = [f"{_label(name):<12} {FIGURES[name](before[name])} → {FIGURES[name](after[name])}" for name in both]
         if self._rows:
             lines.append(f"{'by step':<12} {self._spark()}")
         if "steps" in summary and "seconds" in summary:
             lines.append(f"{'steps':<12} {summary['steps']} in {_clock(summary['seconds'])}")
         if folder:
             quoted = shlex.quote(folder)
-            lines += [f"{'run':<12} {folder}", "", "next", f"  covey chat {quoted}", f"  less {quoted}/{SAMPLES}"]
+            lines += [f"{'run':<12} {folder}", "", "next", f"  covey chat {quoted}", f"  less {quoted}/{self._answers}"]
         return lines
 
     def _columns(self, row: Mapping[str, float]) -> dict[str, str]:
         """Name → text of everything the row tells, in the order shown."""
         columns = {"step": f"{int(row['step'])}/{self.total}"}
-        if "reward" in row:
-            error = f" ±{row['reward_error']:.3f}" if "reward_error" in row else ""
-            columns["reward"] = f"{row['reward']:.3f}{error}"
+        if self.headline in row:
+            error = f" ±{row[f'{self.headline}_error']:.3f}" if f"{self.headline}_error" in row else ""
+            columns[self.headline] = f"{row[self.headline]:.3f}{error}"
         if "frac_reward_zero_std" in row:
             columns["informative"] = f"{100 * (1 - row['frac_reward_zero_std']):.0f}%"
         if "completions/mean_length" in row:
             columns["length"] = f"{row['completions/mean_length']:.0f}"
-        if "kl" in row:
-            columns["kl"] = f"{row['kl']:.4f}"
+        columns |= {name: brief(row[name]) for name in self._show if name in row and name not in columns}
         if "tokens_per_second" in row:
             columns["tokens/s"] = f"{row['tokens_per_second']:.0f}"
         if left := self._seconds_left():
@@ -156,9 +175,10 @@ class Progress:
         return columns
 
     def _seconds_left(self) -> float:
-        """The median of the last steps times those to come: the first, which compiles, soon stops counting."""
+        """The median of the last rows times those to come: the first, which compiles, soon stops counting."""
         times = [row["step_time"] for row in self._rows[-5:] if "step_time" in row]
-        return statistics.median(times) * (self.total - int(self._rows[-1]["step"])) if times else 0.0
+        to_come = math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
+        return statistics.median(times) * to_come if times else 0.0
 
     def _refresh(self) -> None:
         parts: list[Any] = []
@@ -167,18 +187,14 @@ class Progress:
             for name in self._table:
                 table.add_column(name, no_wrap=True)
             table.add_row(*self._table.values())
-            parts += [table, Text(f"reward {self._spark()}"), *(Text(line) for line in self._sample_lines())]
+            parts += [table, Text(f"{self.headline} {self._spark()}"), *map(Text, self._shown)]
         if self._phase:
             parts.append(Spinner("line", Text(self._phase + self._count)))
         self._live.update(Group(*parts), refresh=True)
 
     def _spark(self) -> str:
         marks = SPARKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_SPARKS
-        return sparkline([row["reward"] for row in self._rows if "reward" in row], marks)
-
-    def _sample_lines(self) -> list[str]:
-        best_and_worst = zip(("best ", "worst"), self._shown or (), strict=False)
-        return [f"  {name} {s.reward:+.2f}  {excerpt(s.prompt)}  →  {excerpt(s.text)}" for name, s in best_and_worst]
+        return sparkline([row[self.headline] for row in self._rows if self.headline in row], marks)
 
     def _stamp(self) -> None:
         self._print(f"[{time.monotonic() - self._started:6.1f}s] {self._phase}{self._count}")
@@ -204,6 +220,15 @@ def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> 
     return "".join(marks[round((m - low) / span * (len(marks) - 1)) if span else 0] for m in means)
 
 
+def brief(value: float) -> str:
+    """A number of any size in a few characters.
+
+    >>> brief(0.01), brief(12.345678), brief(1e-7), brief(123456.0)
+    ('0.0100', '12.3457', '1.00e-07', '1.23e+05')
+    """
+    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
 def printable(text: str, keep: str = "") -> str:
     """`text` with control, direction and other invisible characters as escapes, but for those in `keep`.
 
@@ -219,15 +244,29 @@ def excerpt(text: str, width: int = SAMPLE_WIDTH) -> str:
     return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
 
 
+def _extremes(samples: Sequence[SampleLine]) -> list[str]:
+    """The best and the worst of `samples`, a line each."""
+    if not samples:
+        return []
+    both = (("best ", max(samples, key=_rank)), ("worst", min(samples, key=_rank)))
+    return [f"  {name} {s.reward:+.2f}  {excerpt(s.prompt)}  →  {excerpt(s.text)}" for name, s in both]
+
+
 def _rank(sample: SampleLine) -> float:
     return sample.reward if math.isfinite(sample.reward) else -math.inf
 
 
 def _figures(result: Mapping[str, Any]) -> str:
-    figures = [f"{name} {show(result[name])}" for name, show in FIGURES.items() if result.get(name) is not None]
-    if "samples" in result:
-        figures.append(f"({result['samples']} samples)")
+    figures = [f"{_label(name)} {show(result[name])}" for name, show in FIGURES.items() if result.get(name) is not None]
+    figures += [f"{name} {_share(result[name])}" for name in result if re.fullmatch(r"pass@\d+", name)]
+    counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
+    figures += [f"({', '.join(counts)})"] if counts else []
     return "  ".join(figures)
+
+
+def _label(name: str) -> str:
+    """A figure's name on the screen."""
+    return name.removesuffix("_accuracy")
 
 
 def _share(value: float) -> str:
@@ -243,5 +282,12 @@ def _clock(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-FIGURES = {"accuracy": _share, "format": _share, "reward": _number}
+FIGURES = {
+    "loss": _number,
+    "perplexity": _number,
+    "accuracy": _share,
+    "partial_accuracy": _share,
+    "format_accuracy": _share,
+    "reward": _number,
+}
 """What an evaluation is shown by, in this order, and how each is written."""

@@ -3,8 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import (
     after_marker,
+    answer_close,
     answer_number,
     answer_ratio,
     exact_answer,
@@ -88,6 +90,52 @@ def test_reward_4_reads_the_first_number_inside_the_tag(text, reward):
     assert answer_number(["p"], [text], answer=["18"]) == [reward]
 
 
+FOUR = [
+    # completion, rewards 1 to 4 for the truth 18
+    (tagged("18"), (3.0, 2.0, 3.0, 1.5)),
+    (tagged(" 18 "), (3.0, 2.0, 1.5, 1.5)),
+    (tagged("17"), (3.0, 2.0, 0.5, 0.0)),
+    (tagged("15"), (3.0, 2.0, 0.25, 0.0)),
+    (tagged("1"), (3.0, 2.0, -1.0, 0.0)),
+    (tagged("eighteen"), (3.0, 2.0, -0.5, 0.0)),
+    (f"So: {tagged('18')}", (0.0, 2.0, 0.0, 1.5)),
+    ("<answer>18</answer>", (0.0, 0.0, 0.0, 1.5)),
+    ("18", (0.0, -2.0, 0.0, 0.0)),
+    ("", (0.0, -2.0, 0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("text", "rewards"), FOUR)
+def test_the_four_rewards_of_the_recipe_side_by_side(text, rewards):
+    functions = (format_exact, format_approximate, answer_ratio, answer_number)
+    assert tuple(f(["p"], [text], answer=["18"])[0] for f in functions) == rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "close"),
+    [
+        (tagged("18"), "18", 1.0),
+        (tagged("9"), "10", 1.0),
+        (tagged("11"), "10", 1.0),
+        (tagged("8.99"), "10", 0.0),
+        (tagged("11.01"), "10", 0.0),
+        (tagged("-10"), "10", 0.0),
+        (tagged("-10.5"), "-10", 1.0),
+        (tagged("about $1,050 or so"), "1000", 1.0),
+        (tagged("20 or 10"), "10", 0.0),
+        ("<answer>10", "10", 1.0),
+        ("10", "10", 0.0),
+        (tagged("0"), "0", 1.0),
+        (tagged("0.01"), "0", 0.0),
+        (tagged("none"), "10", 0.0),
+        (tagged("10"), None, 0.0),
+        ("", None, 0.0),
+    ],
+)
+def test_close_is_within_a_tenth(text, truth, close):
+    assert answer_close(["p"], [text], answer=[truth]) == [close]
+
+
 EXACT = [
     # completion, reference, as a number, nanochat's rule
     ("#### 10", "10", 1.0, 1.0),
@@ -164,6 +212,7 @@ def test_any_text_gets_a_listed_value(text, truth):
     assert exact_answer(["p"], [text], [truth], strict=True)[0] in (0.0, 1.0)
     assert answer_ratio(["p"], [text], [truth])[0] in (-1.0, -0.5, 0.0, 0.25, 0.5, 1.5, 3.0)
     assert answer_number(["p"], [text], [truth])[0] in (0.0, 1.5)
+    assert answer_close(["p"], [text], [truth])[0] >= float(answer_number(["p"], [text], [truth])[0] > 0)
 
 
 @given(st.text())

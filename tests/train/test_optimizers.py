@@ -1,7 +1,10 @@
-"""The learning rate of each step by hand, AdamW against float64 NumPy, and small steps on bfloat16 weights."""
+"""The learning rate of each step by hand, AdamW and Muon against float64 NumPy, kinds of parameters with rates of their
+own, and small steps on bfloat16 weights.
+"""
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +16,18 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import OptimizerConfig
+from covey.configs import LoRAConfig, OptimizerConfig
 from covey.errors import RecipeError
-from covey.parallel.reshard import flatten
-from covey.train.optimizers import decayed, learning_rate, make_optimizer
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.heads import value_model
+from covey.models.lora import split_trainable, with_lora
+from covey.parallel.mesh import make_mesh
+from covey.parallel.placement import optimizer_shardings
+from covey.parallel.reshard import flatten, reshard
+from covey.parallel.sharding import shardings
+from covey.train.checkpoint import Checkpointer
+from covey.train.optimizers import KINDS, decayed, kind_of, learning_rate, make_optimizer
 
 STEADY = OptimizerConfig(learning_rate=0.1, warmup_ratio=0.0, schedule="constant", max_grad_norm=0.0)
 
@@ -54,9 +65,9 @@ def test_gemma_recipe() -> None:
 
 
 def test_nanochat_recipe() -> None:
-    """Linear to 0 without warm-up is 1 − n/N."""
-    config = OptimizerConfig(learning_rate=0.02, warmup_ratio=0.0, schedule="linear")
-    np.testing.assert_allclose(rates(config, 467), [0.02 * (1 - n / 467) for n in range(467)], atol=1e-8)
+    """Linear to 0 without warm-up is 1 − n/N; all of it at a twentieth."""
+    config = OptimizerConfig(learning_rate=0.02, warmup_ratio=0.0, schedule="linear", initial_fraction=0.05)
+    np.testing.assert_allclose(rates(config, 467), [0.001 * (1 - n / 467) for n in range(467)], atol=1e-9)
 
 
 def test_behind_the_warm_up_it_is_what_optax_and_tunix_do() -> None:
@@ -171,13 +182,13 @@ def test_decayed_are_matrices_by_rank_and_name() -> None:
     assert chosen == {"embed.embedding", "layers.0.q_proj.kernel", "stacked.q_proj.kernel", "lora.a", "lora.b"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_of_nnx_trains_like_the_plain_dict(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "muon")])
+def test_state_of_nnx_trains_like_the_plain_dict(dtype: str, kind: Any) -> None:
     model = nnx.Linear(3, 2, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     state = nnx.split(model)[1]
     plain = nnx.to_pure_dict(state)
     grads = jax.tree.map(jnp.ones_like, plain)
-    config = dataclasses.replace(STEADY, weight_decay=0.5)
+    config = dataclasses.replace(STEADY, weight_decay=0.5, kind=kind)
     moved_plain, memory_plain = train(make_optimizer(config, 3), plain, [grads] * 3)
     moved, memory = train(make_optimizer(config, 3), state, [jax.tree.map(jnp.ones_like, state)] * 3)
     assert flatten(moved).keys() == flatten(moved_plain).keys()
@@ -195,6 +206,200 @@ def test_names_in_the_state_do_not_change_when_the_clip_is_switched_off() -> Non
 def test_a_ready_transformation_passes_through() -> None:
     theirs = optax.sgd(0.1)
     assert make_optimizer(theirs, 10) is theirs
+
+
+# --- kinds of parameters
+
+TINY = ModelConfig(
+    vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    attention_bias=True,
+)  # fmt: skip
+APART = dataclasses.replace(
+    STEADY,
+    learning_rate=0.02,
+    embedding_learning_rate=0.2,
+    unembedding_learning_rate=0.004,
+    vector_learning_rate=0.01,
+    initial_fraction=0.05,
+    eps=1e-12,
+)
+MUON = dataclasses.replace(APART, kind="muon")
+SHAPES = {
+    "embed": {"embedding": (16, 4)},
+    "layers": [{"attn": {"q_proj": {"kernel": (4, 8), "bias": (8,)}}, "attn_norm": {"scale": (4,)}}],
+    "head": {"embedding": (16, 4)},
+}
+OF_KIND = {
+    "embed.embedding": "embedding",
+    "head.embedding": "unembedding",
+    "layers.0.attn.q_proj.kernel": "matrix",
+    "layers.0.attn.q_proj.bias": "vector",
+    "layers.0.attn_norm.scale": "vector",
+}
+
+
+def tree(seed: int = 0, dtype: str = "float32") -> Any:
+    """Random numbers in the form of a model's parameters."""
+    rng = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), SHAPES, is_leaf=is_shape)
+
+
+def kinds(state: Any) -> dict[str, str]:
+    return flatten(jax.tree_util.tree_map_with_path(kind_of, state))
+
+
+def test_every_parameter_has_its_kind() -> None:
+    def model(lora: int = 0, **switches: Any) -> Any:
+        config = dataclasses.replace(TINY, **switches)
+
+        def build() -> Any:
+            decoder = Decoder(config, rngs=nnx.Rngs(0))
+            return with_lora(decoder, LoRAConfig(rank=lora)) if lora else decoder
+
+        return split_trainable(nnx.eval_shape(build))[1]
+
+    found = kinds(model())
+    assert set(found.values()) == set(KINDS)
+    assert (found["embed.embedding"], found["head.embedding"]) == ("embedding", "unembedding")
+    ends = {"kernel": "matrix", "scale": "vector", "bias": "vector"}
+    assert all(kind == ends.get(name.split(".")[-1], kind) for name, kind in found.items())
+    assert "unembedding" not in kinds(model(tie_embeddings=True)).values()
+    assert set(kinds(model(lora=2)).values()) == {"matrix"}
+    critic = nnx.eval_shape(lambda: value_model(Decoder(TINY, rngs=nnx.Rngs(0)), share=True))
+    assert kinds(split_trainable(critic)[1])["score"] == "vector"
+    assert kinds(split_trainable(critic)[1])["decoder.embed.embedding"] == "embedding"
+
+
+def test_each_kind_moves_at_its_own_rate() -> None:
+    """AdamW's first step is the rate times the gradient's sign; a twentieth of each peak."""
+    start, grads = tree(), tree(1)
+    moved, _ = train(make_optimizer(APART, 10), start, [grads])
+    peaks = {"matrix": 0.02, "embedding": 0.2, "unembedding": 0.004, "vector": 0.01}
+    steps = flatten(jax.tree.map(lambda a, b, g: (a - b) * jnp.sign(g), start, moved, grads))
+    assert kinds(start) == OF_KIND
+    for name, kind in OF_KIND.items():
+        np.testing.assert_allclose(steps[name], 0.05 * peaks[kind], rtol=2e-2, atol=1e-7)
+
+
+def test_a_rate_that_is_not_set_is_the_common_one() -> None:
+    start, grads = tree(), [tree(seed) for seed in range(1, 4)]
+    config = dataclasses.replace(STEADY, learning_rate=0.02, weight_decay=0.1, max_grad_norm=1.0)
+    plain, _ = train(make_optimizer(config, 3), start, grads)
+    apart, _ = train(make_optimizer(dataclasses.replace(config, embedding_learning_rate=0.02), 3), start, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), plain, apart)
+
+
+def test_without_kinds_the_optimizer_is_the_one_of_old_checkpoints() -> None:
+    """Bit for bit, and under the same names."""
+    start, grads = tree(), [tree(seed) for seed in range(1, 4)]
+    config = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+    bare = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate(config, 3), config.b1, config.b2, config.eps, weight_decay=0.1, mask=decayed),
+    )
+    ours, state = train(make_optimizer(config, 3), start, grads)
+    theirs, theirs_state = train(bare, start, grads)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert set(flatten(state)) == {f"inner.{name}" for name in flatten(theirs_state)}
+
+
+# --- Muon
+
+
+def muon_in_numpy(start: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rate: float) -> np.ndarray:
+    """Jordan et al. (2024) in float64: Nesterov's momentum, five Newton-Schulz steps toward the nearest orthogonal
+    matrix, √max(1, out/in); the momentum corrected for its start at zero, as optax has it.
+    """
+    p, m = start.astype(np.float64), np.zeros_like(start, np.float64)
+    for t, g in enumerate(grads, 1):
+        m = c.momentum * m + (1 - c.momentum) * g
+        x = c.momentum * m / (1 - c.momentum ** (t + 1)) + (1 - c.momentum) * g / (1 - c.momentum**t)
+        x = x.T if x.shape[0] > x.shape[1] else x
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = x.T if start.shape[0] > start.shape[1] else x
+        p = p - rate * (math.sqrt(max(1, start.shape[1] / start.shape[0])) * x + c.weight_decay * p)
+    return p
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 12), (12, 4)], ids=["square", "wide", "tall"])
+def test_muon_against_float64(shape: tuple[int, int]) -> None:
+    config = dataclasses.replace(STEADY, kind="muon", weight_decay=0.1)
+    rng = np.random.default_rng(0)
+    start, grads = rng.normal(size=shape).astype(np.float32), [rng.normal(size=shape) for _ in range(4)]
+    moved, _ = train(
+        make_optimizer(config, 9), {"kernel": jnp.asarray(start)}, [{"kernel": jnp.asarray(g)} for g in grads]
+    )
+    np.testing.assert_allclose(moved["kernel"], muon_in_numpy(start, grads, config, 0.1), rtol=1e-3, atol=1e-4)
+
+
+def test_a_muon_step_has_singular_values_near_one() -> None:
+    """Whatever the gradient's: what is left of it is a direction."""
+    skewed = np.diag([1e3, 1.0, 0.1, 0.05]) @ np.random.default_rng(0).normal(size=(4, 4))
+    config = dataclasses.replace(STEADY, kind="muon", learning_rate=1.0)
+    start = {"kernel": jnp.zeros((4, 4))}
+    moved, _ = train(make_optimizer(config, 1), start, [{"kernel": jnp.asarray(skewed)}])
+    values = np.linalg.svd(np.asarray(moved["kernel"]), compute_uv=False)
+    assert values.max() < 1.3
+    assert values[0] / values[1] < 2  # 1000 in the gradient
+
+
+def test_muon_moves_matrices_alone() -> None:
+    start, grads = tree(), [tree(seed) for seed in (1, 2)]
+    muon, _ = train(make_optimizer(MUON, 10), start, grads)
+    adamw, _ = train(make_optimizer(APART, 10), start, grads)
+    same = jax.tree.map(np.array_equal, muon, adamw)
+    assert {name: not alike for name, alike in flatten(same).items()} == {
+        name: kind == "matrix" for name, kind in OF_KIND.items()
+    }
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 2)])
+def test_muon_on_a_mesh_is_muon(mesh: tuple[int, int]) -> None:
+    """And its momentum lies where the matrices do."""
+    start, grads, optimizer = tree(), [tree(seed) for seed in (1, 2)], make_optimizer(MUON, 10)
+    one, _ = train(optimizer, start, grads)
+    many = reshard(start, shardings(start, make_mesh(mesh)))
+    names, where = flatten(many), optimizer_shardings(optimizer, many)
+    state = jax.jit(optimizer.init, out_shardings=where)(many)
+    update = jax.jit(optimizer.update, out_shardings=(None, where))
+    for step in grads:
+        updates, state = update(step, state, many)
+        many = optax.apply_updates(many, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, many)
+    momentum = {name.split(".mu.")[1]: leaf for name, leaf in flatten(state).items() if ".mu." in name}
+    assert momentum.keys() == names.keys()
+    assert all(leaf.sharding == names[name].sharding for name, leaf in momentum.items())
+    assert any(not leaf.sharding.is_fully_replicated for leaf in momentum.values())
+
+
+def test_muon_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Bit for bit; the weights are bfloat16, whose float32 copies are saved too."""
+    start, optimizer = tree(dtype="bfloat16"), make_optimizer(MUON, 4)
+    grads = [tree(seed) for seed in range(1, 5)]
+    straight, _ = train(optimizer, start, grads)
+    params, state = train(optimizer, start, grads[:2])
+    with Checkpointer(tmp_path) as saves:
+        saves.save(2, {"params": params, "opt_state": state})
+        saved, _ = saves.restore(target={"params": params, "opt_state": state})
+    (params, state), update = (saved["params"], saved["opt_state"]), jax.jit(optimizer.update)
+    for step in grads[2:]:
+        updates, state = update(step, state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(np.testing.assert_array_equal, params, straight)
+
+
+def test_small_muon_steps_move_bfloat16_weights() -> None:
+    config = dataclasses.replace(STEADY, kind="muon", learning_rate=1e-5)
+    start = {"kernel": jnp.full((2, 2), 0.02, jnp.bfloat16)}
+    grads = [{"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]])}] * 100
+    moved, state = train(make_optimizer(config, 100), start, grads)
+    assert not np.any(np.asarray(moved["kernel"] == start["kernel"]))
+    np.testing.assert_array_equal(moved["kernel"], flatten(state)["master.kernel"].astype(jnp.bfloat16))
+    assert {leaf.dtype for leaf in flatten(state).values() if leaf.ndim > 1} == {jnp.dtype("float32")}
 
 
 # --- types
@@ -250,7 +455,12 @@ def test_narrow_weights_are_their_float32_copy_rounded(rate: float) -> None:
         ("warmup_ratio", 1.0),
         ("warmup_ratio", 100),
         ("max_grad_norm", -1.0),
+        ("embedding_learning_rate", -1.0),
+        ("initial_fraction", 0.0),
+        ("initial_fraction", 1.5),
+        ("momentum", 1.0),
         ("schedule", "cosin"),
+        ("kind", "mun"),
     ],
 )
 def test_a_bad_setting_is_named(field: str, value: Any) -> None:

@@ -25,7 +25,7 @@ def row(step, **more):
 def story(console, steps=(1, 2)):
     with Progress(10, console) as progress:
         progress.phase("loading")
-        progress.evaluation("before", {"accuracy": 0.19, "format": 0.9, "reward": None, "samples": 100})
+        progress.evaluation("before", {"accuracy": 0.19, "format_accuracy": 0.9, "reward": None, "samples": 100})
         for step in steps:
             progress.step(row(step), SAMPLES)
         progress.done(
@@ -55,6 +55,18 @@ def test_without_a_terminal_every_step_is_one_plain_line():
     assert "steps        10 in 2m30s" in shown
     assert "covey chat 'runs/a b'" in shown
     assert "\x1b" not in shown
+
+
+def test_an_evaluation_under_several_presets_is_a_line_each():
+    console = plain()
+    with Progress(1, console) as progress:
+        found = {"accuracy": 0.5, "pass@1": 0.5, "pass@2": 0.75, "pass@2_any": 0.7, "samples": 8}
+        progress.evaluation("before", found | {"liberal/accuracy": 0.25, "liberal/samples": 8})
+    lines = console.file.getvalue().splitlines()
+    assert lines == [
+        "before: accuracy 50.0%  pass@1 50.0%  pass@2 75.0%  (8 samples)",
+        "before, liberal: accuracy 25.0%  (8 samples)",
+    ]
 
 
 def test_markup_of_the_model_is_shown_not_obeyed():
@@ -147,6 +159,42 @@ def test_time_left_forgets_the_step_that_compiled():
         for step, seconds in enumerate((60.0, 2.0, 2.0), start=1):
             progress.step(row(step, step_time=seconds))
     assert console.file.getvalue().splitlines()[-1].endswith("left 14s")
+
+
+def test_time_left_counts_rows_where_several_updates_share_one():
+    """The trap: step counts updates, step_time is that of a row; with μ = 4 the time left was four times too long."""
+    console = plain()
+    with Progress(41, console) as progress:
+        for step in (24, 28, 32):  # also right behind a resume
+            progress.step(row(step), updates=4)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("left ")[1] for line in lines] == ["10s", "8s", "6s"]  # 2 s a row; the last row is a short one
+
+
+def test_supervised_training_leads_with_its_loss_and_shows_what_it_is_told_to():
+    console = plain()
+    metrics = {
+        "loss": 2.5,
+        "perplexity": 12.18,
+        "entropy": 1e-6,
+        "tokens_per_second": 300.0,
+        "step_time": 1.0,
+        "kl": 1.0,
+    }
+    with Progress(
+        4, console, headline="loss", show=("perplexity", "entropy", "none"), answers="after.jsonl"
+    ) as progress:
+        progress.evaluation("before", {"loss": 3.25, "perplexity": 25.79, "examples": 10, "samples": 4, "reward": None})
+        for step in (1, 2):
+            progress.step({"step": step} | metrics | {"loss": 3.0 - step})
+        progress.done({"before": {"loss": 3.25}, "after": {"loss": 1.0}}, "runs/a")
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "before: loss 3.250  perplexity 25.790  (10 examples, 4 samples)"
+    assert lines[1] == "step 1/4  loss 2.000  perplexity 12.1800  entropy 1.00e-06  tokens/s 300  left 3s"
+    assert "loss         3.250 → 1.000" in lines
+    assert "by step      █▁" in lines
+    assert lines[-1] == "  less runs/a/after.jsonl"
+    assert not any("reward" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Examples for supervised training: rows with a `prompt` and the `completion` to learn, out of the forms users hold
+theirs in.
+
+    prompt, completion    text, or chat messages; the completion is one assistant's turn
+    messages              a chat that ends with the assistant's turn: that one is learnt, the earlier ones are prompt
+    text                  plain text, all of it learnt; as an example it has the prompt ""
+
+A completion is kept as text. `Tokenizer.encode_completion` makes tokens of it, the stop token included.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from covey.data.loader import PromptLoader
+from covey.data.rows import Row, as_prompt, items
+from covey.errors import DataError, nearest
+from covey.types import Prompt
+
+FORMS = "prompt and completion, or messages, or text"
+
+
+def as_examples(data: Any) -> list[Row]:
+    """`data` as rows with a prompt and a completion; other columns stay.
+
+    Args:
+        data: a sequence or iterable of rows in one of the forms above, or one dict of columns.
+
+    Raises:
+        DataError: a row in none of the forms, an empty completion, an empty or endless data set.
+
+    >>> as_examples([{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}])
+    [{'prompt': [{'role': 'user', 'content': '2+2?'}], 'completion': '4'}]
+    """
+    rows = _from_columns(data) if isinstance(data, Mapping) else items(data)
+    examples = [as_example(row, f"example {number}") for number, row in enumerate(rows)]
+    if not examples:
+        raise DataError("the data set is empty", want=f"at least one row with {FORMS}")
+    return examples
+
+
+def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "completion") -> Row:
+    """One row as an example; `prompt` and `completion` name its columns.
+
+    Raises:
+        DataError: it has none of the forms, or something in it is malformed or empty.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"is a {type(row).__name__}", want=f"a row with {FORMS}", where=where)
+    if prompt in row and completion in row:
+        asked, answer = _pair(row[prompt], row[completion], where)
+    elif "messages" in row:
+        asked, answer = _chat(row["messages"], where)
+    elif "text" in row:
+        asked, answer = "", _not_empty(row["text"], where)
+    else:
+        missing = completion if prompt in row else prompt
+        fix = nearest(missing, map(str, row)) if row else ""
+        raise DataError(f"there is nothing to learn: no column {missing!r}", want=FORMS, fix=fix, where=where)
+    used = (prompt, completion, "messages", "text")
+    return {**{name: row[name] for name in row if name not in used}, "prompt": asked, "completion": answer}
+
+
+class ExampleLoader(PromptLoader):
+    """Batches of examples: a `PromptLoader` whose rows have completions."""
+
+    unit = "batch_size"
+    read = staticmethod(as_examples)
+
+
+def _pair(prompt: Any, completion: Any, where: str) -> tuple[Prompt, str]:
+    """An empty prompt means that the completion is plain text."""
+    answer, is_turn = _answer(completion, where)
+    if isinstance(prompt, str) and not prompt:
+        return "", answer
+    asked = as_prompt(prompt, where)
+    return ([{"role": "user", "content": asked}] if is_turn and isinstance(asked, str) else asked), answer
+
+
+def _chat(messages: Any, where: str) -> tuple[Prompt, str]:
+    turns = as_prompt(messages, where)
+    if isinstance(turns, str) or len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise DataError(
+            "the messages do not end with an answer to learn",
+            want="a user's turn or more, and an assistant's at the end",
+            where=where,
+        )
+    return turns[:-1], _not_empty(turns[-1]["content"], where)
+
+
+def _answer(completion: Any, where: str) -> tuple[str, bool]:
+    """The completion's text, and whether it was a chat turn."""
+    turns = [completion] if isinstance(completion, Mapping) else completion
+    if isinstance(turns, Sequence) and not isinstance(turns, str) and len(turns) == 1:
+        (turn,) = turns
+        if isinstance(turn, Mapping) and turn.get("role") == "assistant":
+            return _not_empty(turn.get("content"), where), True
+    return _not_empty(completion, where), False
+
+
+def _not_empty(text: Any, where: str) -> str:
+    if isinstance(text, str) and text.strip():
+        return text
+    raise DataError(
+        f"the completion is {text!r:.80}", want="text that is not empty, or one assistant's turn", where=where
+    )
+
+
+def _from_columns(columns: Mapping[str, Any]) -> Iterable[Row]:
+    if len({len(values) for values in columns.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+        raise DataError(f"the columns have different lengths: {lengths}", want="one entry an example")
+    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))

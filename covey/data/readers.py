@@ -1,0 +1,203 @@
+"""Where records come from: files of two kinds, and two hubs of data sets. What they mean is for `source` to say.
+
+    FILE.jsonl, FILE.csv             a file; `data.test_path` may name the held-out one
+    FOLDER                           train.jsonl and test.jsonl, or main_train.csv and main_test.csv (Kaggle's GSM8K)
+    hf:org/name[/config][@revision]  the Hugging Face hub, through `datasets`
+    tfds:name[/config]               TensorFlow Datasets, through `tensorflow_datasets`
+
+A record is a dict. The packages of the hubs are optional, and asked for only here.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from covey.configs import HUBS, DataConfig
+from covey.errors import DataError, nearest
+
+Record = dict[str, Any]
+LAYOUTS = (("train.jsonl", "test.jsonl"), ("main_train.csv", "main_test.csv"))
+"""Names of the training and the test file in a folder."""
+HELD_OUT = ("test", "validation")
+"""What a hub may call the test split."""
+
+
+class Part(NamedTuple):
+    """Records, and what to call the place they came from."""
+
+    name: str
+    records: list[Record]
+
+
+def read(
+    config: DataConfig, columns: Sequence[str], wanted: str, hub_config: str | None = None
+) -> tuple[Part, Part | None]:
+    """The training records and, where there are some, the test records at `config.path`.
+
+    Args:
+        columns: what each record must have.
+        wanted: what the path should lead to, for errors.
+        hub_config: of a hub's data set that has several, when the path names none.
+
+    Raises:
+        DataError: the place is not there or cannot be read, is empty, or a record is malformed.
+    """
+    if not (config.path or "").startswith(HUBS):
+        train, test = _files(config, wanted)
+        return _file(train, columns), None if test is None else _file(test, columns)
+    path = str(config.path)
+    if config.test_path:
+        what = f"data.test_path is set, and {path} has its own test split"
+        raise DataError(what, want="data.test_path beside a file", fix="leave it out", where="data.test_path")
+    splits = (_hub if path.startswith("hf:") else _tfds)(path, hub_config)
+    return _split(path, "train", splits, columns), _test_split(path, splits, columns)
+
+
+def read_jsonl(path: Path, columns: Sequence[str]) -> list[Record]:
+    """The objects of a JSON Lines file; blank lines are skipped.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or a line is no JSON object with `columns`.
+    """
+    try:
+        with path.open("rb") as file:
+            lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    if not lines:
+        raise DataError("the file is empty", want="one JSON object a line", where=str(path))
+    return [_checked(_object(line, where), columns, where) for where, line in lines]
+
+
+def read_csv(path: Path, columns: Sequence[str]) -> list[Record]:
+    """The rows of a CSV file under the names in its first line.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or a row has not one field for each name.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = [*(reader.fieldnames or ())]
+            rows = [(f"{path}:{reader.line_num}", row) for row in reader]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"is not CSV in UTF-8: {error}", where=str(path)) from None
+    if not rows:
+        raise DataError("the file is empty", want="a line of column names, and rows", where=str(path))
+    for where, row in rows:
+        if None in row or None in row.values():
+            raise DataError("has not as many fields as there are columns", want=", ".join(names), where=where)
+    return [_checked(row, columns, where) for where, row in rows]
+
+
+def _object(line: bytes, where: str) -> Record:
+    want = "one JSON object a line"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is not JSON: {error}", want=want, where=where) from None
+    if not isinstance(row, dict):
+        raise DataError(f"is a JSON {type(row).__name__}, not an object", want=want, where=where)
+    return row
+
+
+def _checked(row: Record, columns: Sequence[str], where: str) -> Record:
+    for name in columns:
+        if name not in row:
+            raise DataError(f"has no column {name!r}", fix=nearest(name, row) if row else "", where=where)
+    return row
+
+
+# --- files
+
+
+def _file(path: Path, columns: Sequence[str]) -> Part:
+    return Part(str(path), (read_csv if path.suffix.lower() == ".csv" else read_jsonl)(path, columns))
+
+
+def _files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
+    path = _existing(config.path, "data.path", wanted)
+    if not path.is_dir():
+        return path, _existing(config.test_path, "data.test_path", wanted) if config.test_path else None
+    layouts = [(path / train, path / test) for train, test in LAYOUTS]
+    train, test = next((pair for pair in layouts if any(file.is_file() for file in pair)), layouts[0])
+    for file in (train, test):
+        if not file.is_file():
+            have = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+            raise DataError(f"the folder has no {file.name}, only: {have}", want=wanted, where=str(path))
+    return train, test
+
+
+def _existing(given: str | None, key: str, wanted: str) -> Path:
+    option = "--" + key.replace("_", "-")
+    if not given:
+        raise DataError(f"{key} is not set", want=wanted, fix=f"{option} PATH", where=key)
+    path = Path(given).expanduser()
+    if path.exists():
+        return path
+    near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    fix = nearest(path.name, near) if 0 < len(near) < 50 else f"{option} PATH"
+    raise DataError(f"there is no {given}", want=wanted, fix=fix, where=key)
+
+
+# --- hubs
+
+
+def _hub(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
+    if not match:
+        raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
+    datasets = _package("datasets", "pip install 'covey[hub]'", path)
+    try:
+        return datasets.load_dataset(match[1], match[2] or config, revision=match[3])
+    except Exception as error:  # whatever keeps the package from it is the user's to see
+        fix = "look at its name and config, and at the network; a gated data set wants a login: hf auth login"
+        raise _unreadable(path, error, fix) from error
+
+
+def _tfds(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+    """Through its random access, which needs no TensorFlow."""
+    tfds = _package("tensorflow_datasets", "pip install tensorflow-datasets", path)
+    try:
+        return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
+    except Exception as error:  # as above
+        raise _unreadable(path, error, "look at its name, at the network and at the free disk") from error
+
+
+def _package(name: str, install: str, path: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DataError(f"{path} needs the package {name}: {error}", fix=install, where="data.path") from None
+
+
+def _unreadable(path: str, error: Exception, fix: str) -> DataError:
+    reason = next(iter(str(error).splitlines()), "")
+    return DataError(f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path")
+
+
+def _test_split(path: str, splits: Mapping[str, Any], columns: Sequence[str]) -> Part | None:
+    name = next((name for name in HELD_OUT if name in splits), None)
+    return None if name is None else _split(path, name, splits, columns)
+
+
+def _split(path: str, name: str, splits: Mapping[str, Any], columns: Sequence[str]) -> Part:
+    where = f"{path}, {name}"
+    if name not in splits:
+        raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
+    plain = [{key: _plain(value) for key, value in record.items()} for record in splits[name]]
+    if not plain:
+        raise DataError("the split is empty", where=where)
+    return Part(where, [_checked(row, columns, f"{where}, row {number}") for number, row in enumerate(plain, 1)])
+
+
+def _plain(value: Any) -> Any:
+    """Python's own types in place of bytes and of NumPy's, which TensorFlow Datasets gives."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,35 @@
+"""The task of the smallest models: sums of two numbers below 50 as text to be continued, `17+25=` with `42`.
+
+A fifth of the pairs is held out, a + b together with b + a: no test problem is trained on in either order.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+TOP = 50
+"""Both numbers are below it."""
+
+HELD_OUT = 1 / 5
+"""Share of the pairs that only the test set has."""
+
+
+def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and test rows (`prompt`, `answer`); the seed picks what is held out."""
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(TOP) for b in range(a, TOP)]
+    rng.shuffle(pairs)
+    cut = round(len(pairs) * HELD_OUT)
+    test, train = ([row for pair in part for row in _both_orders(*pair)] for part in (pairs[:cut], pairs[cut:]))
+    rng.shuffle(test)
+    return train, test
+
+
+def example(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the completion to learn: the sum alone."""
+    return {**row, "completion": row["answer"]}
+
+
+def _both_orders(a: int, b: int) -> Iterator[dict[str, Any]]:
+    for left, right in {(a, b): None, (b, a): None}:
+        yield {"prompt": f"{left}+{right}=", "answer": str(left + right)}

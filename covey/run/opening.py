@@ -1,0 +1,108 @@
+"""The model of a run: from any source, or from a run folder with what that run learnt."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from covey import recipe as recipes
+from covey.configs import ModelOptions
+from covey.errors import ResumeError
+from covey.models import peft, scratch, weights
+from covey.models.decoder import Decoder
+from covey.models.lora import merged, split_trainable, with_lora
+from covey.recipe import is_run
+from covey.tokenizer import Tokenizer
+from covey.train.checkpoint import Checkpointer
+from covey.train.folders import SUMS
+
+CHECKPOINTS = "checkpoints"
+Say = Callable[[str], None]
+
+
+def open_model(source: str, options: ModelOptions, say: Say) -> tuple[Decoder, Tokenizer]:
+    """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source."""
+    if is_run(source):
+        return _trained(Path(source), recipes.load_any(source).model, say)[:2]
+    return load_source(options, source, say)[:2]
+
+
+def load_source(
+    options: ModelOptions, source: str, say: Say, seed: int = 0, mesh: Mesh | None = None
+) -> tuple[Decoder, Tokenizer, str]:
+    """The model at `source`, with the adapter that `options` name or new ones when they ask for some; and where its
+    weights came from.
+
+    Of a run folder: what it learnt, its adapters merged into the base. Other weights are read straight into their
+    places on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
+    """
+    use_compilation_cache()
+    from_run = is_run(source)
+    model, tokenizer, origin = (
+        _learnt(options, source, say) if from_run else _pretrained(options, scratch.seeded(source, seed), say, mesh)
+    )
+    if options.adapter:
+        model = peft.with_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
+        origin = f"{origin} with the adapter sha256 {peft.digest(options.adapter)[:16]}"
+    return with_lora(model, options.lora, seed=seed) if options.lora.rank else model, tokenizer, origin
+
+
+def refuse_other_weights(then: str, now: str, where: Path) -> None:
+    """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`."""
+    if then != now:
+        raise ResumeError(
+            f"this run began with the weights {then!r}, and {now!r} is what can be had now",
+            fix="make the first available again: other weights would not continue the run",
+            where=str(where),
+        )
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR says where, empty
+    is off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(weights.sources.cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+    say(f"loading {source}")
+    loaded = weights.load(
+        source,
+        param_dtype=options.dtype,
+        compute_dtype=options.compute_dtype,
+        remat=options.remat,
+        scan_layers=options.scan_layers,
+        mesh=mesh,
+        say=say,
+    )
+    return loaded.model, loaded.tokenizer, loaded.origin
+
+
+def _learnt(options: ModelOptions, folder: str, say: Say) -> tuple[Decoder, Tokenizer, str]:
+    """A run as a source: computed as `options` say, and without adapters of its own."""
+    theirs = recipes.load_any(folder).model
+    held_as = replace(options, source=theirs.source, dtype=theirs.dtype, lora=theirs.lora, adapter=theirs.adapter)
+    model, tokenizer, origin = _trained(Path(folder), held_as, say)
+    graph, params = nnx.split(merged(model))
+    return nnx.merge(graph, jax.tree.map(lambda x: x.astype(options.dtype), params)), tokenizer, origin
+
+
+def _trained(folder: Path, options: ModelOptions, say: Say) -> tuple[Decoder, Tokenizer, str]:
+    """The run's model at its last checkpoint. The origin names the checkpoint by its digest, wherever the run lies."""
+    model, tokenizer, base = load_source(options, options.source, say, recipes.load_any(folder).seed)
+    with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
+        graph, trained, rest = split_trainable(model)
+        step = saves.latest()
+        held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
+        sums = saves.folder / f"{step or 0:08d}" / SUMS
+        origin = f"checkpoint {step} of a run, sha256 {hashlib.sha256(sums.read_bytes()).hexdigest()[:16]}"
+    refuse_other_weights(extra["model"], base, folder)
+    nnx.replace_by_pure_dict(trained, held["params"])
+    return nnx.merge(graph, trained, rest), tokenizer, origin

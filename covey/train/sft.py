@@ -1,0 +1,209 @@
+"""Supervised fine-tuning: the loop reads as the algorithm.
+
+Per step: take examples, make tokens of them, lay them out as rows, update. Beside the loop, observers write, show and
+save what happened. With LoRA adapters on the model only those are trained.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from covey.configs import OptimizerConfig, SFTConfig
+from covey.data.examples import ExampleLoader, as_examples
+from covey.data.rows import Row
+from covey.errors import RecipeError
+from covey.models.decoder import Decoder
+from covey.models.weights import load
+from covey.parallel.reshard import reshard
+from covey.parallel.sharding import shardings
+from covey.recipe import validate
+from covey.rl.rows import Rows, padding_waste
+from covey.tokenizer import Tokenizer
+from covey.train.optimizers import learning_rate, make_optimizer
+from covey.train.supervised import Fitted, HeldOutLoss, fit, groups_of, parts, perplexity, rows_of, supervised_loss
+from covey.train.trainer import LossFn, Metrics, Trainer
+from covey.types import Group
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What observers see after each step.
+
+    Attributes:
+        step: optimizer updates made so far, of the `total` that the run will make.
+        metrics: numbers under their usual names; those of the loss function among them.
+    """
+
+    step: int
+    total: int
+    metrics: dict[str, float]
+
+    def due(self, every: int) -> bool:
+        """True when this step is a multiple of `every`; never when that is 0."""
+        return bool(every) and self.step % every == 0
+
+
+Observer = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The part of a recipe that the learner gets, under the name that `recipe.validate` knows."""
+
+    training: SFTConfig
+
+
+class SFTLearner:
+    """Trains a model on examples.
+
+    Args:
+        model: the model, with or without adapters, or a source that `models.weights.load` knows. The learner takes
+            over its trainable arrays; read the result from `learner.model`.
+        tokenizer: may be left out when `model` is a source.
+        config: batch, length, optimizer.
+        mesh: the devices; the one that holds the model when not given.
+        seed: of the order of the examples.
+        loss_fn: in place of `supervised_loss`; what it returns beside the loss goes to the metrics, and to the
+            progress line where `config.show` names it.
+        observers: called with a `StepRecord` after each step, in order. Without any, one line a step is printed.
+        on_phase: called with the name of each phase as it begins.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder | str,
+        tokenizer: Tokenizer | None = None,
+        config: SFTConfig | None = None,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        loss_fn: LossFn = supervised_loss,
+        observers: Sequence[Observer] | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+    ):
+        self.config, self.mesh, self.seed, self.loss_fn = config or SFTConfig(), mesh, seed, loss_fn
+        validate(_Settings(_ranged(self.config)))
+        if isinstance(model, str):
+            loaded = load(model)
+            model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        if tokenizer is None:
+            raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
+        self.tokenizer, self.step = tokenizer, 0
+        self._model, self._longest = _placed(model, mesh), model.config.max_positions
+        self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
+        self.trainer: Trainer | None = None
+        self.observers = [self._print_line] if observers is None else list(observers)
+        self.on_phase = on_phase
+
+    def train(self, train_ds: Any, eval_ds: Any = None) -> Decoder:
+        """Runs to `max_steps` updates, or through the data `num_epochs` times.
+
+        Args:
+            train_ds: examples in any of the forms `data.examples` takes, or a ready `loader` (whose position a resumed
+                run has restored).
+            eval_ds: examples for the held-out loss every `eval_every_n_steps`.
+
+        Raises:
+            DataError: an example in none of the forms, or longer than `max_length`.
+        """
+        loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
+        total = total_steps(self.config, len(loader))
+        trainer = self.prepare(total)
+        held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
+        while self.step < total:
+            started = time.perf_counter()
+            self.on_phase("update")
+            groups = self._groups(next(loader))
+            rows = rows_of(groups, self.config)
+            metrics = trainer.update(parts(rows, self.config, trainer.trainable, self.mesh))
+            self.step += 1
+            metrics |= self._work(groups, rows, time.perf_counter() - started)
+            place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
+            self._report(StepRecord(self.step, total, place | metrics), held_out)
+        return self.model
+
+    def fit(self, data: Any, name: str = "training data") -> Fitted:
+        """The examples of `data` that are not too long, by `config.too_long`."""
+        return fit(as_examples(data), self.tokenizer, self.config, self._longest, name)
+
+    def loader(self, examples: Sequence[Row]) -> ExampleLoader:
+        """Batches of `examples` in the order of the seed."""
+        return ExampleLoader(examples, self.config.batch_size, seed=self.seed)
+
+    def prepare(self, total_steps: int) -> Trainer:
+        """Builds the trainer for a run of `total_steps` updates, once."""
+        if self.trainer is None:
+            optimizer = make_optimizer(self.config.optimizer, total_steps)
+            self.trainer, self._total_steps = Trainer(self._model, optimizer, self.loss_fn), total_steps
+        return self.trainer
+
+    def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
+        """`loss` and `perplexity` on `examples` with the weights as they are now."""
+        params = nnx.split(self._model)[1] if self.trainer is None else self.trainer.params
+        return self._held_out(params, self._groups(examples))
+
+    @property
+    def model(self) -> Decoder:
+        """The model with its weights as they are now."""
+        if self.trainer is None:
+            return self._model
+        graph: Any = self.trainer.graph
+        return nnx.merge(graph, self.trainer.params)
+
+    def _groups(self, examples: Sequence[Row]) -> list[Group]:
+        return groups_of(examples, self.tokenizer, self.config, self._longest)
+
+    def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
+        """What the step cost, in tokens and seconds."""
+        tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
+        return {
+            "learning_rate": self._learning_rate(),
+            "num_tokens": tokens,
+            "loss_tokens": int(rows.scored.sum()),
+            "waste/rows": padding_waste(rows),
+            "tokens_per_second": tokens / seconds,
+            "step_time": seconds,
+        }
+
+    def _learning_rate(self) -> float:
+        """Of the update just made; NaN for an optimizer that is not ours."""
+        optimizer = self.config.optimizer
+        if not isinstance(optimizer, OptimizerConfig):
+            return float("nan")
+        return float(learning_rate(optimizer, self._total_steps)(self.step - 1))
+
+    def _report(self, record: StepRecord, held_out: Sequence[Row]) -> None:
+        record.metrics["perplexity"] = perplexity(record.metrics["loss"])
+        if held_out and record.due(self.config.eval_every_n_steps):
+            self.on_phase("evaluate")
+            record.metrics.update({f"eval/{name}": value for name, value in self.held_out_loss(held_out).items()})
+        for observer in self.observers:
+            observer(record)
+
+    def _print_line(self, record: StepRecord) -> None:
+        names = [name for name in ("loss", *self.config.show, "eval/loss", "step_time") if name in record.metrics]
+        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in names)
+        print(f"step {record.step}/{record.total}  {numbers}", flush=True)
+
+
+def total_steps(config: SFTConfig, batches: int) -> int:
+    """Optimizer updates of a whole run over data of so many batches an epoch."""
+    return config.max_steps or batches * config.num_epochs
+
+
+def _ranged(config: SFTConfig) -> SFTConfig:
+    """An optimizer that is an optax transformation has no ranges to check."""
+    ours = isinstance(config.optimizer, OptimizerConfig)
+    return config if ours else replace(config, optimizer=OptimizerConfig())
+
+
+def _placed(model: Decoder, mesh: Mesh | None) -> Decoder:
+    """`model` on the devices, every array put there by choice: one that came there by default compiles anew."""
+    graph, params = nnx.split(model)
+    target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
+    return nnx.merge(graph, reshard(params, target))

@@ -1,0 +1,144 @@
+"""Supervised fine-tuning without the loop: examples become rows, and what is minimised on them.
+
+An example is one completion behind its prompt: a group of one. So the rows of `rl.rows` hold several short examples
+and nothing crosses between them; the completion's stop token is its last scored token; prompt tokens are fed and never
+scored. The loss is the mean negative log-likelihood of all scored tokens of the step, whose number is known before.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from covey.configs import SFTConfig
+from covey.data.rows import Row
+from covey.errors import DataError
+from covey.parallel.placement import put_rows, row_ways
+from covey.rl.logprobs import row_scores
+from covey.rl.rows import Rows, micro_batches, pack, rows_together
+from covey.tokenizer import Tokenizer
+from covey.train.trainer import LossFn, Part, Shares, compiler_options
+from covey.types import Completion, FinishReason, Group, Mean
+
+
+def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, ""], Shares]:
+    """−Σ log p(token | what comes before it in its example) over the scored tokens, in nats; and the entropy there.
+
+    A `LossFn`: the trainer divides by the number of scored tokens of the whole step.
+    """
+    scores = row_scores(graph, params, rows, temperature=1.0)
+    count = rows.scored.sum().astype(jnp.float32)
+    return -scores.logps.sum(), {"entropy": Mean(jax.lax.stop_gradient(scores.entropy).sum(), count)}
+
+
+class Fitted(NamedTuple):
+    """The examples that are trained on, and how many were left out or cut to fit."""
+
+    examples: list[Row]
+    dropped: int
+    truncated: int
+
+
+def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int, data: str) -> Fitted:
+    """The examples that have at most `config.max_length` tokens, or may be cut to it.
+
+    Args:
+        longest: what the model itself can take; the smaller limit counts.
+        data: what to call them in an error.
+
+    Raises:
+        DataError: one is longer and `config.too_long` is "error"; or none is left.
+    """
+    limit, kept, dropped, truncated = min(config.max_length, longest), [], 0, 0
+    for number, example in enumerate(examples):
+        prompt, completion = tokens_of(example, tokenizer, config.completion_only)
+        over = len(prompt) + len(completion) > limit
+        if over and config.too_long == "error":
+            raise _too_long(f"row {number} of the {data}", len(prompt) + len(completion), limit, longest)
+        if over and (config.too_long == "drop" or len(prompt) >= limit):
+            dropped += 1
+            continue
+        truncated += over
+        kept.append(example)
+    if not kept:
+        raise DataError(f"no row of the {data} has at most {limit} tokens", fix="--training.max-length N")
+    return Fitted(kept, dropped, truncated)
+
+
+def groups_of(
+    examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int | None = None
+) -> list[Group]:
+    """Each example as a group with its one completion, cut off behind `config.max_length` tokens or `longest`."""
+    limit = min(config.max_length, longest or config.max_length)
+    return [_group(*tokens_of(example, tokenizer, config.completion_only), limit) for example in examples]
+
+
+def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only: bool) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n] that are fed alone, int32 [m] that are learnt, the stop token at their end.
+
+    Something has to come before the first token that is learnt. Where all of an example is learnt (plain text, or
+    `completion_only` off), that is its own first token: the model's BOS where it has one.
+    """
+    prompt, answer = example["prompt"], example["completion"]
+    if prompt == "":
+        asked, written = tokenizer.encode_prompt(answer)[:1], tokenizer.encode_completion("", answer)
+        return asked, written[1:] if asked[0] == written[0] else written
+    asked, written = tokenizer.encode_prompt(prompt), tokenizer.encode_completion(prompt, answer)
+    return (asked, written) if completion_only else (asked[:1], np.concatenate([asked[1:], written]))
+
+
+def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
+    """The step's examples laid out for the device."""
+    return pack(groups, config.row_length, "groups" if config.packing else "dense", config.max_tokens_per_micro_batch)
+
+
+def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[Part]:
+    """`rows` in micro-batches on the devices that hold `like`, each with its number of scored tokens."""
+    size = rows_together(rows.tokens.shape[1], config.max_tokens_per_micro_batch, row_ways(mesh))
+    for part in micro_batches(rows, size):
+        yield Part(put_rows(part, like), float(part.scored.sum()))
+
+
+class HeldOutLoss:
+    """The loss on examples that are not trained on, by the same rows and the same sums.
+
+    Args:
+        graph: the decoder's; weights come with each call.
+        loss_fn: as the trainer's.
+    """
+
+    def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
+        self.config, self.mesh = config, mesh
+        self._sum = jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0], compiler_options=compiler_options())
+
+    def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
+        """`loss`, nats a token, and `perplexity`, its exponential."""
+        total = count = 0.0
+        for part in parts(rows_of(groups, self.config), self.config, params, self.mesh):
+            total, count = total + float(self._sum(params, part.batch)), count + part.denominator
+        loss = total / max(count, 1.0)
+        return {"loss": loss, "perplexity": perplexity(loss)}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), at most e^700."""
+    return math.exp(min(loss, 700.0))
+
+
+def _group(prompt: np.ndarray, completion: np.ndarray, limit: int) -> Group:
+    tokens, none = completion[: max(limit - len(prompt), 0)], np.zeros(0, np.float32)
+    return Group("", prompt, (Completion(tokens, none, none, FinishReason.STOP),))
+
+
+def _too_long(where: str, tokens: int, limit: int, longest: int) -> DataError:
+    fix = "--training.too-long drop or truncate"
+    return DataError(
+        f"{where} has {tokens} tokens",
+        want=f"at most {limit}",
+        fix=fix if limit == longest else f"--training.max-length {min(tokens, longest)}, or {fix}",
+    )

@@ -1,0 +1,168 @@
+"""Examples for supervised training: the forms that are taken, what is refused, and the worked answers of the tasks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.configs import DataConfig, SFTDataConfig
+from covey.data import load, load_examples
+from covey.data.examples import as_example, as_examples
+from covey.data.gsm8k import MARKER
+from covey.errors import DataError
+from covey.rewards.arithmetic import arithmetic_answer, number_only
+from covey.rewards.format import format_exact
+from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer
+
+USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+# --- forms
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "2+2?", "completion": "4"}, "2+2?"),
+        ({"prompt": [USER], "completion": "4"}, [USER]),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER]),
+        ({"prompt": "2+2?", "completion": ANSWER}, [USER]),
+        ({"messages": [USER, ANSWER]}, [USER]),
+        ({"messages": [USER, ANSWER, USER, ANSWER]}, [USER, ANSWER, USER]),
+        ({"text": "4"}, ""),
+        ({"prompt": "", "completion": "4"}, ""),
+    ],
+)
+def test_every_form_becomes_a_prompt_and_a_completion(row: dict[str, Any], prompt: Any) -> None:
+    example = as_example(row | {"level": 3}, "here")
+    assert example == {"prompt": prompt, "completion": "4", "level": 3}
+    assert as_examples([example]) == [example]  # what is one already stays as it is
+
+
+def test_columns_and_arrays_are_taken_too() -> None:
+    columns = {"prompt": ["a", "b"], "completion": np.array(["x", "y"]).tolist(), "level": [1, 2]}
+    rows = [{"prompt": "a", "completion": "x", "level": 1}, {"prompt": "b", "completion": "y", "level": 2}]
+    assert as_examples(columns) == as_examples(iter(rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a"}, "no column 'completion'"),
+        ({"prompt": "a", "completions": "b"}, "did you mean 'completions'?"),
+        ({"question": "a", "answer": "b"}, "no column 'prompt'"),
+        ({}, "prompt and completion, or messages, or text"),
+        ("a text", "is a str"),
+        ({"prompt": "a", "completion": "  "}, "the completion is '  '"),
+        ({"prompt": "a", "completion": None}, "the completion is None"),
+        ({"prompt": "a", "completion": [USER]}, "one assistant's turn"),
+        ({"prompt": "a", "completion": [ANSWER, ANSWER]}, "one assistant's turn"),
+        ({"prompt": 3, "completion": "b"}, "the prompt is 3"),
+        ({"messages": [USER]}, "do not end with an answer"),
+        ({"messages": [ANSWER]}, "do not end with an answer"),
+        ({"messages": [USER, ANSWER, USER]}, "do not end with an answer"),
+        ({"messages": []}, "the prompt is []"),
+        ({"text": ""}, "the completion is ''"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused_with_its_place(row: Any, told: str) -> None:
+    with pytest.raises(DataError, match="example 1") as caught:
+        as_examples([{"text": "fine"}, row])
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [[], {"prompt": ["a"], "completion": []}, "a text", 3, {"prompt": []}])
+def test_data_that_are_none_are_refused(data: Any) -> None:
+    with pytest.raises(DataError):
+        as_examples(data)
+
+
+# --- files
+
+
+def jsonl(path: str, **settings: Any) -> Any:
+    return load_examples(SFTDataConfig(path=path, **settings))
+
+
+def test_a_file_may_mix_forms_and_hold_out_its_last_tenth(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"prompt": "a", "completion": "b"}] * 10
+    data = jsonl(write(tmp_path / "mine.jsonl", rows))
+    assert (len(data.train), len(data.test)) == (18, 2)
+    assert data.test == [{"prompt": [USER], "completion": "4"}, {"prompt": "a", "completion": "b"}]
+
+
+def test_columns_can_be_named_and_a_system_message_set(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [{"question": "2+2?", "reply": "4"}] * 3)
+    data = jsonl(path, prompt_column="question", completion_column="reply", system="Be short.", test_path=path)
+    chat = [{"role": "system", "content": "Be short."}, USER]
+    assert data.train == [{"prompt": chat, "completion": "4"}] * 3
+
+
+def test_a_row_of_a_file_is_named_in_the_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [{"text": "a"}, {"prompt": "b"}])
+    with pytest.raises(DataError, match=r"mine\.jsonl, row 2: there is nothing to learn: no column 'completion'"):
+        jsonl(path)
+
+
+def test_plain_text_takes_no_system_message(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [{"text": "a"}] * 3)
+    with pytest.raises(DataError, match="no place for a system message"):
+        jsonl(path, system="Be short.")
+
+
+# --- tasks
+
+
+def test_the_answers_of_arithmetic_are_worth_the_full_reward() -> None:
+    data = load_examples(SFTDataConfig(task="arithmetic"))
+    assert [{k: row[k] for k in row if k != "completion"} for row in data.train] == load(DataConfig("arithmetic")).train
+    for rows in (data.train, data.test):
+        completions, answers = [row["completion"] for row in rows], [row["answer"] for row in rows]
+        assert set(arithmetic_answer([], completions, answers)) == set(number_only([], completions)) == {1.0}
+
+
+GSM = [
+    {"question": f"What is {n}+{n}?", "answer": f"Add: <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n:,}"}
+    for n in range(600, 640)
+]
+
+
+def test_the_answers_of_gsm8k_are_worth_the_full_reward(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", GSM[:30])
+    write(tmp_path / "test.jsonl", GSM[30:])
+    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
+    completions, answers = [row["completion"] for row in data.test], [row["answer"] for row in data.test]
+    assert set(format_exact([], completions)) == set(answer_ratio([], completions, answers)) == {3.0}
+    assert set(answer_number([], completions, answers)) == {1.5}
+    assert completions[0] == "<reasoning>\nAdd: 1260.\n</reasoning>\n<answer>1,260</answer>"
+    assert "<reasoning>" in data.test[0]["prompt"][0]["content"]
+
+
+def test_gsm8k_is_answered_in_the_layout_that_is_asked_for(tmp_path: Path) -> None:
+    """The trap: a system message of one layout, and answers in another."""
+    write(tmp_path / "train.jsonl", GSM[:30])
+    write(tmp_path / "test.jsonl", GSM[30:])
+    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path), system=MARKER))
+    completions, answers = [row["completion"] for row in data.test], [row["answer"] for row in data.test]
+    assert set(exact_answer([], completions, answers)) == {1.0}
+    assert completions[0] == "Add: 1260.\n#### 1,260"
+
+
+def test_a_solution_without_an_answer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"question": "What?", "answer": "no idea"}])
+    write(tmp_path / "test.jsonl", GSM[:2])
+    with pytest.raises(DataError, match="no #### and answer"):
+        load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
+
+
+def test_a_task_without_answers_says_so() -> None:
+    with pytest.raises(DataError, match="no worked answers") as caught:
+        load_examples(SFTDataConfig(task="first-letter"))
+    assert "--data.task" in str(caught.value)

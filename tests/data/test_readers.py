@@ -1,0 +1,268 @@
+"""Records from CSV files and from hubs. The hubs' packages are played by stand-ins: no test goes to the network."""
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey import recipe
+from covey.commands.checks import check_run
+from covey.configs import DataConfig, SFTDataConfig
+from covey.data import load, load_examples, readers
+from covey.errors import DataError
+
+HEADER = "question,answer\n"
+PROBLEMS = [
+    {"question": f'What is {n}, "doubled"?\nSay it.', "answer": f"2 * {n} = <<2*{n}={2 * n}>>{2 * n}\n#### {2 * n:,}"}
+    for n in range(600, 630)
+]
+
+
+def quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def as_csv(records: list[dict[str, str]]) -> str:
+    return HEADER + "".join(f"{quoted(r['question'])},{quoted(r['answer'])}\n" for r in records)
+
+
+def gsm8k(path: Any, **options: Any) -> Any:
+    return load(DataConfig(task="gsm8k", path=str(path), **options))
+
+
+@pytest.fixture
+def kaggle(tmp_path: Path) -> Path:
+    """The folder that Kaggle's archive unpacks to."""
+    (tmp_path / "main_train.csv").write_text(as_csv(PROBLEMS[:20]), encoding="utf-8")
+    (tmp_path / "main_test.csv").write_text(as_csv(PROBLEMS[20:]), encoding="utf-8")
+    (tmp_path / "socratic_train.csv").write_text("not looked at")
+    return tmp_path
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    """The same records as JSON Lines."""
+    folder = tmp_path / "jsonl"
+    folder.mkdir()
+    for name, part in (("train", PROBLEMS[:20]), ("test", PROBLEMS[20:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    return folder
+
+
+def described(data: Any) -> Any:
+    return data.train, data.test, data.system
+
+
+# --- every source of GSM8K gives the same rows
+
+
+def test_kaggles_csv_is_the_same_data_set(kaggle: Path, jsonl: Path) -> None:
+    assert described(gsm8k(kaggle)) == described(gsm8k(jsonl))
+    assert (len(gsm8k(kaggle).train), len(gsm8k(kaggle).test)) == (20, 10)
+    assert gsm8k(kaggle).test[0]["answer"] == "1,240"
+    single = gsm8k(kaggle / "main_train.csv", test_path=str(kaggle / "main_test.csv"))
+    assert described(single) == described(gsm8k(kaggle))
+
+
+class FakeHub:
+    """Stands for `datasets`: says what it was asked for, gives dicts of Python's types."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.splits: dict[str, Any] = {"train": PROBLEMS[:20], "test": PROBLEMS[20:]}
+
+    def load_dataset(self, name: str, config: str | None, revision: str | None = None) -> dict[str, Any]:
+        self.asked.append((name, config, revision))
+        return self.splits
+
+
+class FakeTFDS:
+    """Stands for `tensorflow_datasets`: texts are bytes, in NumPy's scalars."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def data_source(self, name: str, builder_kwargs: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((name, builder_kwargs))
+        as_bytes = lambda r: {k: np.bytes_(v.encode()) for k, v in r.items()} | {"short_answer": b"1"}  # noqa: E731
+        return {"train": list(map(as_bytes, PROBLEMS[:20])), "test": list(map(as_bytes, PROBLEMS[20:]))}
+
+
+Install = Callable[[str, Any], Any]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`install(name, stand_in)`: what an import of `name` gives; None for a package that is not there."""
+
+    def put(name: str, stand_in: Any) -> Any:
+        monkeypatch.setitem(sys.modules, name, stand_in)
+        return stand_in
+
+    return put
+
+
+def test_the_hub_is_the_same_data_set(install: Install, jsonl: Path) -> None:
+    hub = install("datasets", FakeHub())
+    assert described(gsm8k("hf:openai/gsm8k")) == described(gsm8k(jsonl))
+    gsm8k("hf:openai/gsm8k/socratic@refs/pr/1")
+    assert hub.asked == [("openai/gsm8k", "main", None), ("openai/gsm8k", "socratic", "refs/pr/1")]
+
+
+def test_tensorflow_datasets_is_the_same_data_set(install: Install, jsonl: Path) -> None:
+    tfds = install("tensorflow_datasets", FakeTFDS())
+    assert described(gsm8k("tfds:gsm8k")) == described(gsm8k(jsonl))
+    assert tfds.asked == [("gsm8k", {"file_format": "array_record"})]
+
+
+def test_worked_answers_come_from_every_source_too(install: Install, kaggle: Path) -> None:
+    install("datasets", FakeHub())
+    from_csv = load_examples(SFTDataConfig(task="gsm8k", path=str(kaggle)))
+    assert described(load_examples(SFTDataConfig(task="gsm8k", path="hf:openai/gsm8k"))) == described(from_csv)
+    assert "<answer>1,200</answer>" in next(r for r in from_csv.train if "600" in r["question"])["completion"]
+
+
+def test_the_order_is_that_of_the_seed_and_the_fraction_its_beginning(kaggle: Path) -> None:
+    whole = [r["question"] for r in gsm8k(kaggle).train]
+    assert whole != [p["question"] for p in PROBLEMS[:20]]
+    assert [r["question"] for r in gsm8k(kaggle, train_fraction=0.5).train] == whole[:10]
+    assert [r["question"] for r in gsm8k(kaggle, seed=43).train] != whole
+
+
+def test_any_data_set_of_the_hub_holds_prompts(install: Install) -> None:
+    hub = install("datasets", FakeHub())
+    hub.splits = {"train": [{"q": f"{n}?", "label": n} for n in range(20)], "validation": [{"q": "v?", "label": 0}]}
+    found = load(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q"))
+    assert hub.asked == [("someone/questions", None, None)]
+    assert [r["prompt"] for r in found.test] == ["v?"]
+    assert sorted(r["label"] for r in found.train) == list(range(20))
+    del hub.splits["validation"]
+    assert len(load(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q")).test) == 2
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(("package", "path", "fix"), [
+    ("datasets", "hf:openai/gsm8k", r"pip install 'covey\[hub\]'"),
+    ("tensorflow_datasets", "tfds:gsm8k", "pip install tensorflow-datasets"),
+])  # fmt: skip
+def test_a_missing_package_is_named_with_what_installs_it(install: Install, package: str, path: str, fix: str) -> None:
+    install(package, None)
+    with pytest.raises(DataError, match=rf"{package}[\s\S]*fix: {fix}"):
+        gsm8k(path)
+
+
+def test_what_the_hub_says_is_passed_on_in_one_line(install: Install) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConnectionError("no route to host\nand a page of details")
+
+    install("datasets", types.SimpleNamespace(load_dataset=refuse))
+    install("tensorflow_datasets", types.SimpleNamespace(data_source=refuse))
+    for path in ("hf:openai/gsm8k", "tfds:gsm8k"):
+        with pytest.raises(DataError, match="ConnectionError: no route to host\n  fix: ") as caught:
+            gsm8k(path)
+        assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+HUB_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no train": ({"tests": PROBLEMS}, "no split 'train', only: tests"),
+    "empty": ({"train": []}, "the split is empty"),
+    "another column": (
+        {"train": [{"question": "?", "anser": "#### 1"}]},
+        "row 1: has no column 'answer'[\\s\\S]*anser",
+    ),
+    "a number": ({"train": [{"question": "?", "answer": 5}]}, "train, row 1: the answer is 5"),
+    "no question": ({"train": [{"question": " ", "answer": "#### 1"}]}, "the question is ' '"),
+}
+
+
+@pytest.mark.parametrize(("splits", "message"), HUB_MISTAKES.values(), ids=HUB_MISTAKES)
+def test_a_data_set_of_another_form_is_told(install: Install, splits: dict[str, Any], message: str) -> None:
+    install("datasets", FakeHub()).splits = splits
+    with pytest.raises(DataError, match=message):
+        gsm8k("hf:openai/gsm8k")
+
+
+@pytest.mark.parametrize("path", ["hf:", "hf:gsm8k", "hf:a/b/c/d", "hf:a/b@", "hf:a b/c", "hf:a/b@x y"])
+def test_a_malformed_name_is_refused_before_anything_is_imported(install: Install, path: str) -> None:
+    install("datasets", None)
+    with pytest.raises(DataError, match=r"names no data set[\s\S]*hf:org/name"):
+        gsm8k(path)
+
+
+def test_a_test_file_beside_a_hub_is_refused() -> None:
+    with pytest.raises(DataError, match=r"data\.test_path is set"):
+        gsm8k("hf:openai/gsm8k", test_path="x.jsonl")
+
+
+CSV_MISTAKES = {
+    "empty": ("", "the file is empty"),
+    "only names": (HEADER, "the file is empty"),
+    "other names": ("question,anser\na,b\n", r"csv:2: has no column 'answer'[\s\S]*anser"),
+    "a field too few": (HEADER + "a,b\nc\n", r"csv:3: has not as many fields[\s\S]*question, answer"),
+    "a field too many": (HEADER + "a,b,c\n", "csv:2: has not as many fields"),
+    "an open quote": (HEADER + 'a,"b\n', "is not CSV"),
+    "no text": (HEADER + "a,\xff\n", "is not CSV in UTF-8"),
+    "one row": (HEADER + "a,#### 1\n", "one row cannot be both"),
+    "a huge field": (HEADER + "a," + "9" * 200_000 + "\n", "is not CSV"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), CSV_MISTAKES.values(), ids=CSV_MISTAKES)
+def test_a_broken_csv_is_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(DataError, match=message):
+        gsm8k(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
+    """As spreadsheets write it."""
+    path = tmp_path / "a.csv"
+    path.write_text(as_csv(PROBLEMS), encoding="utf-8-sig")
+    assert len(gsm8k(path).train) == 27
+
+
+def test_a_folder_with_one_of_two_files_names_the_other(kaggle: Path) -> None:
+    (kaggle / "main_test.csv").unlink()
+    with pytest.raises(DataError, match=r"no main_test\.csv, only: main_train\.csv, socratic_train\.csv"):
+        gsm8k(kaggle)
+
+
+@given(st.lists(st.lists(st.text(max_size=8), max_size=3), max_size=4))
+def test_any_csv_is_records_or_a_data_error(tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]]) -> None:
+    path = tmp_path_factory.mktemp("any") / "a.csv"
+    path.write_bytes((HEADER + "\n".join(",".join(row) for row in rows)).encode("utf-8", "surrogatepass"))
+    try:
+        records = readers.read_csv(path, ("question",))
+    except DataError:
+        return
+    assert all(list(record) == ["question", "answer"] for record in records)
+
+
+@given(st.lists(st.fixed_dictionaries({"question": st.text(), "answer": st.text()}), min_size=1, max_size=5))
+def test_what_is_written_as_csv_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]]
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "a.csv"
+    records = [{k: v.replace("\r", "").replace("\x00", "") for k, v in r.items()} for r in records]
+    path.write_bytes(as_csv(records).encode("utf-8", "ignore"))
+    kept = [{k: v.encode("utf-8", "ignore").decode() for k, v in r.items()} for r in records]
+    assert readers.read_csv(path, ("question", "answer")) == kept
+
+
+def test_a_hub_is_no_missing_path_for_the_command(tmp_path: Path) -> None:
+    """The check that needs no JAX looks for paths on this disk alone."""
+    words = ["model.source=smollm2-135m"]
+    check_run(recipe.load("gsm8k-smollm2", ["data.path=hf:openai/gsm8k", *words]))
+    check_run(recipe.load("gsm8k-smollm2", ["data.path=tfds:gsm8k", *words]))
+    with pytest.raises(DataError, match="there is no"):
+        check_run(recipe.load("gsm8k-smollm2", [f"data.path={tmp_path / 'x'}", *words]))
