@@ -41,11 +41,19 @@ class ModelConfig:
     max_positions: int = 2048
     family: str = "llama"
 
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    gated_mlp: bool = True
+    """down(act(gate(x)) · up(x)); down(act(up(x))) otherwise (nanochat)."""
     attention_bias: bool = False
     """Biases on q, k and v (Qwen2.5)."""
     qk_norm: bool = False
-    """RMS norm of each query and key head before the rotation (Qwen3, Gemma 3)."""
+    """RMS norm of each query and key head before the rotation (Qwen3, Gemma 3). nanochat's comes after it, which is
+    the same for a norm without scales: a rotation keeps lengths.
+    """
+    norm_scales: bool = True
+    """Norms have a learnt scale (nanochat's have none)."""
+    embed_norm: bool = False
+    """A norm between the embedding and the first layer (nanochat)."""
     post_norms: bool = False
     """Norms after attention and MLP, before the residual sum (Gemma)."""
     norm_offset: float = 0.0
@@ -58,6 +66,8 @@ class ModelConfig:
     final_softcap: float | None = None
     windows: tuple[int | None, ...] | None = None
     """Sliding window of each layer in tokens, None for full attention."""
+    rope_backwards: bool = False
+    """Heads turn the other way with growing position (nanochat)."""
     local_rope_theta: float | None = None
     """RoPE base of the layers with a window (Gemma 3)."""
 

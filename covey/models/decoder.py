@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
 from covey.models.layers import MLP, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate
+from covey.parallel.sharding import row_count, row_sharding
 
 
 class Embedding(nnx.Module):
@@ -37,7 +38,7 @@ class Attention(nnx.Module):
         self.k_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.v_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        norm = partial(RMSNorm, c.head_dim, c.norm_eps, c.norm_offset, param_dtype)
+        norm = partial(RMSNorm, c, c.head_dim, param_dtype)
         self.q_norm: RMSNorm | None = norm() if c.qk_norm else None
         self.k_norm: RMSNorm | None = norm() if c.qk_norm else None
         self.config = config
@@ -58,7 +59,7 @@ class Layer(nnx.Module):
     """One block: attention and MLP, each with its norms and residual."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, config.norm_offset, param_dtype)
+        norm = partial(RMSNorm, config, config.hidden_size, param_dtype)
         self.attn_norm, self.mlp_norm = norm(), norm()
         self.post_attn_norm: RMSNorm | None = norm() if config.post_norms else None
         self.post_mlp_norm: RMSNorm | None = norm() if config.post_norms else None
@@ -100,7 +101,7 @@ class Decoder(nnx.Module):
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
         self.layers = nnx.List([layer() for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, param_dtype)
+        self.norm = RMSNorm(config, config.hidden_size, param_dtype)
         self.head: Embedding | None = None if config.tie_embeddings else table()
 
     @property
@@ -117,12 +118,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], list[Any]]:
         """Hidden states after the final norm, and each layer's new cache as `attend` returned it."""
         c = self.config
-        x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self._stream_dtype)
-        x = x * jnp.asarray(c.embed_scale, x.dtype)
-        ropes = [
-            rope_tables(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)),
-            rope_tables(positions, rope_frequencies(c.head_dim, c.local_rope_theta or c.rope_theta, None)),
-        ]
+        x, ropes = self._embedded(tokens), self._ropes(positions)
         if cache is None and self.scan_layers:
             return self.norm(self._scan(x, ropes, attend)), []
         caches = []
@@ -131,6 +127,7 @@ class Decoder(nnx.Module):
             rope = ropes[c.local_rope_theta is not None and window is not None]
             run = _rematerialised(layer) if self.remat and cache is None else layer
             x, new = run(x, rope, attend, None if cache is None else cache[index], window)
+            x = self._over_rows(x)
             caches.append(new)
         return self.norm(x), caches
 
@@ -138,10 +135,27 @@ class Decoder(nnx.Module):
         """Logits in float32, soft-capped where the family does so. Only for a few positions: it makes [.., V]."""
         return head_logits(self.head_weight, hidden, self.dtype, self.config.final_softcap)
 
-    @property
-    def _stream_dtype(self) -> DTypeLike:
+    def _embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # Weights in float32 keep the residual stream in float32 even when the products run in bfloat16.
-        return self.embed.embedding[...].dtype
+        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        return self._over_rows(self.norm(x) if self.config.embed_norm else x)
+
+    def _ropes(self, positions: Int[Array, "B T"]) -> list[Rope]:
+        """Of the layers that see everything, and of those with a window."""
+        c = self.config
+        bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, None)]
+        turns = [rope_frequencies(c.head_dim, *base) for base in bases]
+        return [rope_tables(positions, -turn if c.rope_backwards else turn) for turn in turns]
+
+    def _over_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """`x` divided by rows over the mesh of the weights, if they lie on one: left to itself, the compiler may choose
+        to gather the residual stream on every device.
+        """
+        mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
+        if mesh.empty or x.shape[0] % row_count(mesh):
+            return x
+        return jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
     def _scan(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
         graph, _ = nnx.split(self.layers[0])
@@ -155,7 +169,7 @@ class Decoder(nnx.Module):
             state, is_local, span = per_layer
             rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
             out, _ = nnx.merge(graph, state)(x, rope, attend, None, None if c.windows is None else span)
-            return out, None
+            return self._over_rows(out), None
 
         return jax.lax.scan(jax.checkpoint(body) if self.remat else body, x, (stacked, local, spans))[0]
 

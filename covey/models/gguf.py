@@ -41,7 +41,7 @@ class GGUF:
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(our path, float32 array in our layout) for each parameter, one in memory at a time."""
         wanted = names(self.config, NAMES)
-        match(wanted, self._tensors, lambda name: name == "rope_freqs.weight", str(self.path))
+        match(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
         for path, name in wanted.items():
             yield path, orient(path, self._restore(path, _dequantised(self._tensors[name])))
 
@@ -60,11 +60,31 @@ def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _open(path: Path) -> Any:
+def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (0, 1, 2, …) to llama.cpp's order: the inverse of `unpermute`.
+
+    >>> permute(np.array([0, 1, 2, 3]), heads=1)
+    array([0, 2, 1, 3])
+    """
+    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def package() -> Any:
+    """The package `gguf`.
+
+    Raises:
+        WeightsError: it is not installed.
+    """
     try:
         import gguf
     except ImportError as error:
         raise WeightsError("GGUF files need the package gguf", fix="pip install 'covey[gguf]'") from error
+    return gguf
+
+
+def _open(path: Path) -> Any:
+    gguf = package()
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # a file cut short fails in whatever way its bytes happen to read
@@ -145,8 +165,8 @@ def _rope_scaling(
 ) -> RopeScaling | None:
     """Linear scaling stands in the metadata. Llama 3's is a tensor of divisors, from which its settings are told."""
     kind = fields.get(f"{arch}.rope.scaling.type", "none")
-    if "rope_freqs.weight" in tensors:
-        return _llama3_scaling(_dequantised(tensors["rope_freqs.weight"]), theta, head_dim, fields.where)
+    if ROPE_FREQS in tensors:
+        return _llama3_scaling(_dequantised(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
     if kind == "none":
         return None
     if kind == "linear":
@@ -229,6 +249,8 @@ def _byte_pairs(fields: _Fields, split: _Split) -> tokenizers.Tokenizer:
 
 CONTROL, USER_DEFINED = 3, 4
 """Token types of GGUF."""
+ROPE_FREQS = "rope_freqs.weight"
+"""The tensor in which Llama 3's scaling of the rotary frequencies is kept."""
 
 # The pattern of Llama 3's tokenizer; Qwen2's is the same with digits taken one by one.
 _THREE_DIGITS = (

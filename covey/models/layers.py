@@ -1,4 +1,4 @@
-"""The pieces of a decoder block: products, norms, rotary positions, the gated MLP.
+"""The pieces of a decoder block: products, norms, rotary positions, the MLP.
 
 Products accumulate in float32 whatever their operands' type, in the forward and in both backward products; written any
 other way, bfloat16 weights are upcast whole on CPU. Norms and rotations run in float32.
@@ -49,6 +49,11 @@ class LoRA(nnx.Module):
     """A low-rank addition to one projection: `scale · x A B` (Hu et al., 2021), B starting at zero.
 
     A starts uniform in ±1/sqrt(n_in), the Hugging Face PEFT default.
+
+    Attributes:
+        scale: alpha / rank.
+        dropout: share of the inputs that an update leaves out; 0 is none. See `lora.dropped`.
+        noise: what seeds that: the run's seed, and the adapter's number in the model.
     """
 
     def __init__(self, n_in: int, n_out: int, rank: int, alpha: float, *, rngs: nnx.Rngs):
@@ -56,6 +61,7 @@ class LoRA(nnx.Module):
         self.a = nnx.LoRAParam(jax.random.uniform(rngs.params(), (n_in, rank), jnp.float32, -bound, bound))
         self.b = nnx.LoRAParam(jnp.zeros((rank, n_out), jnp.float32))
         self.scale = alpha / rank
+        self.dropout, self.noise = 0.0, (0, 0)
 
     def __call__(self, x: Float[Array, "... n_in"], dtype: DTypeLike) -> Array:
         return project(project(x, self.a[...], dtype), self.b[...], dtype) * jnp.asarray(self.scale, x.dtype)
@@ -79,16 +85,21 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich, 2019): x / rms(x) · (scale + offset), in float32."""
+    """Root-mean-square norm (Zhang & Sennrich, 2019): x / rms(x) · (scale + offset), in float32; x / rms(x) where the
+    family's norms have no scales.
+    """
 
-    def __init__(self, width: int, eps: float, offset: float, param_dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, param_dtype))
-        self.eps, self.offset = eps, offset
+    def __init__(self, config: ModelConfig, width: int, param_dtype: DTypeLike):
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        start = jnp.full((width,), 1.0 - self.offset, param_dtype)
+        self.scale = nnx.Param(start) if config.norm_scales else None
 
     def __call__(self, x: Float[Array, "... width"]) -> Array:
         full = x.astype(jnp.float32)
         full = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + self.eps)
-        return (full * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        if self.scale is not None:
+            full = full * (self.scale[...].astype(jnp.float32) + self.offset)
+        return full.astype(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, "half"]:
@@ -122,20 +133,24 @@ def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020)."""
+    """The feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or without gate down(act(up(x)))."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         linear = partial(Linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.gate_proj: Linear | None = (
+            linear(config.hidden_size, config.intermediate_size) if config.gated_mlp else None
+        )
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Array:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        act, up = ACTIVATIONS[self.activation], self.up_proj(x)
+        return self.down_proj(act(up) if self.gate_proj is None else act(self.gate_proj(x)) * up)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

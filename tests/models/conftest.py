@@ -1,23 +1,58 @@
-"""What tests of checkpoints share: logits to compare with golden numbers, and a small wheel with a model in it."""
+"""What tests of checkpoints share: the golden models as folders, logits to compare with golden numbers, and a small
+wheel with a model in it.
+"""
 
 import hashlib
+import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import tokenizers
 
 from covey.models import wheels
 from covey.models.wheels import Wheel
 
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 CONTENT = os.urandom(1 << 12) * 64
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights of `make_golden.weight`, which follow from the tensor's name."""
+    draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    return ((1 + 0.3 * draw) if "norm" in name else 0.3 * draw).astype(np.float32)
+
+
+@pytest.fixture
+def golden_folder(tmp_path: Path) -> Callable[[str], Path]:
+    """`golden_folder(name)` → the checkpoint of a model of golden/families.json, with the smallest tokenizer there can
+    be.
+    """
+
+    def write(name: str) -> Path:
+        described, folder = json.loads((GOLDEN / "families.json").read_text())[name], tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(described["config"]))
+        words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+        tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+        tensors = {key: weight(key, tuple(shape)) for key, shape in described["shapes"].items()}
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return write
 
 
 @pytest.fixture
 def logits() -> Callable[..., np.ndarray]:
-    """`logits(model, tokens [B, T])` → float32 [B, T, V] under causal attention from position 0."""
+    """`logits(model, tokens [B, T], valid [B, T])` → float32 [B, T, V] under causal attention; all is valid when not
+    given.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -25,17 +60,15 @@ def logits() -> Callable[..., np.ndarray]:
     from covey.models.attention import causal
     from covey.models.decoder import Decoder
 
-    def run(model: Decoder, tokens: np.ndarray) -> np.ndarray:
-        graph, state = nnx.split(model)
+    @partial(jax.jit, static_argnums=0)
+    def forward(graph: nnx.GraphDef[Decoder], state: nnx.State, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+        model = nnx.merge(graph, state)
+        return model.logits(model(tokens, positions, causal(valid, positions))[0])
 
-        @jax.jit
-        def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            model = nnx.merge(graph, state)
-            hidden, _ = model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))
-            return model.logits(hidden)
-
-        return np.asarray(forward(state, jnp.asarray(tokens)))
+    def run(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
+        valid = np.ones(tokens.shape, bool) if valid is None else valid
+        return np.asarray(forward(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(valid)))
 
     return run
 

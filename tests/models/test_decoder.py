@@ -16,6 +16,7 @@ from covey.models.attention import causal
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.decoder import Decoder, head_logits
 from covey.models.lora import with_lora
+from covey.parallel import make_mesh, row_sharding, shardings
 
 PLAIN = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -24,6 +25,10 @@ EVERYTHING = dataclasses.replace(
     PLAIN, tie_embeddings=True, activation="gelu_tanh", attention_bias=True, qk_norm=True, post_norms=True,
     norm_offset=1.0, embed_scale=32**0.5, query_scale=0.3, attn_softcap=5.0, final_softcap=4.0, windows=(3, None),
     local_rope_theta=1000.0, rope_theta=50_000.0, rope_scaling=RopeScaling("linear", 4.0),
+)  # fmt: skip
+NANOCHAT = dataclasses.replace(
+    PLAIN, activation="relu2", gated_mlp=False, qk_norm=True, norm_scales=False, embed_norm=True, rope_backwards=True,
+    final_softcap=4.0,
 )  # fmt: skip
 TIME = 16
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, TIME))
@@ -89,8 +94,9 @@ def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
 @pytest.mark.slow
 def test_neither_scan_nor_recomputation_changes_values_or_gradients() -> None:
     """With every switch of the families on, and adapters."""
-    plain = values_and_gradients(EVERYTHING, True, remat=False, scan_layers=False)
-    same(values_and_gradients(EVERYTHING, True, remat=True, scan_layers=True), plain)
+    for config in (EVERYTHING, NANOCHAT):
+        plain = values_and_gradients(config, True, remat=False, scan_layers=False)
+        same(values_and_gradients(config, True, remat=True, scan_layers=True), plain)
 
 
 @pytest.mark.slow
@@ -122,7 +128,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [PLAIN, EVERYTHING], ids=["plain", "every switch"])
+@pytest.mark.parametrize("config", [PLAIN, EVERYTHING, NANOCHAT], ids=["plain", "every switch", "nanochat"])
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.slow
 def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, scan_layers: bool) -> None:
@@ -176,6 +182,15 @@ def test_the_residual_stream_has_the_type_of_the_weights(held: str, stream: Any)
     assert 0 < difference.mean() < 0.05
 
 
+def test_heads_that_turn_backwards_see_a_text_in_the_mirror() -> None:
+    """The scores of q at n and k at m turn by m − n: the direction matters to a causal model, and no absolute place."""
+    forwards, backwards = (dataclasses.replace(PLAIN, rope_backwards=way) for way in (False, True))
+    assert np.abs(hidden(forwards, TOKENS) - hidden(backwards, TOKENS)).max() > 1e-2
+    run, state = compiled(backwards)
+    later = np.asarray(run(state, TOKENS, POSITIONS + 7, np.ones((2, TIME), bool)))
+    np.testing.assert_allclose(later, hidden(backwards, TOKENS), atol=2e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_logits_by_hand(softcap: float | None) -> None:
     rng = np.random.default_rng(4)
@@ -193,3 +208,17 @@ def test_the_head_is_the_embedding_only_when_tied() -> None:
     assert tied.head_weight is tied.embed.embedding[...]
     assert apart.head is not None
     assert not jnp.array_equal(apart.head_weight, apart.embed.embedding[...])
+
+
+@pytest.mark.parametrize(("rows", "divided"), [(4, True), (3, False)])
+def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bool) -> None:
+    """Where the number of rows allows it; weights alone decide, nothing is told to the model."""
+    graph, state = nnx.split(Decoder(PLAIN, rngs=nnx.Rngs(0), remat=False))
+    mesh = make_mesh((2, 2))
+    state = jax.device_put(state, shardings(state, mesh))
+    tokens = np.zeros((rows, TIME), np.int32)
+    positions = np.broadcast_to(np.arange(TIME), tokens.shape)
+    run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+    asked = str(run.trace(state).jaxpr).count("sharding_constraint")
+    assert asked == (1 + PLAIN.num_layers if divided else 0)
+    assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided

@@ -1,52 +1,101 @@
-"""Configs and tensor names of each family, and tiny random models of each against transformers' logits."""
+"""Configs and tensor names of each family, and tiny random models of each against transformers: plain, padded, packed
+in rows, sampled with a cache.
+"""
 
+import dataclasses
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-import safetensors.numpy
-import tokenizers
+from flax import nnx
 
+from covey.configs import RolloutConfig
 from covey.errors import WeightsError
 from covey.models import families, weights
 from covey.models.config import RopeScaling
-from covey.models.decoder import Decoder
+from covey.rl.logprobs import row_scores
+from covey.rl.rows import pack, unpack
+from covey.sampling import steps
+from covey.sampling.logits import Warp, draw
+from covey.sampling.sampler import Request, Sampler
+from covey.types import Completion, FinishReason, Group
 
-Logits = Callable[[Decoder, np.ndarray], np.ndarray]
+Logits = Callable[..., np.ndarray]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 MODELS = json.loads((GOLDEN / "families.json").read_text())
+INPUTS = json.loads((GOLDEN / "inputs.json").read_text())
 LLAMA = MODELS["llama"]["config"]
-
-
-def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The weights of `make_golden.weight`, which follow from the tensor's name."""
-    draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
-    return ((1 + 0.3 * draw) if "norm" in name else 0.3 * draw).astype(np.float32)
-
-
-def write_folder(folder: Path, name: str) -> Path:
-    """The checkpoint of a golden model, with the smallest tokenizer there can be."""
-    described = MODELS[name]
-    (folder / "config.json").write_text(json.dumps(described["config"]))
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
-        str(folder / "tokenizer.json")
-    )
-    tensors = {key: weight(key, tuple(shape)) for key, shape in described["shapes"].items()}
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    return folder
+TIME = 40
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_logits_are_those_of_transformers(name: str, scan: bool, tmp_path: Path, logits: Logits):
+def test_logits_are_those_of_transformers(
+    name: str, scan: bool, golden_folder: Callable[[str], Path], logits: Logits
+) -> None:
+    """Of whole texts, and of texts padded on the left, in one batch. Windows are shorter than any of them."""
     golden = np.load(GOLDEN / "families.npz")
-    loaded = weights.load(write_folder(tmp_path, name), scan_layers=scan)
-    ours = logits(loaded.model, golden["tokens"])
-    assert np.abs(golden[name]).max() > 1  # the model is not one that says nothing
-    np.testing.assert_allclose(ours, golden[name], atol=1e-4)
+    tokens, valid = np.zeros((5, TIME), np.int32), np.ones((5, TIME), bool)
+    tokens[:2], tokens[2:, -24:] = golden["tokens"], INPUTS["padded"]
+    for row, length in enumerate(INPUTS["lengths"], start=2):
+        valid[row, : TIME - length] = False
+    model = weights.load(golden_folder(name), scan_layers=scan).model
+    assert all(window is None or window < min(INPUTS["lengths"]) for window in model.config.windows or ())
+    ours = logits(model, tokens, valid)
+    assert golden[name].std() > 0.5  # the model is not one that says nothing
+    np.testing.assert_allclose(ours[:2], golden[name], atol=1e-4)
+    np.testing.assert_allclose(ours[2:][valid[2:]], golden[f"{name}/padded"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+def test_samples_packed_in_rows_are_those_of_transformers_alone(
+    name: str, golden_folder: Callable[[str], Path]
+) -> None:
+    """Three prompts with their six completions share a row; transformers saw each sample by itself."""
+    groups = [
+        Group("", np.array(group["prompt"], np.int32), tuple(map(completion, group["completions"])))
+        for group in INPUTS["groups"]
+    ]
+    rows, sizes = pack(groups, row_length=64), [len(c.tokens) for group in groups for c in group.completions]
+    assert rows.tokens.shape[0] == 1
+    graph, params = nnx.split(weights.load(golden_folder(name)).model)
+    scores = jax.jit(lambda params, rows: row_scores(graph, params, rows, 1.0).logps)(params, rows)
+    ours = np.concatenate(unpack(rows, np.asarray(scores), sizes))
+    np.testing.assert_allclose(ours, np.load(GOLDEN / "families.npz")[f"{name}/samples"], atol=1e-4)
+
+
+def completion(tokens: list[int]) -> Completion:
+    none = np.zeros(0, np.float32)
+    return Completion(np.array(tokens, np.int32), none, none, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
+@pytest.mark.slow
+def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
+    name: str, golden_folder: Callable[[str], Path], logits: Logits
+) -> None:
+    """At temperature 1 and at 0, where they are also transformers' own."""
+    model = weights.load(golden_folder(name)).model
+    prompt, likeliest = np.array(INPUTS["groups"][0]["prompt"], np.int32), np.load(GOLDEN / "families.npz")
+    config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=2, seed=5)
+    graph, params = nnx.split(model)
+    sampler, request = Sampler(graph, (), config), [Request(prompt, 2, 3, step=4)]
+    greedy = sampler.generate(params, request, config=dataclasses.replace(config, temperature=0.0))
+    assert greedy[0][0].tokens.tolist() == likeliest[f"{name}/greedy"].tolist()
+    keys = steps.sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
+    whole = np.zeros((2, len(prompt) + 12), np.int32)
+    whole[:, : len(prompt)] = prompt
+    for at in range(12):
+        noise = steps._noise(keys, np.full(2, at))
+        last = logits(model, whole)[:, len(prompt) + at - 1]
+        whole[:, len(prompt) + at] = draw(last, noise, Warp.of(config))[0]
+    drawn = sampler.generate(params, request)[0]
+    assert [c.tokens.tolist() for c in drawn] == whole[:, len(prompt) :].tolist()
+    assert drawn[0].tokens.tolist() != drawn[1].tokens.tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,6 +156,7 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"model_type": "qwen4"}, "did you mean 'qwen"),
+        ({"model_type": "nanochat", "attention_bias": True}, "attention_bias: True is not supported for nanochat"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "on part of each head"),
@@ -118,6 +168,12 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
 def test_what_we_do_not_compute_is_refused_by_name(fields: dict, says: str):
     with pytest.raises(WeightsError, match=says):
         families.read_config(llama(**fields))
+
+
+def test_gemma_that_looks_both_ways_is_refused() -> None:
+    config = MODELS["gemma3_text"]["config"] | {"use_bidirectional_attention": True}
+    with pytest.raises(WeightsError, match="use_bidirectional_attention: True is not supported for gemma3_text"):
+        families.read_config(config)
 
 
 def test_defaults_of_older_configs():
@@ -136,6 +192,40 @@ def test_gemma_windows_of_configs_without_layer_types():
     for name, windows in (("gemma2", (5, None, 5, None)), ("gemma3_text", (5, 5, 5, 5))):
         config = {key: value for key, value in MODELS[name]["config"].items() if key != "layer_types"}
         assert families.read_config(config).windows == windows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_written_config_means_what_was_read(name: str) -> None:
+    """Also after a way through JSON, and in the form that both transformers 4 and 5 know."""
+    config = families.read_config(MODELS[name]["config"])
+    written = json.loads(json.dumps(families.write_config(config)))
+    assert families.read_config(written) == config
+    assert "rope_parameters" not in written
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"family": "llama", "qk_norm": True},
+        {"family": "gemma2", "query_scale": None},
+        {"family": "gemma2", "windows": (5, 7)},
+        {"family": "none"},
+    ],
+)
+def test_what_a_family_cannot_say_is_not_written(change: dict) -> None:
+    name = change["family"] if change["family"] in MODELS else "llama"
+    config = dataclasses.replace(families.read_config(MODELS[name]["config"]), num_layers=2, **change)
+    with pytest.raises(WeightsError, match="cannot describe this model"):
+        families.write_config(config)
+
+
+def test_projections_have_both_names() -> None:
+    found = families.projections(families.read_config(MODELS["nanochat"]["config"]))
+    assert found["layers.1.mlp.up_proj"] == "model.layers.1.mlp.fc1"
+    assert found["layers.0.attn.q_proj"] == "model.layers.0.self_attn.q_proj"
+    assert len(found) == 2 * 6
+    own = dataclasses.replace(families.read_config(LLAMA), family="mine", post_norms=True)
+    assert families.projections(own)["layers.0.mlp.up_proj"] == "model.layers.0.mlp.up_proj"
 
 
 def test_orient_is_its_own_inverse():

@@ -86,7 +86,7 @@ def test_linear_adds_bias_and_adapter() -> None:
     np.testing.assert_allclose(linear(jnp.asarray(x)), x @ w + b + 3.0 * (x @ lora_a) @ lora_b, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 def test_the_gated_mlp(activation: str) -> None:
     config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation=activation)  # type: ignore[arg-type]
     mlp = MLP(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -96,17 +96,32 @@ def test_the_gated_mlp(activation: str) -> None:
     by_hand = {
         "silu": z / (1 + np.exp(-z)),
         "gelu_tanh": 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+        "relu2": np.maximum(z, 0) ** 2,
     }
     np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), (by_hand[activation] * (x @ up)) @ down, atol=3e-6)
+
+
+def test_the_mlp_without_gate() -> None:
+    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation="relu2", gated_mlp=False)
+    mlp = MLP(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 3, 6))
+    up, down = (wide(p.kernel[...]) for p in (mlp.up_proj, mlp.down_proj))
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), np.maximum(x @ up, 0) ** 2 @ down, atol=3e-6)
+    assert len(jax.tree.leaves(nnx.state(mlp))) == 2
 
 
 # --- norms
 
 
+def norm_of(width: int, dtype: object, eps: float, offset: float = 0.0, scales: bool = True) -> RMSNorm:
+    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, norm_eps=eps, norm_offset=offset, norm_scales=scales)
+    return RMSNorm(config, width, dtype)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_rms_norm(offset: float, eps: float) -> None:
-    norm = RMSNorm(48, eps, offset, jnp.float32)
+    norm = norm_of(48, jnp.float32, eps, offset)
     rng = np.random.default_rng(0)
     norm.scale[...] = rng.normal(size=48)
     x = rng.normal(size=(2, 5, 48)) * np.array([1e-3, 1, 1e3, 1, 0])[:, None]
@@ -116,11 +131,24 @@ def test_rms_norm(offset: float, eps: float) -> None:
 
 def test_a_fresh_norm_scales_by_one_and_computes_in_float32() -> None:
     for offset in (0.0, 1.0):
-        norm = RMSNorm(64, 1e-6, offset, jnp.bfloat16)
+        norm = norm_of(64, jnp.bfloat16, 1e-6, offset)
         x = jnp.asarray(np.random.default_rng(1).normal(size=(7, 64)) * 300, jnp.bfloat16)
         want = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6)
         assert norm(x).dtype == jnp.bfloat16
         np.testing.assert_allclose(wide(norm(x)), want, rtol=2**-8)
+
+
+def test_a_norm_without_scales_has_no_parameters_and_commutes_with_a_rotation() -> None:
+    """Why nanochat, which norms its heads after the rotation, needs no switch for it."""
+    norm = norm_of(16, jnp.float32, 1e-2, scales=False)
+    assert not jax.tree.leaves(nnx.state(norm))
+    x = np.random.default_rng(0).normal(size=(1, 5, 2, 16))
+    np.testing.assert_allclose(
+        norm(jnp.asarray(x, jnp.float32)), x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2), rtol=3e-6
+    )
+    rope = rope_tables(jnp.arange(5)[None], rope_frequencies(16, 1e4, None))
+    turn = lambda y: rotate(y, rope)  # noqa: E731
+    np.testing.assert_allclose(norm(turn(jnp.asarray(x))), turn(norm(jnp.asarray(x))), atol=1e-6)
 
 
 # --- rotary positions

@@ -1,26 +1,32 @@
 """Adapters: on, off, merged; what they share with the base and what they leave alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from covey.configs import LORA_TARGETS, LoRAConfig
+from covey.configs import LoRAConfig
 from covey.errors import RecipeError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora, merged, with_lora, without_lora
+from covey.models.lora import dropped, has_lora, merged, projections, with_lora, without_lora
 from covey.parallel import flatten
+from covey.train.trainer import Part, Trainer
 
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 9))
+NANOCHAT = replace(CONFIG, family="nanochat", gated_mlp=False, norm_scales=False, qk_norm=True, activation="relu2")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+PARTS = tuple(f"{'attn' if name in ATTENTION else 'mlp'}.{name}" for name in EVERY)
 
 
 def base(**switches: Any) -> Decoder:
@@ -49,10 +55,9 @@ def pointers(model: Decoder) -> dict[str, int]:
 def stirred(model: Decoder) -> Decoder:
     """`model` with every B away from zero."""
     rng = np.random.default_rng(1)
-    for layer in model.layers:
-        for linear in [getattr(part, n) for part in (layer.attn, layer.mlp) for n in LORA_TARGETS if hasattr(part, n)]:
-            if linear.lora is not None:
-                linear.lora.b[...] = rng.normal(size=linear.lora.b.shape, scale=0.3)
+    for linear in projections(model).values():
+        if linear.lora is not None:
+            linear.lora.b[...] = rng.normal(size=linear.lora.b.shape, scale=0.3)
     return model
 
 
@@ -72,11 +77,34 @@ def test_the_base_is_shared_and_not_copied() -> None:
     assert (has_lora(model), has_lora(adapted), has_lora(without_lora(adapted))) == (False, True, False)
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "down_proj"), ATTENTION])
+@pytest.mark.parametrize("targets", [EVERY, ("q_proj", "down_proj"), ATTENTION])
 def test_only_the_named_projections_get_adapters(targets: tuple[str, ...]) -> None:
     names = arrays(with_lora(base(), LoRAConfig(rank=2, targets=targets))).keys()
     assert {name.split(".")[3] for name in names if ".lora." in name} == set(targets)
     assert sum(".lora." in name for name in names) == 2 * 2 * len(targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        (("all-linear",), {f"layers.{i}.{part}" for i in (0, 1) for part in PARTS}),
+        ((r"layers\.1\..*",), {f"layers.1.{part}" for part in PARTS}),
+        ((r"model\.layers\.0\.self_attn\.[qv]_proj",), {"layers.0.attn.q_proj", "layers.0.attn.v_proj"}),
+        ((r".*self_attn.*", "up_proj"), {f"layers.{i}.{p}" for i in (0, 1) for p in (*PARTS[:4], "mlp.up_proj")}),
+    ],
+)
+def test_targets_are_names_patterns_or_all_by_our_paths_or_theirs(targets: tuple[str, ...], found: set[str]) -> None:
+    names = arrays(with_lora(base(), LoRAConfig(rank=2, targets=targets))).keys()
+    assert {name.removesuffix(".lora.a") for name in names if name.endswith(".lora.a")} == found
+
+
+def test_a_family_with_other_names_knows_both() -> None:
+    model = Decoder(NANOCHAT, rngs=nnx.Rngs(0))
+    by_ours, by_theirs = (with_lora(model, LoRAConfig(rank=2, targets=(name,))) for name in ("up_proj", "fc1"))
+    assert arrays(by_ours).keys() == arrays(by_theirs).keys() > arrays(model).keys()
+    assert len(arrays(with_lora(model, LoRAConfig(rank=2)))) == len(arrays(model)) + 2 * 2 * 6
+    with pytest.raises(RecipeError, match="'gate_proj' names no projection of this model"):
+        with_lora(model, LoRAConfig(rank=2, targets=("gate_proj",)))
 
 
 def test_shapes_are_those_of_the_rank_and_a_is_not_zero() -> None:
@@ -143,7 +171,7 @@ def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
 
     gradient = jax.jit(jax.grad(total))
     at_start = flatten(gradient(trained))
-    assert len(at_start) == 2 * 2 * len(LORA_TARGETS)
+    assert len(at_start) == 2 * 2 * len(EVERY)
     assert all(bool(np.asarray(g).any()) == name.endswith(".b") for name, g in at_start.items())
     rng = np.random.default_rng(1)
     later = gradient(jax.tree.map(lambda x: x + rng.normal(size=x.shape, scale=0.1).astype(np.float32), trained))
@@ -154,7 +182,10 @@ def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
     ("config", "words"),
     [
         (LoRAConfig(rank=2, targets=("q_porj",)), "did you mean 'q_proj'"),
-        (LoRAConfig(rank=2, targets=("embed",)), "unknown LoRA target 'embed'"),
+        (LoRAConfig(rank=2, targets=("embed",)), "target 'embed' names no projection of this model"),
+        (LoRAConfig(rank=2, targets=("q_proj", r"layers\.2\..*")), r"target 'layers.*' names no projection"),
+        (LoRAConfig(rank=2, targets=("layers.0",)), "target 'layers.0' names no projection"),
+        (LoRAConfig(rank=2, targets=("layers.(",)), "is no regular expression"),
         (LoRAConfig(rank=0), "rank 0"),
         (LoRAConfig(rank=-1), "rank -1"),
     ],
@@ -162,3 +193,61 @@ def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
 def test_mistakes_are_answered(config: LoRAConfig, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         with_lora(base(), config)
+
+
+# --- dropout
+
+
+def noisy(seed: int = 0, rate: float = 0.25) -> Decoder:
+    return stirred(with_lora(base(), LoRAConfig(rank=4, alpha=6.0, dropout=rate), seed=seed))
+
+
+def seen(model: Decoder, step: int) -> dict[str, np.ndarray]:
+    """The adapters as the forward of update `step` has them."""
+    return {name: np.asarray(x) for name, x in flatten(dropped(*nnx.split(model), step)).items()}
+
+
+def test_dropout_leaves_out_inputs_of_adapters_and_scales_up_the_rest() -> None:
+    model = noisy()
+    before, after = arrays(model), seen(model, 3)
+    for name, x in before.items():
+        if not name.endswith("lora.a"):
+            assert np.array_equal(after[name], x), name
+            continue
+        kept = after[name].any(axis=1)
+        np.testing.assert_allclose(after[name][kept], np.asarray(x)[kept] / 0.75, rtol=1e-6)
+    rows = np.concatenate([x.any(axis=1) for name, x in after.items() if name.endswith("lora.a")])
+    assert abs(rows.mean() - 0.75) < 0.06  # 2 layers × 240 inputs: the standard deviation is 0.02
+    masks = [after[f"layers.0.attn.{n}.lora.a"].any(axis=1).tolist() for n in ("q_proj", "k_proj", "v_proj")]
+    assert masks[0] != masks[1] != masks[2]
+
+
+def test_its_noise_follows_from_seed_and_step_alone() -> None:
+    name = "layers.1.mlp.up_proj.lora.a"
+    assert np.array_equal(seen(noisy(), 5)[name], seen(noisy(), 5)[name])
+    assert not np.array_equal(seen(noisy(), 5)[name].any(1), seen(noisy(), 6)[name].any(1))
+    assert not np.array_equal(seen(noisy(1), 5)[name].any(1), seen(noisy(2), 5)[name].any(1))
+
+
+def test_without_it_nothing_is_touched() -> None:
+    graph, state = nnx.split(noisy(rate=0.0))
+    assert dropped(graph, state, 1) is state
+    assert np.array_equal(hidden(noisy()), hidden(noisy(rate=0.0)))  # a plain forward has none
+
+
+@pytest.mark.slow
+def test_updates_with_dropout_do_not_depend_on_how_they_are_cut_and_go_on_where_they_stopped() -> None:
+    def loss(graph: Any, params: Any, tokens: Any) -> Any:
+        positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
+        out = nnx.merge(graph, params)(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0]
+        return jnp.sum(jnp.sin(out)), {}
+
+    config = LoRAConfig(rank=4, targets=("q_proj", "down_proj"), dropout=0.25)
+    start = lambda: stirred(with_lora(Decoder(replace(CONFIG, num_layers=1), rngs=nnx.Rngs(0), remat=False), config))  # noqa: E731
+    straight, stopped = (Trainer(start(), optax.sgd(0.01), loss) for _ in range(2))
+    straight.update([Part(jnp.asarray(TOKENS), 2.0)])
+    stopped.load_state(jax.tree.map(jnp.copy, straight.state()), 1)
+    straight.update([Part(jnp.asarray(TOKENS), 2.0)])
+    stopped.update(Part(jnp.asarray(TOKENS[row : row + 1]), 1.0) for row in (0, 1))
+    for name, x in flatten(straight.trainable).items():
+        np.testing.assert_allclose(flatten(stopped.trainable)[name], x, atol=1e-5)

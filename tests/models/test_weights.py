@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax import nnx
 from covey.errors import WeightsError
 from covey.models import weights
 from covey.models.decoder import Decoder
+from covey.parallel import flatten, make_mesh, shardings
 
 Logits = Callable[[Decoder, np.ndarray], np.ndarray]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -139,6 +142,51 @@ def test_tensors_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     assert len(placed) > 10
 
 
+@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("fsdp", "tp")), ((1, 4), ("fsdp", "tp")), ((4,), ("data",))])
+def test_tensors_go_straight_to_their_places_on_a_mesh(
+    shape: tuple[int, ...], axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Every array has the sharding asked for; and when the next tensor is read, nothing of the last is on the host."""
+    held: list[weakref.ref] = []
+    original, placing = weights.Folder.tensors, weights.placing
+
+    def watched(self: weights.Folder) -> Iterator[tuple[str, np.ndarray]]:
+        for path, tensor in original(self):
+            assert [ref for ref in held if ref() is not None] == []
+            held.extend(weakref.ref(array) for array in (tensor, tensor.base) if isinstance(array, np.ndarray))
+            yield path, tensor
+            del tensor
+
+    def watched_placing(*args: Any) -> weights.Place:
+        place = placing(*args)
+
+        def put(path: str, tensor: np.ndarray) -> jax.Array:
+            held.append(weakref.ref(tensor))
+            return place(path, tensor)
+
+        return put
+
+    monkeypatch.setattr(weights.Folder, "tensors", watched)
+    monkeypatch.setattr(weights, "placing", watched_placing)
+    mesh = make_mesh(shape, axes)
+    found = flatten(nnx.state(weights.load(TINY, mesh=mesh, param_dtype="bfloat16").model))
+    assert len(held) > 2 * len(found)
+    wanted = flatten(shardings(nnx.state(weights.load(TINY).model), mesh))  # without a mesh the host holds no more
+    assert {name: x.sharding for name, x in found.items()} == wanted
+    assert {x.dtype for x in found.values()} == {jnp.dtype(jnp.bfloat16)}
+    if "tp" in axes:
+        assert found["layers.1.mlp.up_proj.kernel"].addressable_shards[0].data.size == 64 * 96 // 4
+
+
+@pytest.mark.slow
+def test_a_model_loaded_onto_a_mesh_is_the_model(logits: Logits):
+    golden = np.load(TINY / "logits.npz")
+    tokens, expected = np.repeat(golden["tokens"][:1], 2, axis=0), golden["logits"][:1]
+    for scan in (False, True):  # and its residual stream is divided by rows
+        ours = logits(weights.load(TINY, mesh=make_mesh((2, 2)), scan_layers=scan).model, tokens)
+        np.testing.assert_allclose(ours, np.repeat(expected, 2, axis=0), atol=1e-4)
+
+
 # --- spoiled checkpoints
 
 
@@ -226,7 +274,9 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
 
 def test_an_unknown_family_names_the_known_ones(folder: Path):
     config(folder, model_type="rwkv")
-    with pytest.raises(WeightsError, match=r"'rwkv' is not supported\n.*gemma2, gemma3_text, llama, qwen2, qwen3"):
+    with pytest.raises(
+        WeightsError, match=r"'rwkv' is not supported\n.*gemma2, gemma3_text, llama, nanochat, qwen2, qwen3"
+    ):
         weights.load(folder)
 
 

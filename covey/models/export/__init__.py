@@ -1,0 +1,12 @@
+"""Models out, in the formats others read: a Hugging Face folder, a PEFT adapter, a GGUF file.
+
+Each is written into a new folder, read back by our own loader and compared with the model in memory; only then is it
+put in place. This file only hands names on.
+"""
+
+from covey.models.export.files import Difference, check_new
+from covey.models.export.gguf import write_gguf
+from covey.models.export.hf import write_hf
+from covey.models.export.peft import no_adapters, write_peft
+
+__all__ = ["Difference", "check_new", "no_adapters", "write_gguf", "write_hf", "write_peft"]

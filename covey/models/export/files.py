@@ -1,0 +1,147 @@
+"""What all exports share: a folder that is new, and whole or not there; tensors in the type asked for; safetensors that
+are read back as they are written; and the comparison of what was written with what is in memory.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from covey.errors import CoveyError, WeightsError
+from covey.models import families
+from covey.models.attention import causal
+from covey.models.decoder import Decoder
+from covey.models.lora import merged_kernel, projections
+from covey.models.weights import open_safetensors
+from covey.parallel.reshard import flatten
+
+
+class Difference(NamedTuple):
+    """How far the logits of two models lie apart: the largest difference, and the largest logit beside it."""
+
+    largest: float
+    of: float
+
+
+def check_new(out: Path) -> None:
+    """Refuse a place where something is already.
+
+    Raises:
+        CoveyError: `out` exists and is no empty folder.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CoveyError(
+            "something is already here, and an export replaces nothing",
+            want="a new or empty folder",
+            fix="--out ANOTHER",
+            where=str(out),
+        )
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; it becomes `out` at the end, and vanishes when that fails.
+
+    Raises:
+        CoveyError: something is already there, or the folder cannot be written.
+    """
+    check_new(out)
+    draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        check_new(out)
+        os.rename(draft, out)  # takes the place of an empty folder, of nothing else
+    except OSError as error:
+        raise CoveyError(f"cannot be written: {error.strerror or error}", where=str(out)) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """(our path, array in our layout and in `dtype`) of each parameter, adapters merged; one on the host at a time.
+
+    `vectors` is the type of norms and biases where it is another.
+    """
+    state, linears = flatten(nnx.state(model)), projections(model)
+    for path in families.parameters(model.config):
+        linear, held = linears.get(path.removesuffix(".kernel")), state[path]
+        kind = dtype if held.ndim > 1 else vectors or dtype
+        array = np.asarray(held.astype(kind) if linear is None else merged_kernel(linear, kind))
+        yield path, array
+        del array  # before the next is made
+
+
+def sizes(model: Decoder, dtype: str) -> dict[str, int]:
+    """Bytes of each parameter in `dtype`, in the order of `parameters`."""
+    state, width = flatten(nnx.state(model)), jnp.dtype(dtype).itemsize
+    return {path: state[path].size * width for path in families.parameters(model.config)}
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """A safetensors file of `tensors`, read back.
+
+    Raises:
+        WeightsError: what was read is not what was written.
+    """
+    import safetensors.numpy
+
+    # safetensors writes the memory as it lies: of an array that is not C-contiguous, its numbers in another order.
+    held = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    safetensors.numpy.save_file(held, file, metadata={"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read; the folder has the user's umask
+    with open_safetensors(file) as written:
+        wrong = [name for name, tensor in held.items() if written.get_tensor(name).tobytes() != tensor.tobytes()]
+    if wrong:
+        raise WeightsError(f"{wrong[0]} was not written as it is in memory", where=file.name)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """`value` as a JSON file."""
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def compare(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:
+    """How far the logits of what was `written` are from those of `model`, on random texts of its vocabulary.
+
+    Raises:
+        WeightsError: farther than rounding to `dtype` explains.
+    """
+    tokens = np.random.RandomState(0).randint(0, vocabulary, (2, min(32, model.config.max_positions)))
+    ours, theirs = logits(model, tokens), logits(written, tokens)
+    apart, found = np.abs(ours - theirs), Difference(float(np.abs(ours - theirs).max()), float(np.abs(ours).max()))
+    if not apart.mean() <= ROUNDING[dtype] * ours.std():
+        raise WeightsError(
+            f"what was written is another model: its logits differ by up to {found.largest:.3g}",
+            want=f"little beside {found.of:.3g}, the largest logit",
+            fix="none of yours, this is a defect; bfloat16 adds to it: --dtype float32",
+            where=where.name,
+        )
+    return found
+
+
+def logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """float32 [B, T, V] under causal attention."""
+    return np.asarray(_logits(*nnx.split(model), jnp.asarray(tokens)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
+    model, positions = nnx.merge(graph, state), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return model.logits(model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+
+
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean difference of logits that each type may cost, as a share of their spread. A matrix turned or in the wrong place
+costs more than a whole one.
+"""

@@ -1,0 +1,195 @@
+"""A GGUF file for llama.cpp, its numbers not quantised: the inverse of `models.gguf`, by the same tables.
+
+Matrices are in the type asked for; norms and biases stay float32, as llama.cpp wants them.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from covey.errors import WeightsError
+from covey.models import families, weights
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.export.files import Difference, compare, new_folder, parameters
+from covey.models.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, package, permute
+from covey.models.layers import rope_frequencies
+from covey.parallel.reshard import flatten
+from covey.tokenizer import Tokenizer
+
+FILE = "model.gguf"
+NORMAL, UNUSED = 1, 5
+"""Token types beside those of `models.gguf`: what text becomes, and what no text does."""
+SAMPLE = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
+
+
+def write_gguf(
+    model: Decoder, tokenizer: Tokenizer, out: Path, *, dtype: str | None = None, card: str = ""
+) -> Difference:
+    """Write `model`, adapters merged, as `model.gguf` in a folder.
+
+    Args:
+        out: the folder, new or empty.
+        dtype: float32 or bfloat16; as in memory when not given.
+        card: text of README.md.
+
+    Returns:
+        how far the logits of what was written, read back, are from those of `model`.
+
+    Raises:
+        CoveyError: `out` is taken, or cannot be written.
+        WeightsError: the `gguf` package is not installed; a family, tokenizer or setting that GGUF has no name for, or
+            we none for what it has; or what was written is not the model.
+    """
+    family, dtype = model.config.family, dtype or str(model.head_weight.dtype)
+    if family not in ARCHITECTURES:
+        known = "one of: " + ", ".join(ARCHITECTURES)
+        raise WeightsError(f"GGUF files of the family {family!r} are not supported", want=known, fix="--format hf")
+    metadata = _architecture(model.config) | _tokens(tokenizer, model.config.vocab_size)
+    with new_folder(out) as folder:
+        _write(folder / FILE, metadata, model, dtype)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        _refuse_another(GGUF(folder / FILE), model.config, tokenizer)
+        written = weights.load(folder / FILE, param_dtype=dtype, compute_dtype=str(model.dtype))
+        return compare(model, written.model, tokenizer.vocab_size, dtype, out)
+
+
+def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> None:
+    gguf = package()
+    writer = gguf.GGUFWriter(path, model.config.family)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bfloat16" else gguf.LlamaFileType.ALL_F32)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        kinds.get(type(value), writer.add_array)(key, value)
+    for name, shape, narrow in _described(model, dtype):
+        width, raw = (2, gguf.GGMLQuantizationType.BF16) if narrow else (4, None)
+        as_stored = (*shape[:-1], shape[-1] * 2) if narrow else shape  # in bytes: NumPy has no bfloat16
+        kind = np.dtype(np.uint8 if narrow else np.float32)
+        writer.add_tensor_info(name, as_stored, kind, math.prod(shape) * width, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for array in _arrays(model, dtype):
+        stored = np.ascontiguousarray(array)
+        writer.write_tensor_data(stored if stored.dtype == np.float32 else stored.view(np.uint8))
+    writer.close()
+
+
+def _described(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name and shape of each tensor in the file's order, and whether it is in bfloat16."""
+    state, names = flatten(nnx.state(model)), families.names(model.config, NAMES)
+    if _divisors(model.config) is not None:
+        yield ROPE_FREQS, (model.config.head_dim // 2,), False
+    for path in families.parameters(model.config):
+        shape = state[path].shape[::-1] if path.endswith(".kernel") else state[path].shape
+        yield names[path], shape, dtype == "bfloat16" and len(shape) > 1
+
+
+def _arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
+    """The tensors in the file's layout, in the order of `_described`; one on the host at a time."""
+    c, divisors = model.config, _divisors(model.config)
+    if divisors is not None:
+        yield divisors
+    for path, array in parameters(model, dtype, vectors="float32"):
+        heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads}.get(path.split(".")[-2])
+        tensor = families.orient(path, array)
+        tensor = permute(tensor, heads) if heads and c.family == "llama" else tensor
+        yield tensor
+        del array, tensor  # before the next is made
+
+
+# --- metadata
+
+
+def _architecture(c: ModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "context_length": c.max_positions,
+        "embedding_length": c.hidden_size,
+        "block_count": c.num_layers,
+        "feed_forward_length": c.intermediate_size,
+        "vocab_size": c.vocab_size,
+        "attention.head_count": c.num_heads,
+        "attention.head_count_kv": c.num_kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": float(c.norm_eps),
+        "rope.dimension_count": c.head_dim,
+        "rope.freq_base": float(c.rope_theta),
+    }
+    if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
+        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(c.rope_scaling.factor)}
+    return {f"{c.family}.{name}": value for name, value in fields.items()}
+
+
+def _divisors(c: ModelConfig) -> np.ndarray | None:
+    """What Llama 3's scaling divides each rotary frequency by; None for other models."""
+    if c.rope_scaling is None or c.rope_scaling.kind != "llama3":
+        return None
+    plain, scaled = (rope_frequencies(c.head_dim, c.rope_theta, scaling) for scaling in (None, c.rope_scaling))
+    return np.asarray(plain / scaled, np.float32)
+
+
+def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+    """The vocabulary, one token for each of the model's `rows`, and what ends and pads a text."""
+    inner = json.loads(tokenizer.inner.to_str())
+    texts, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    for text, token in inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ():
+        texts[token], kinds[token] = text, NORMAL
+    for added in inner["added_tokens"]:
+        texts[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    fields = {
+        "model": "gpt2",
+        "pre": _split_name(inner),
+        "tokens": texts,
+        "token_type": kinds,
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
+        "eos_token_id": tokenizer.eos_id,
+        "bos_token_id": tokenizer.bos_id,
+        "padding_token_id": tokenizer.pad_id,
+        "add_bos_token": tokenizer.add_bos,
+    } | dict(zip(("eot_token_id", "eom_token_id"), set(tokenizer.stop_ids) - {tokenizer.eos_id}, strict=False))
+    template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
+
+
+def _split_name(inner: dict[str, Any]) -> str:
+    """llama.cpp's name for the way in which this byte-level BPE cuts text.
+
+    Raises:
+        WeightsError: it has none, or none that we know.
+    """
+    if inner["model"]["type"] == "BPE":
+        steps, whole = _steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
+        nfc = (inner["normalizer"] or {}).get("type") == "NFC"
+        for name, split in SPLITS.items():
+            theirs = [json.loads(step.__getstate__()) for step in split.steps()]
+            if name != "default" and (steps, whole, nfc) == (_plain(theirs), split.whole, split.nfc):
+                return name
+    raise WeightsError(
+        "GGUF has no name that we know for the way in which this tokenizer cuts text",
+        want="byte-level BPE that cuts like " + ", ".join(SPLITS),
+        fix="--format hf; llama.cpp's own converter may know more",
+    )
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    found = pre_tokenizer or {"type": "none"}
+    return _plain(found["pretokenizers"] if found["type"] == "Sequence" else [found])
+
+
+def _plain(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what concerns offsets alone."""
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
+
+
+def _refuse_another(written: GGUF, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a file that another model or tokenizer is read from."""
+    ours, theirs = ([t.encode(SAMPLE).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
+    if written.config != config or ours != theirs:
+        what = "the architecture" if written.config != config else "the tokenizer"
+        raise WeightsError(f"{what} of this model is not one that a GGUF file can describe", fix="--format hf")

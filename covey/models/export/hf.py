@@ -1,0 +1,167 @@
+"""A Hugging Face folder that transformers loads: weights with the adapters merged, config, tokenizer, generation
+config, model card.
+
+Where the model came from such a folder, its own config and tokenizer files go along as they are.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as Inner
+from tokenizers import processors
+
+from covey.models import families, weights
+from covey.models.decoder import Decoder
+from covey.models.export.files import (
+    Difference,
+    compare,
+    new_folder,
+    parameters,
+    sizes,
+    write_json,
+    write_safetensors,
+)
+from covey.models.hf_config import Fields
+from covey.tokenizer import Tokenizer, read_json
+
+SHARD_SIZE = 5_000_000_000
+
+
+def write_hf(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    source: Path | None = None,
+    dtype: str | None = None,
+    shard_size: int = SHARD_SIZE,
+    card: str = "",
+) -> Difference:
+    """Write `model` as a Hugging Face folder.
+
+    Args:
+        out: the folder, new or empty.
+        source: the Hugging Face folder that the model was loaded from, if it was.
+        dtype: float32 or bfloat16; as in memory when not given.
+        shard_size: most bytes in a file of weights; a tensor larger than that has its own.
+        card: text of README.md.
+
+    Returns:
+        how far the logits of what was written, read back, are from those of `model`.
+
+    Raises:
+        CoveyError: `out` is taken, or cannot be written.
+        WeightsError: the family's config.json cannot describe the model, or what was written is not the model.
+    """
+    dtype = dtype or str(model.head_weight.dtype)
+    with new_folder(out) as folder:
+        write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
+        _write_tokenizer(tokenizer, source, folder)
+        _write_weights(model, folder, dtype, shard_size)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))
+        return compare(model, written.model, tokenizer.vocab_size, dtype, out)
+
+
+# --- weights
+
+
+def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int) -> None:
+    names, sized = families.names(model.config), sizes(model, dtype)
+    shards = list(_shards(sized, shard_size))
+    files = [_file_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    arrays = parameters(model, dtype)
+    for file, shard in zip(files, shards, strict=True):
+        held: dict[str, np.ndarray] = {}
+        for _ in shard:
+            path, array = next(arrays)
+            held[names[path]] = families.orient(path, array)
+        write_safetensors(folder / file, held)
+    if len(files) > 1:
+        places = {names[path]: file for file, shard in zip(files, shards, strict=True) for path in shard}
+        index = {"metadata": {"total_size": sum(sized.values())}, "weight_map": places}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(sized: dict[str, int], most: int) -> Iterator[list[str]]:
+    """The names cut into runs of at most `most` bytes, in their order."""
+    shard: list[str] = []
+    room = most
+    for name, size in sized.items():
+        if shard and size > room:
+            yield shard
+            shard, room = [], most
+        shard.append(name)
+        room -= size
+    yield shard
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+# --- config
+
+
+def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
+    """The source's own config, where it means this model; else one written anew."""
+    if source is not None:
+        kept = read_json(source / "config.json")
+        if families.read_config(kept) == model.config:
+            return dict(kept) | {"torch_dtype" if "torch_dtype" in kept else "dtype": dtype}
+    return families.write_config(model.config) | _special_ids(tokenizer) | {"dtype": dtype}
+
+
+def _special_ids(tokenizer: Tokenizer) -> Fields:
+    stops = [tokenizer.eos_id, *(token for token in tokenizer.stop_ids if token != tokenizer.eos_id)]
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": stops[0] if len(stops) == 1 else stops,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+# --- tokenizer
+
+
+def _write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path) -> None:
+    for name in FILES:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if source is None:
+        _with_bos(tokenizer).save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer))
+    if not (folder / "generation_config.json").exists():
+        write_json(folder / "generation_config.json", _special_ids(tokenizer))
+
+
+def _with_bos(tokenizer: Tokenizer) -> Inner:
+    """The tokenizer as transformers wants it: one that puts BOS before a text does so in its post-processor."""
+    inner = Inner.from_str(tokenizer.inner.to_str())
+    if tokenizer.add_bos and tokenizer.bos_id is not None and inner.encode("").ids[:1] != [tokenizer.bos_id]:
+        bos = tokenizer.inner.id_to_token(tokenizer.bos_id)
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+        )
+    return inner
+
+
+def _tokenizer_config(tokenizer: Tokenizer) -> Fields:
+    roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    texts = {role: tokenizer.inner.id_to_token(token) for role, token in roles.items() if token is not None}
+    fields: Fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+    }
+    template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
+    return fields | texts | template
+
+
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "generation_config.json",
+)  # fmt: skip
+"""What goes along from a Hugging Face folder."""

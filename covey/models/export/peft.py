@@ -1,0 +1,87 @@
+"""A PEFT adapter: what LoRA has learnt, to be put on its base by Hugging Face PEFT or by `models.peft`."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from covey.errors import WeightsError
+from covey.models import families
+from covey.models.decoder import Decoder
+from covey.models.export.files import Difference, compare, new_folder, write_json, write_safetensors
+from covey.models.hf_config import Fields
+from covey.models.layers import LoRA
+from covey.models.lora import projections, without_lora
+from covey.models.peft import CONFIG, PREFIX, TENSORS, with_adapter
+
+
+def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: str = "") -> Difference:
+    """Write the adapters of `model`, in float32.
+
+    Args:
+        vocabulary: tokens that the comparison may use.
+        out: the folder, new or empty.
+        base: what adapter_config.json calls the base model: a repository or a folder.
+        card: text of README.md.
+
+    Returns:
+        how far the logits of base and adapter, read back, are from those of `model`.
+
+    Raises:
+        CoveyError: `out` is taken, or cannot be written.
+        WeightsError: the model has no adapters, or what was written is not they.
+    """
+    named = families.projections(model.config)
+    loras = {named[path]: linear.lora for path, linear in projections(model).items() if linear.lora is not None}
+    if not loras:
+        raise no_adapters()
+    with new_folder(out) as folder:
+        write_json(folder / CONFIG, _config(loras, list(named.values()), base))
+        write_safetensors(folder / TENSORS, _tensors(loras))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        return compare(model, with_adapter(without_lora(model), folder), vocabulary, "float32", out)
+
+
+def no_adapters() -> WeightsError:
+    """The answer to whoever wants the adapters of a model that has none."""
+    return WeightsError(
+        "this model has no LoRA adapters to export",
+        want="a run with model.lora.rank above 0",
+        fix="--format hf writes the whole model",
+    )
+
+
+def _config(loras: dict[str, LoRA], every: list[str], base: str) -> Fields:
+    first = next(iter(loras.values()))
+    rank = first.a.shape[1]
+    assert {(lora.a.shape[1], lora.scale) for lora in loras.values()} == {(rank, first.scale)}, "one rank and scale"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": first.scale * rank,
+        "lora_dropout": first.dropout,
+        "target_modules": _targets(list(loras), every),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _targets(adapted: list[str], every: list[str]) -> list[str] | str:
+    """Names where each is adapted in every layer; else a regular expression that matches just these modules."""
+    names = sorted({module.rsplit(".", 1)[-1] for module in adapted})
+    if len(adapted) == sum(module.rsplit(".", 1)[-1] in names for module in every):
+        return names
+    return "|".join(map(re.escape, adapted))
+
+
+def _tensors(loras: dict[str, LoRA]) -> dict[str, np.ndarray]:
+    """PEFT's names and layout: A [rank, in], B [out, rank]."""
+    return {
+        f"{PREFIX}{module}.lora_{side}.weight": np.asarray(matrix[...]).T
+        for module, lora in loras.items()
+        for side, matrix in (("A", lora.a), ("B", lora.b))
+    }

@@ -1,0 +1,249 @@
+"""config.json of a Hugging Face checkpoint as our `ModelConfig`, and back.
+
+Each family has a reader and a writer of what is its own; what all share stands in `_base` and `_common`. Both forms
+of the rotary settings are read, transformers 4's and 5's. The first is written, which both understand.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from covey.errors import WeightsError
+from covey.models.config import ModelConfig, RopeScaling
+
+Config = Mapping[str, Any]
+"""A config.json as read."""
+
+Fields = dict[str, Any]
+"""A config.json to be written."""
+
+
+# --- reading
+
+
+def _base(c: Config, **switches: Any) -> ModelConfig:
+    """The fields that all families share; `switches` are what this one changes."""
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    fields = {
+        "vocab_size": c["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": c["intermediate_size"],
+        "num_layers": c["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": c.get("num_key_value_heads") or heads,
+        "head_dim": c.get("head_dim") or hidden // heads,
+        "norm_eps": c["rms_norm_eps"],
+        "rope_theta": _rope(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # what an absent key means there
+        "rope_scaling": _rope_scaling(_rope(c), c),
+        "tie_embeddings": c.get("tie_word_embeddings", False),
+        "max_positions": c["max_position_embeddings"],
+        "family": c["model_type"],
+        "activation": _activation(c),
+    }
+    return ModelConfig(**(fields | switches))
+
+
+def read_llama(c: Config) -> ModelConfig:
+    """Llama 1 to 3, SmolLM2, and what else calls itself llama."""
+    _refuse(c, "attention_bias", "mlp_bias")
+    return _base(c)
+
+
+def read_qwen2(c: Config) -> ModelConfig:
+    """Qwen2 and Qwen2.5."""
+    windowed = c.get("use_sliding_window", False)
+    first = c.get("max_window_layers", c["num_hidden_layers"])
+    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_layers(c))]
+    return _base(c, attention_bias=True, windows=_windows(c, default))
+
+
+def read_qwen3(c: Config) -> ModelConfig:
+    """Qwen3, dense."""
+    _refuse(c, "attention_bias", "use_sliding_window")
+    return _base(c, qk_norm=True, head_dim=c["head_dim"])
+
+
+def read_gemma2(c: Config) -> ModelConfig:
+    """Gemma 2."""
+    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_layers(c))]
+    return _gemma(
+        c,
+        attn_softcap=c["attn_logit_softcapping"],
+        final_softcap=c["final_logit_softcapping"],
+        windows=_windows(c, default),
+    )
+
+
+def read_gemma3(c: Config) -> ModelConfig:
+    """Gemma 3, text alone."""
+    every = c.get("sliding_window_pattern", 6)
+    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(c))]
+    local = (c.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta")
+    return _gemma(
+        c,
+        qk_norm=True,
+        attn_softcap=c.get("attn_logit_softcapping"),
+        final_softcap=c.get("final_logit_softcapping"),
+        windows=_windows(c, default),
+        rope_theta=_rope(c).get("rope_theta", c.get("rope_theta", 1_000_000.0)),
+        local_rope_theta=local or c.get("rope_local_base_freq", 10_000.0),
+    )
+
+
+def read_nanochat(c: Config) -> ModelConfig:
+    """nanochat in the form it has in transformers, where tensors have Llama's names."""
+    _refuse(c, "attention_bias")
+    return _base(
+        c,
+        gated_mlp=False,
+        qk_norm=True,
+        norm_scales=False,
+        embed_norm=True,
+        rope_backwards=True,
+        final_softcap=c.get("final_logit_softcapping", 15.0),
+    )
+
+
+def _gemma(c: Config, **switches: Any) -> ModelConfig:
+    _refuse(c, "attention_bias", "use_bidirectional_attention")
+    common = {
+        "head_dim": c["head_dim"],
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "embed_scale": c["hidden_size"] ** 0.5,
+        "query_scale": c["query_pre_attn_scalar"] ** -0.5,
+        "tie_embeddings": c.get("tie_word_embeddings", True),
+    }
+    return _base(c, **(common | switches))
+
+
+def _layers(c: Config) -> int:
+    return int(c["num_hidden_layers"])
+
+
+def _windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
+    """The window of each layer by its declared type, `default` where types are not declared."""
+    kinds = c.get("layer_types") or default
+    if "sliding_attention" not in kinds:
+        return None
+    return tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _activation(c: Config) -> str:
+    name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise WeightsError(f"activation {name!r} is not supported", want="one of: " + ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[name]
+
+
+def _rope(c: Config) -> Config:
+    """The rotary settings of full attention, in the form of transformers 5; empty for an older config."""
+    settings: dict[str, Any] = c.get("rope_parameters") or {}
+    return settings.get("full_attention") or settings
+
+
+def _rope_scaling(rope: Config, c: Config) -> RopeScaling | None:
+    scaling = rope or c.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", scaling["factor"])
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_max_positions=scaling["original_max_position_embeddings"],
+        )
+    raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="one of: default, linear, llama3")
+
+
+def _refuse(c: Config, *switches: str) -> None:
+    for name in switches:
+        if c.get(name):
+            raise WeightsError(f"{name}: {c[name]!r} is not supported for {c['model_type']}")
+
+
+# --- writing
+
+
+def write_llama(c: ModelConfig) -> Fields:
+    """See `read_llama`; so are the others the inverse of theirs."""
+    return _common(c) | {"attention_bias": False, "mlp_bias": False}
+
+
+def write_qwen2(c: ModelConfig) -> Fields:
+    windowed = c.windows is not None
+    own = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else c.num_layers}
+    return _common(c) | _layer_types(c) | own
+
+
+def write_qwen3(c: ModelConfig) -> Fields:
+    return _common(c) | {"attention_bias": False, "use_sliding_window": False}
+
+
+def write_gemma2(c: ModelConfig) -> Fields:
+    common, scalar = _common(c), round((c.query_scale or c.head_dim**-0.5) ** -2, 6)
+    own = {
+        "attention_bias": False,
+        "hidden_activation": common["hidden_act"],
+        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+        "attn_logit_softcapping": c.attn_softcap,
+        "final_logit_softcapping": c.final_softcap,
+    }
+    return common | _layer_types(c) | own
+
+
+def write_gemma3(c: ModelConfig) -> Fields:
+    return write_gemma2(c) | {"rope_local_base_freq": c.local_rope_theta}
+
+
+def write_nanochat(c: ModelConfig) -> Fields:
+    return _common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
+
+
+def _common(c: ModelConfig) -> Fields:
+    """The inverse of `_base`."""
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation),
+        "rms_norm_eps": c.norm_eps,
+        "max_position_embeddings": c.max_positions,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": _written_scaling(c.rope_scaling),
+        "tie_word_embeddings": c.tie_embeddings,
+    }
+
+
+def _written_scaling(scaling: RopeScaling | None) -> Fields | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def _layer_types(c: ModelConfig) -> Fields:
+    windows = c.windows or (None,) * c.num_layers
+    return {
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}

@@ -1,0 +1,115 @@
+"""LoRA adapters in the format of Hugging Face PEFT: a folder goes in, the model with its adapters comes out.
+
+The folder holds adapter_config.json and adapter_model.safetensors. What is adapted follows from the tensors; the config
+gives the scale, and may ask for things that we do not compute: those are refused by name. Theirs are [out, in], ours
+[in, out], as with every product. The way back is `export.peft`.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from covey.errors import WeightsError
+from covey.models import families
+from covey.models.decoder import Decoder
+from covey.models.layers import LoRA
+from covey.models.lora import projections
+from covey.models.weights import open_safetensors, read_float
+from covey.tokenizer import read_json
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""A [n_in, r] and B [r, n_out] of one adapter."""
+
+
+def with_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
+    """A model that shares every array of `base` and has the adapters of `folder`.
+
+    Args:
+        dropout, seed: of further training; see `lora.dropped`.
+
+    Raises:
+        WeightsError: a file is missing or cut short, the adapters are of a kind that we do not compute, or they do not
+            fit this model.
+    """
+    folder = Path(folder).expanduser()
+    config = _checked(read_json(folder / CONFIG), str(folder / CONFIG))
+    pairs = _pairs(folder, {theirs: ours for ours, theirs in families.projections(base.config).items()})
+    model = nnx.merge(*nnx.split(base))
+    linears = projections(model)
+    for number, (path, (a, b)) in enumerate(sorted(pairs.items())):
+        (n_in, n_out), rank = linears[path].kernel.shape, config["r"]
+        if a.shape != (n_in, rank) or b.shape != (rank, n_out):
+            raise WeightsError(
+                f"the adapter of {path} has shapes {a.T.shape} and {b.T.shape}",
+                want=f"({rank}, {n_in}) and ({n_out}, {rank})",
+                fix="the adapter belongs to another model",
+                where=str(folder),
+            )
+        lora = linears[path].lora = LoRA(n_in, n_out, rank, 0.0, rngs=nnx.Rngs(0))
+        lora.a[...], lora.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+        lora.scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+        lora.dropout, lora.noise = dropout, (seed, number)
+    return model
+
+
+def digest(folder: str | Path) -> str:
+    """SHA-256 of the adapter's files, in hex."""
+    files = [Path(folder).expanduser() / name for name in (CONFIG, TENSORS)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _checked(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`config`, if it asks for nothing but plain LoRA."""
+    if config.get("peft_type") != "LORA":
+        raise WeightsError(f"peft_type {config.get('peft_type')!r} is not supported", want="LORA", where=where)
+    for name in ("r", "lora_alpha"):
+        if not isinstance(config.get(name), int | float) or config[name] <= 0:
+            raise WeightsError(f"{name} is {config.get(name)!r}", want="a number above 0", where=where)
+    for name, value in config.items():
+        if name not in READ and value and value not in PLAIN.get(name, ()):
+            raise WeightsError(f"{name}: {value!r} is not supported", want="plain LoRA", where=where)
+    return config
+
+
+def _pairs(folder: Path, ours: Mapping[str, str]) -> dict[str, Pair]:
+    """The two matrices of each adapted projection, in our layout, by our path."""
+    if not (folder / TENSORS).is_file():
+        fix = "save it again with safetensors: model.save_pretrained(folder)"
+        raise WeightsError(f"no {TENSORS} in this folder", fix=fix, where=str(folder))
+    found: dict[str, dict[str, np.ndarray]] = {}
+    with open_safetensors(folder / TENSORS) as file:
+        for name in file.keys():  # noqa: SIM118
+            match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight", name)
+            if match is None or match[1] not in ours:
+                raise WeightsError(
+                    f"{name} adapts nothing that this model has",
+                    want=f"adapters of projections, such as {PREFIX}{min(ours)}.lora_A.weight",
+                    where=str(folder),
+                )
+            found.setdefault(ours[match[1]], {})[match[2]] = read_float(file, name, folder).T
+    for path, pair in found.items():
+        if len(pair) < 2:
+            raise WeightsError(f"the adapter of {path} has no lora_{'B' if 'A' in pair else 'A'}", where=str(folder))
+    if not found:
+        raise WeightsError(f"{TENSORS} holds no adapter", where=str(folder))
+    return {path: (pair["A"], pair["B"]) for path, pair in found.items()}
+
+
+READ = {
+    "peft_type", "r", "lora_alpha", "use_rslora",
+    # what is adapted, which the tensors say, and what has no part in the function
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode",
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
+    "qalora_group_size", "runtime_config",
+}  # fmt: skip
+PLAIN: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
+"""Values that mean plain LoRA, besides null, false and empty ones."""

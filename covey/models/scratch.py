@@ -1,0 +1,135 @@
+"""Small models made from scratch: a name goes in, an untrained model and its tokenizer come out. No files, no JAX.
+
+`scratch:NAME@SEED` is a model source like others, and an origin: name and seed alone say every weight. Without a seed
+it is that of the run, and 0 where there is no run. The tokenizer knows an alphabet, one token a character.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models
+
+from covey.errors import WeightsError, nearest
+from covey.models import families
+from covey.models.config import ModelConfig
+from covey.tokenizer import Tokenizer
+
+PREFIX = "scratch:"
+SPECIAL = ("<pad>", "<unk>", "<eos>")
+"""The control tokens, before the alphabet: the filler, a character outside the alphabet, the end of a text."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model is made as: an architecture of the family llama but for its vocabulary, and the alphabet."""
+
+    alphabet: str
+    hidden_size: int
+    num_layers: int
+    head_dim: int = 32
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture; the MLP is 8/3 as wide as the model, as in Llama."""
+        heads = self.hidden_size // self.head_dim
+        return ModelConfig(
+            vocab_size=len(SPECIAL) + len(self.alphabet),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.hidden_size * 8 // 3 // 32 * 32,
+            num_layers=self.num_layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=self.head_dim,
+            tie_embeddings=True,
+        )
+
+
+class Scratch:
+    """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
+
+    Weights are those that `Decoder` would begin with in kind, drawn by NumPy's frozen generator: a seed means the same
+    weights in every version.
+
+    Raises:
+        WeightsError: there is no such name, or the seed is none.
+    """
+
+    def __init__(self, source: str):
+        name, self.seed = split(source)
+        self.config = SCRATCH[name].config
+        self.tokenizer = character_tokenizer(SCRATCH[name].alphabet)
+        self.origin = f"{PREFIX}{name}@{self.seed}"
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        random = np.random.RandomState(self.seed)
+        for path in families.parameters(self.config):
+            shape = _shape(self.config, path)
+            if path.endswith(".scale"):
+                yield path, np.ones(shape, np.float32)
+            else:
+                spread = shape[0] ** -0.5 if path.endswith(".kernel") else 0.02
+                yield path, (random.standard_normal(shape) * spread).astype(np.float32)
+
+
+def names() -> list[str]:
+    """The sources of this kind."""
+    return [PREFIX + name for name in SCRATCH]
+
+
+def split(source: str) -> tuple[str, int]:
+    """`scratch:NAME@SEED` → (NAME, SEED), seed 0 when not given.
+
+    Raises:
+        WeightsError: there is no such name, or the seed is none.
+    """
+    name, at, seed = source.removeprefix(PREFIX).partition("@")
+    if name not in SCRATCH:
+        raise WeightsError(f"there is no model {name!r} to be made from scratch", fix=nearest(PREFIX + name, names()))
+    if at and not (re.fullmatch("[0-9]{1,10}", seed) and int(seed) < 2**32):
+        raise WeightsError(f"{seed!r} is no seed", want=f"{PREFIX}{name}@0, or a whole number below 2^32")
+    return name, int(seed or 0)
+
+
+def seeded(source: str, seed: int) -> str:
+    """`source`, with `seed` where it is a model from scratch that names none.
+
+    >>> seeded("scratch:arithmetic-tiny", 7), seeded("scratch:arithmetic-tiny@1", 7), seeded("smollm2-135m", 7)
+    ('scratch:arithmetic-tiny@7', 'scratch:arithmetic-tiny@1', 'smollm2-135m')
+    """
+    return f"{source}@{seed}" if source.startswith(PREFIX) and "@" not in source else source
+
+
+def character_tokenizer(alphabet: str) -> Tokenizer:
+    """One token a character of `alphabet`, behind the control tokens; no beginning of text, no chat format."""
+    tokens = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="<unk>", fuse_unk=False))
+    inner.add_special_tokens(list(SPECIAL))
+    inner.decoder = decoders.Fuse()
+    return Tokenizer(inner, eos_id=tokens["<eos>"], pad_id=tokens["<pad>"])
+
+
+def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
+    """Of a parameter of the family llama; `weights.fill` refuses any that the decoder has otherwise."""
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    kind = path.split(".")[-2]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (c.vocab_size, c.hidden_size),
+        "q_proj": (c.hidden_size, queries),
+        "k_proj": (c.hidden_size, keys),
+        "v_proj": (c.hidden_size, keys),
+        "o_proj": (queries, c.hidden_size),
+        "gate_proj": (c.hidden_size, c.intermediate_size),
+        "up_proj": (c.hidden_size, c.intermediate_size),
+        "down_proj": (c.intermediate_size, c.hidden_size),
+    }
+    return shapes.get(kind, (c.hidden_size,))
+
+
+SCRATCH: dict[str, Plan] = {
+    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=256, num_layers=4),
+}
+"""Name → what is made."""

@@ -1,0 +1,334 @@
+"""Exports: what is written is the model, in formats that our own loader reads; nothing is ever replaced.
+
+That transformers and PEFT read them too is shown live, by tests/parity/live_round_trip.py.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from flax import nnx
+
+from covey.configs import LoRAConfig
+from covey.errors import CoveyError, WeightsError
+from covey.models import families, weights
+from covey.models.decoder import Decoder
+from covey.models.export import files, hf, write_gguf, write_hf, write_peft
+from covey.models.gguf import SPLITS
+from covey.models.lora import merged, projections, with_lora
+from covey.models.peft import with_adapter
+from covey.parallel import flatten
+from covey.tokenizer import Tokenizer
+
+Folder = Callable[[str], Path]
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+TINY = GOLDEN / "tiny-llama"
+MODELS = json.loads((GOLDEN / "families.json").read_text())
+TEXTS = json.loads((GOLDEN.parent / "tricky.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> weights.Loaded[Decoder]:
+    return weights.load(TINY)
+
+
+def adapted(base: Decoder, **options: Any) -> Decoder:
+    """Adapters that matter."""
+    model, rng = with_lora(base, LoRAConfig(rank=3, alpha=5.0, **options)), np.random.default_rng(1)
+    for linear in projections(model).values():
+        if linear.lora is not None:
+            linear.lora.b[...] = jnp.asarray(rng.normal(size=linear.lora.b.shape, scale=0.2), jnp.float32)
+    return model
+
+
+def arrays(model: Decoder) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in flatten(nnx.state(model)).items()}
+
+
+def equal(one: Decoder, other: Decoder) -> None:
+    ours, theirs = arrays(one), arrays(other)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        np.testing.assert_array_equal(theirs[name], x, err_msg=name)
+
+
+def written(folder: Path) -> dict[str, np.ndarray]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
+
+
+# --- a Hugging Face folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+def test_what_is_read_back_is_the_model_bit_for_bit(name: str, golden_folder: Folder, tmp_path: Path) -> None:
+    """With the source's config and with one of our own; adapters merged."""
+    folder = golden_folder(name)
+    loaded = weights.load(folder)
+    model, golden = adapted(loaded.model), np.load(GOLDEN / "families.npz")
+    for out, source in ((tmp_path / "kept", folder), (tmp_path / "anew", None)):
+        apart = write_hf(model, loaded.tokenizer, out, source=source, shard_size=9_000)
+        assert apart.largest < 1e-4 < apart.of
+        again = weights.load(out)
+        equal(again.model, merged(model))
+        assert again.config == loaded.config
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "plain", source=folder)
+    assert written(tmp_path / "plain").keys() == MODELS[name]["shapes"].keys()
+    ours = files.logits(weights.load(tmp_path / "plain").model, golden["tokens"])
+    np.testing.assert_allclose(ours, golden[name], atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [20_000, 60_000, 10**9])
+def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
+    tiny: weights.Loaded, tmp_path: Path, size: int
+) -> None:
+    write_hf(tiny.model, tiny.tokenizer, tmp_path / "out", source=TINY, shard_size=size)
+    shards = sorted(tmp_path.glob("out/*.safetensors"))
+    for shard in shards:
+        held = safetensors.numpy.load_file(shard)
+        assert sum(x.nbytes for x in held.values()) <= size or len(held) == 1
+    if len(shards) == 1:
+        assert shards[0].name == "model.safetensors"
+        assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+        return
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    places = {name: shard.name for shard in shards for name in safetensors.numpy.load_file(shard)}
+    assert index["weight_map"] == places
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in arrays(tiny.model).values())
+    count = len(shards)
+    assert [shard.name for shard in shards] == [
+        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+    ]
+
+
+def test_the_sources_own_files_go_along(tiny: weights.Loaded, tmp_path: Path) -> None:
+    source = shutil.copytree(TINY, tmp_path / "source")
+    kept = json.loads((source / "config.json").read_text()) | {"a_field_of_theirs": [1, 2]}
+    (source / "config.json").write_text(json.dumps(kept))
+    (source / "merges.txt").write_text("a b\n")
+    write_hf(tiny.model, tiny.tokenizer, tmp_path / "out", source=source, card="# A card\n")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == kept | {"dtype": "float32"}
+    tokens = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt")
+    for name in (*tokens, "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert (tmp_path / "out" / "README.md").read_text() == "# A card\n"
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # safetensors alone would lock others out
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_tokenizer_written_anew_gives_the_same_ids(tiny: weights.Loaded, tmp_path: Path, bos: bool) -> None:
+    inner = tokenizers.Tokenizer.from_str(tiny.tokenizer.inner.to_str())
+    template = tiny.tokenizer.chat_template
+    ours = Tokenizer(inner, eos_id=2, stop_ids=[0, 9], bos_id=0, pad_id=1, add_bos=bos, chat_template=template)
+    write_hf(tiny.model, ours, tmp_path / "out")
+    theirs = Tokenizer.from_folder(tmp_path / "out")
+    names = ("stop_ids", "eos_id", "bos_id", "pad_id", "add_bos", "chat_template")
+    assert [getattr(theirs, n) for n in names] == [getattr(ours, n) for n in names]
+    for text in TEXTS:
+        assert theirs.encode_prompt(text).tolist() == ours.encode_prompt(text).tolist()
+    chat = [{"role": "user", "content": "Hi <|im_end|>"}]
+    assert theirs.encode_prompt(chat).tolist() == ours.encode_prompt(chat).tolist()
+    added = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).encode("ab").ids
+    assert (added[0] == 0) == bos  # what transformers will do by itself
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_weights_in_bfloat16_are_rounded_once(held: str, tmp_path: Path) -> None:
+    base = weights.load(TINY, param_dtype=held)
+    model = adapted(base.model)
+    apart = write_hf(model, base.tokenizer, tmp_path / "out", source=TINY, dtype="bfloat16")
+    assert 0 < apart.largest < 0.1 * apart.of
+    linear = projections(model)["layers.1.mlp.up_proj"]
+    w, a, b = (np.asarray(x[...], np.float64) for x in (linear.kernel, linear.lora.a, linear.lora.b))
+    stored = written(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"]
+    assert stored.dtype == jnp.bfloat16
+    np.testing.assert_allclose(stored.astype(np.float64).T, w + linear.lora.scale * a @ b, rtol=2**-8, atol=1e-6)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tied_head_is_written_once(golden_folder: Folder, tmp_path: Path) -> None:
+    folder = golden_folder("llama")
+    loaded = weights.load(folder)
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "out", source=folder)
+    assert "lm_head.weight" not in written(tmp_path / "out")
+
+
+# --- what would be wrong is found, and leaves nothing
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """A place to write to; whatever the test does, nothing half written is left beside it."""
+    (tmp_path / "room").mkdir()
+    yield tmp_path / "room" / "out"
+    assert [path.name for path in (tmp_path / "room").iterdir() if path.name != "out"] == []
+
+
+def test_numbers_in_another_order_are_found(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap: safetensors writes the memory of an array that is not C-contiguous as it lies."""
+    monkeypatch.setattr(files.np, "ascontiguousarray", lambda x: x)
+    with pytest.raises(WeightsError, match="was not written as it is in memory"):
+        write_hf(tiny.model, tiny.tokenizer, out, source=TINY)
+    assert not out.exists()
+
+
+def test_another_model_is_found(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap: adapters merged by a transpose, which a square matrix does not notice."""
+    wrong = lambda linear, dtype: linear.kernel[...].T if len(set(linear.kernel.shape)) == 1 else linear.kernel[...]  # noqa: E731
+    monkeypatch.setattr(files, "merged_kernel", wrong)
+    with pytest.raises(WeightsError, match="what was written is another model"):
+        write_hf(tiny.model, tiny.tokenizer, out, source=TINY)
+    assert not out.exists()
+
+
+def test_what_is_there_stays(tiny: weights.Loaded, out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    for write in (write_hf, write_gguf):
+        with pytest.raises(CoveyError, match="something is already here"):
+            write(tiny.model, tiny.tokenizer, out)
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+    shutil.rmtree(out)
+    out.write_text("a file")
+    with pytest.raises(CoveyError, match="something is already here"):
+        write_peft(adapted(tiny.model), 300, out, base="x")
+    assert out.read_text() == "a file"
+
+
+def test_what_came_while_writing_stays_too(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> files.Difference:
+        out.mkdir()
+        (out / "other.txt").touch()
+        return files.Difference(0, 1)
+
+    monkeypatch.setattr(hf, "compare", compare)
+    with pytest.raises(CoveyError, match="something is already here"):
+        write_hf(tiny.model, tiny.tokenizer, out, source=TINY)
+    assert [path.name for path in out.iterdir()] == ["other.txt"]
+
+
+def test_an_empty_folder_is_taken_and_parents_are_made(tiny: weights.Loaded, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "a" / "b"):
+        write_peft(adapted(tiny.model), 300, place, base="x")
+        assert (place / "adapter_config.json").is_file()
+
+
+def test_a_place_that_cannot_be_written_is_named(tiny: weights.Loaded, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CoveyError, match="cannot be written"):
+        write_hf(tiny.model, tiny.tokenizer, tmp_path / "file" / "out")
+
+
+# --- PEFT
+
+
+def test_adapters_are_read_back_as_they_are(tiny: weights.Loaded, out: Path) -> None:
+    model = adapted(tiny.model, dropout=0.1)
+    apart = write_peft(model, 300, out, base="org/name", card="# Adapter\n")
+    assert apart.largest < 1e-5
+    equal(with_adapter(tiny.model, out), model)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_rslora"], config["lora_dropout"]) == (3, 5.0, False, 0.1)
+    assert config["base_model_name_or_path"] == "org/name"
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == names
+    held = written(out)
+    a, b = (held[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.weight"] for side in "AB")
+    assert (a.shape, b.shape) == ((3, 96), (64, 3))
+    assert len(held) == 2 * 2 * 7
+
+
+def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.Loaded, out: Path) -> None:
+    model = adapted(tiny.model, targets=(r"layers\.1\..*q_proj", r"layers\.0\..*up_proj"))
+    write_peft(model, 300, out, base="x")
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert targets == r"model\.layers\.0\.mlp\.up_proj|model\.layers\.1\.self_attn\.q_proj"
+    equal(with_adapter(tiny.model, out), model)
+
+
+def test_a_model_without_adapters_has_none_to_export(tiny: weights.Loaded, out: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no LoRA adapters(?s:.*)--format hf"):
+        write_peft(tiny.model, 300, out, base="x")
+
+
+# --- GGUF
+
+
+def with_tokenizer(name: str, folder: Path) -> tuple[Decoder, Tokenizer]:
+    """A golden model with room for the tiny Llama's tokens, and those, cut as the family cuts them."""
+    config, tokenizer = families.read_config(MODELS[name]["config"]), Tokenizer.from_folder(TINY)
+    tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(SPLITS[SPLIT[name]].steps())
+    if SPLITS[SPLIT[name]].nfc:
+        tokenizer.inner.normalizer = tokenizers.normalizers.NFC()
+    return Decoder(dataclasses.replace(config, vocab_size=310), rngs=nnx.Rngs(3)), tokenizer
+
+
+SPLIT = {"llama": "gpt-2", "linear-rope": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.slow
+def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> None:
+    base, tokenizer = with_tokenizer(name, out)
+    model = adapted(base)
+    assert write_gguf(model, tokenizer, out).largest < 1e-4
+    again = weights.load(out / "model.gguf")
+    equal(again.model, merged(model))
+    assert again.config == model.config
+    assert again.tokenizer.stop_ids == tokenizer.stop_ids
+    for text in TEXTS:
+        assert again.tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_llama3_scaling_goes_through_gguf(tiny: weights.Loaded, out: Path) -> None:
+    scaling = weights.families.hf_config.RopeScaling("llama3", 32.0)
+    config = dataclasses.replace(tiny.config, rope_theta=500_000.0, rope_scaling=scaling)
+    write_gguf(Decoder(config, rngs=nnx.Rngs(0)), tiny.tokenizer, out)
+    assert weights.load(out / "model.gguf").config == config
+
+
+def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.Loaded, out: Path) -> None:
+    import gguf
+
+    write_gguf(tiny.model, tiny.tokenizer, out, dtype="bfloat16")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / "model.gguf").tensors}
+    assert {kind for name, kind in kinds.items() if "norm" in name} == {"F32"}
+    assert {kind for name, kind in kinds.items() if "norm" not in name} == {"BF16"}
+    rounded = {name: x.astype(jnp.bfloat16) if x.ndim > 1 else x for name, x in arrays(tiny.model).items()}
+    for name, x in arrays(weights.load(out / "model.gguf").model).items():
+        np.testing.assert_array_equal(x, rounded[name].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"family": "gemma2"}, "family 'gemma2' are not supported"),
+        ({"family": "nanochat"}, "family 'nanochat' are not supported"),
+        ({"windows": (5, None)}, "the architecture of this model is not one"),
+        ({"qk_norm": True}, "the architecture of this model is not one"),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused(change: dict, says: str, tiny: weights.Loaded, out: Path) -> None:
+    model = Decoder(dataclasses.replace(tiny.config, **change), rngs=nnx.Rngs(0))
+    with pytest.raises(WeightsError, match=says):
+        write_gguf(model, tiny.tokenizer, out)
+    assert not out.exists()
+
+
+def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tiny: weights.Loaded, out: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    strange = Tokenizer.from_folder(TINY)
+    strange.inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    for tokenizer in (Tokenizer(words, eos_id=1), strange):
+        with pytest.raises(WeightsError, match="no name that we know"):
+            write_gguf(tiny.model, tokenizer, out)

@@ -1,0 +1,195 @@
+"""Round trips against transformers and PEFT, live: what we export they load, and what they save we load.
+
+Run by `make parity`, in an environment with the extra `[parity]`; it needs Covey and torch together and writes nothing
+into the repository. For each family of `make_golden.FAMILIES`, with its tiny random model:
+
+    hf         transformers → ours → export hf → transformers; with the source's config.json, and with one of our own
+    peft       three steps of LoRA → export peft → PEFT on transformers; and merged → export hf → transformers
+    from peft  an adapter that PEFT made (rank-stabilised, on some projections) → ours
+    gguf       ours → export gguf → transformers, where it knows the family
+    tokens     a tokenizer that came from a GGUF file → export hf → AutoTokenizer: the same ids
+
+Logits agree to 1e-4 in float32, or the script ends with an error. Words on its command line are the families to try.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peft
+import tokenizers
+import torch
+from flax import nnx
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import make_golden  # noqa: E402
+
+from covey.configs import LoRAConfig  # noqa: E402
+from covey.models import families, weights  # noqa: E402
+from covey.models.decoder import Decoder  # noqa: E402
+from covey.models.export import write_gguf, write_hf, write_peft  # noqa: E402
+from covey.models.export.files import logits  # noqa: E402
+from covey.models.gguf import SPLITS  # noqa: E402
+from covey.models.lora import merged, with_lora  # noqa: E402
+from covey.models.peft import with_adapter  # noqa: E402
+from covey.rl.rows import pack  # noqa: E402
+from covey.train.supervised import supervised_loss  # noqa: E402
+from covey.train.trainer import Part, Trainer  # noqa: E402
+from covey.types import Completion, FinishReason, Group  # noqa: E402
+
+LIMIT = 1e-4
+GGUF = ("llama", "qwen2", "qwen3")
+Result = tuple[str, float]
+
+
+def theirs(model: Any) -> np.ndarray:
+    return make_golden.forward(model.eval(), tokens())
+
+
+def tokens() -> np.ndarray:
+    return np.random.RandomState(7).randint(0, make_golden.SMALL["vocab_size"], (2, 40))
+
+
+def apart(ours: np.ndarray, others: np.ndarray) -> float:
+    assert others.std() > 0.3, "a model that says nothing agrees with everything"
+    return float(np.abs(ours - others).max())
+
+
+def source(name: str, folder: Path) -> Path:
+    """The family's tiny model as transformers saves it, with a tokenizer of 64 words."""
+    fields = make_golden.SMALL | make_golden.FAMILIES[name]
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for key, value in model.state_dict().items():
+        value.copy_(torch.from_numpy(make_golden.weight(key, tuple(value.shape))))
+    model.save_pretrained(folder)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(fields["vocab_size"])}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+def load_theirs(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, **options)
+
+
+def round_trips(name: str, room: Path) -> Iterator[Result]:
+    folder = source(name, room / "source")
+    loaded = weights.load(folder)
+    ours = logits(loaded.model, tokens())
+    yield "load", apart(ours, theirs(load_theirs(folder)))
+    write_hf(loaded.model, loaded.tokenizer, room / "hf", source=folder, shard_size=20_000)
+    yield "hf", apart(ours, theirs(load_theirs(room / "hf")))
+    write_hf(loaded.model, loaded.tokenizer, room / "anew")
+    yield "hf, config anew", apart(ours, theirs(load_theirs(room / "anew")))
+    yield from adapters(loaded, folder, room)
+    yield "from peft", from_peft(loaded.model, folder, room)
+
+
+def adapters(loaded: Any, folder: Path, room: Path) -> Iterator[Result]:
+    model = trained(loaded.model)
+    ours = logits(model, tokens())
+    assert np.abs(ours - logits(loaded.model, tokens())).max() > 0.1, "three steps that change nothing"
+    yield "merged, ours", apart(logits(merged(model), tokens()), ours)
+    write_peft(model, 64, room / "peft", base=str(folder))
+    yield "peft", apart(ours, theirs(peft.PeftModel.from_pretrained(load_theirs(folder), room / "peft")))
+    write_hf(model, loaded.tokenizer, room / "merged", source=folder)
+    yield "merged, hf", apart(ours, theirs(load_theirs(room / "merged")))
+
+
+def trained(base: Decoder) -> Decoder:
+    """Three steps of LoRA on random texts, large enough to matter."""
+    draw, none = np.random.RandomState(5), np.zeros(0, np.float32)
+    texts = [
+        (draw.randint(0, 64, 6), Completion(draw.randint(0, 64, 12), none, none, FinishReason.STOP)) for _ in "abc"
+    ]
+    rows = pack([Group("", prompt, (completion,)) for prompt, completion in texts], 64)
+    trainer = Trainer(with_lora(base, LoRAConfig(rank=4, alpha=8.0)), optax.adam(2e-2), supervised_loss)
+    for _ in range(3):
+        trainer.update([Part(rows, float(rows.scored.sum()))])
+    return nnx.merge(trainer.graph, trainer.params)
+
+
+def from_peft(base: Decoder, folder: Path, room: Path) -> float:
+    """Rank-stabilised adapters, all their numbers random, on two projections."""
+    config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", DOWN[base.config.family]])
+    adapted = peft.get_peft_model(load_theirs(folder), config)
+    torch.manual_seed(0)
+    for key, value in adapted.state_dict().items():
+        if "lora_" in key:
+            value.copy_(0.2 * torch.randn(value.shape))
+    adapted.save_pretrained(room / "theirs")
+    return apart(logits(with_adapter(base, room / "theirs"), tokens()), theirs(adapted))
+
+
+def as_gguf(name: str, room: Path) -> Iterator[Result]:
+    """The family's model with the vocabulary of the tiny Llama, through GGUF to transformers and back to a folder."""
+    tokenizer = weights.load(HERE / "golden" / "tiny-llama").tokenizer
+    if name != "llama":  # transformers takes Qwen's words for granted
+        tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(SPLITS["qwen2"].steps())
+        tokenizer.inner.normalizer = tokenizers.normalizers.NFC()
+    loaded = weights.load(source(name, room / "source"))
+    config = replace(loaded.config, vocab_size=300, tie_embeddings=False)
+    model = grown(loaded.model, config)
+    ours = logits(model, tokens())
+    write_gguf(model, tokenizer, room / "gguf")
+    described = families.write_config(config)
+    known = AutoConfig.for_model(described.pop("model_type"), **described)  # of Qwen3 it does not read the head's width
+    yield "gguf", apart(ours, theirs(load_theirs(room / "gguf", gguf_file="model.gguf", config=known)))
+    again = weights.load(room / "gguf" / "model.gguf")
+    for bos in (False, True):
+        again.tokenizer.add_bos = bos
+        write_hf(again.model, again.tokenizer, room / f"back-{bos}")
+        same_tokens(again.tokenizer, room / f"back-{bos}")
+    yield "gguf, hf", apart(ours, theirs(load_theirs(room / "back-True")))
+
+
+def grown(model: Decoder, config: Any) -> Decoder:
+    """`model` with more rows in its embedding, and a head of its own."""
+    out = nnx.merge(*nnx.split(model))
+    table = jnp.pad(model.embed.embedding[...], ((0, config.vocab_size - 64), (0, 0)), constant_values=0.1)
+    head = jnp.pad(model.head_weight, ((0, config.vocab_size - 64), (0, 0)), constant_values=0.1)
+    fresh = Decoder(config, rngs=nnx.Rngs(0))
+    fresh.layers, fresh.norm = out.layers, out.norm
+    fresh.embed.embedding[...], fresh.head.embedding[...] = table, head  # type: ignore[union-attr]
+    return fresh
+
+
+def same_tokens(ours: Any, folder: Path) -> None:
+    other = AutoTokenizer.from_pretrained(folder)
+    for text in make_golden.TRICKY:
+        assert other(text)["input_ids"] == ours.encode_prompt(text).tolist(), text
+        assert other.encode(text, add_special_tokens=False) == ours.encode(text).tolist(), text
+    for chat in make_golden.CHATS:
+        assert other.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ours.render(chat)
+    assert (other.eos_token_id, other.bos_token_id) == (ours.eos_id, ours.bos_id)
+
+
+DOWN = dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "gemma3_text"), "down_proj") | {"nanochat": "fc2"}
+
+
+def main() -> int:
+    worst = 0.0
+    for name in sys.argv[1:] or make_golden.FAMILIES:
+        with tempfile.TemporaryDirectory() as room:
+            results = list(round_trips(name, Path(room)))
+        if name in GGUF:
+            with tempfile.TemporaryDirectory() as room:
+                results += as_gguf(name, Path(room))
+        print(json.dumps({"family": name} | {step: round(value, 7) for step, value in results}), flush=True)
+        worst = max(worst, *(value for _, value in results))
+    print(f"largest difference of logits {worst:.2g}; {LIMIT:g} is allowed")
+    return int(worst > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

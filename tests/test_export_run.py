@@ -1,0 +1,175 @@
+"""`covey export` on runs: what comes out is what the run learnt, its card says how, and an adapter goes on where it
+was.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from covey import recipe, run
+from covey.cli import main
+from covey.configs import ModelOptions
+from covey.errors import ResumeError
+from covey.models import weights
+from covey.models.export.files import logits
+from covey.models.lora import has_lora, merged, projections
+from covey.models.peft import with_adapter
+
+TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
+SETTINGS = [
+    "rollout.max_new_tokens=6",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=8",
+    "training.max_steps=2",
+    "training.prompts_per_step=2",
+    "training.actor_optimizer.learning_rate=1e-2",
+    "grpo.num_generations=4",
+    "evaluation.prompts=4",
+    "rollout.temperature=2",
+]
+LORA = ("model.lora.rank=4", "model.lora.targets=[q_proj, '.*mlp.*']", "model.lora.dropout=0.1")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The programs of one run serve the others, as they do on a user's machine."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def ready(source: str, *more: str) -> recipe.Recipe:
+    return recipe.load("quickstart", [f"model.source={source}", *SETTINGS, *more])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with adapters and dropout."""
+    out = tmp_path_factory.mktemp("runs") / "first"
+    run.train(ready(TINY, *LORA), out)
+    return out
+
+
+def silent(text: str) -> None:
+    """Nobody is told."""
+
+
+def test_a_run_goes_out_whole_and_as_an_adapter(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run.open_model(str(trained), ModelOptions(), silent)[0]
+    learnt, start = logits(model, TOKENS), weights.load(TINY).model
+    assert has_lora(model)
+    assert np.abs(learnt - logits(start, TOKENS)).max() > 1e-3
+    for kind in ("hf", "peft", "gguf"):
+        assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
+        assert "logits of what was read back differ by" in capsys.readouterr().out
+    whole = [weights.load(tmp_path / "hf").model, weights.load(tmp_path / "gguf" / "model.gguf").model]
+    for again in (*whole, with_adapter(start, tmp_path / "peft")):
+        np.testing.assert_allclose(logits(again, TOKENS), learnt, atol=1e-4)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert config["base_model_name_or_path"] == TINY
+    assert config["lora_dropout"] == 0.1
+
+
+def test_the_card_tells_the_run(trained: Path, tmp_path: Path) -> None:
+    assert main(["export", str(trained), "--out", str(tmp_path / "out")]) == 0
+    card, summary = (tmp_path / "out" / "README.md").read_text(), json.loads((trained / "summary.json").read_text())
+    for words in ("library_name: transformers", "Base model: `tiny-llama`", "quickstart", "| algorithm | grpo |",
+                  "LoRA, rank 4, alpha 32", "2 steps", "| seed | 0 |"):  # fmt: skip
+        assert words in card
+    before, after = (f"{summary[when]['accuracy']:.4g}" for when in ("before", "after"))
+    assert f"| accuracy | {before} | {after} |" in card
+    assert str(Path(TINY).parent) not in card  # nothing of this machine
+
+
+def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, tmp_path: Path) -> None:
+    """And the base of what comes out is still the base; a run begun with it goes on with no other."""
+    adapter = tmp_path / "adapter"
+    assert main(["export", str(trained), "--out", str(adapter), "--format", "peft"]) == 0
+    settings = ready(TINY, f"model.adapter={adapter}", "model.lora.rank=0")
+    run.train(settings, tmp_path / "second")
+    first, second = (
+        run.open_model(str(folder), ModelOptions(), silent)[0] for folder in (trained, tmp_path / "second")
+    )
+    pairs = list(zip(projections(first).values(), projections(second).values(), strict=True))
+    assert [a.lora is None for a, _ in pairs] == [b.lora is None for _, b in pairs]
+    moved = [float(np.abs(np.asarray(a.lora.b[...] - b.lora.b[...])).max()) for a, b in pairs if a.lora is not None]
+    assert 0 < max(moved) < 0.1  # two steps at 1e-2 from where it was
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "again"), "--format", "peft"]) == 0
+    again = with_adapter(weights.load(TINY).model, tmp_path / "again")
+    np.testing.assert_allclose(logits(again, TOKENS), logits(second, TOKENS), atol=1e-4)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
+    with pytest.raises(ResumeError, match="began with the weights"):
+        run.resume(tmp_path / "second")
+
+
+def test_a_run_on_a_run_is_told_and_written_whole(trained: Path, tmp_path: Path) -> None:
+    """Its own adapters belong on the first run's model, which adapter_config.json says."""
+    run.train(ready(str(trained), *LORA, "name=second"), tmp_path / "second")
+    for kind in ("hf", "peft"):
+        assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / kind), "--format", kind]) == 0
+    learnt = run.open_model(str(tmp_path / "second"), ModelOptions(), silent)[0]
+    np.testing.assert_allclose(logits(weights.load(tmp_path / "hf").model, TOKENS), logits(learnt, TOKENS), atol=1e-4)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert card.index("## Recipe quickstart") < card.index("## Recipe second")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained.resolve())
+    first = merged(run.open_model(str(trained), ModelOptions(), silent)[0])
+    again = with_adapter(first, tmp_path / "peft")
+    np.testing.assert_allclose(logits(again, TOKENS), logits(learnt, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--format", "hf"], "export to where?"),
+        (["--out", "x", "--format", "onnx"], "wanted: hf, peft, gguf"),
+        (["--out", "x", "--format", "peft"], "no LoRA adapters"),
+        (["--out", "x", "--format", "peft", "--dtype", "bfloat16"], "--dtype has no meaning for adapters"),
+        (["--out", "x", "--shard-size", "5XB"], "--shard-size is '5XB'"),
+        (["--out", "x", "--shard-size", "0"], "--shard-size is '0'"),
+        (["--out", "x", "--quantise", "q4"], "--quantise"),
+    ],
+)
+def test_mistakes_are_answered_and_nothing_is_written(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", TINY, *words]) == 2
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("model.adapter=there", "model.lora.rank=4"), "model.adapter brings its own"),
+        (("model.adapter=there", "model.lora.rank=0"), "no adapter_config.json here"),
+        (("model.lora.targets=[q_porj]",), "did you mean 'q_proj'"),
+        (("model.lora.dropout=1",), "model.lora.dropout is 1"),
+    ],
+)
+def test_mistaken_adapters_are_answered_before_anything_is_loaded(
+    settings: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", f"--model.source={TINY}", *settings]) == 2
+    assert says in capsys.readouterr().err
