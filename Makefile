@@ -39,8 +39,11 @@ lint: .venv/ready-dev ## ruff, mypy, and the contract on imports
 bench: .venv/ready ## measure; each part ends in one line of JSON
 	$(BIN)/python -m benchmarks $(ARGS)
 
-parity: .venv-parity/ready ## make the golden numbers of tests/parity again, with torch and transformers
+parity: .venv-parity/ready ## golden numbers again, and round trips, with torch, transformers, PEFT, TRL (ARGS="--gguf FILE")
 	.venv-parity/bin/python tests/parity/make_golden.py $(ARGS)
+	.venv-parity/bin/python tests/parity/make_heads_golden.py
+	.venv-parity/bin/python tests/parity/make_trl_golden.py
+	.venv-parity/bin/python tests/parity/live_round_trip.py
 
 clean: ## remove both environments, caches and build outputs; runs/ stays
 	rm -rf .venv .venv-parity .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist

@@ -1,6 +1,6 @@
 """Devices: meshes, where each array lies on them, and moving arrays between them."""
 
-from covey.parallel.mesh import make_mesh
+from covey.parallel.mesh import make_mesh, mesh_for
 from covey.parallel.reshard import Transfer, flatten, mesh_of, reshard
 from covey.parallel.sharding import DEFAULT_RULES, logical_axes, row_count, row_sharding, shardings
 
@@ -10,6 +10,7 @@ __all__ = [
     "flatten",
     "logical_axes",
     "make_mesh",
+    "mesh_for",
     "mesh_of",
     "reshard",
     "row_count",

@@ -1,6 +1,7 @@
 """Meshes: the devices of a run as a grid with named axes.
 
-`data` repeats the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product.
+`data` repeats the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. A mesh lies
+within one process; several processes have one each (`distributed`).
 """
 
 import math
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from covey.configs import MeshConfig
 from covey.errors import RecipeError, nearest
 
 AXES = ("data", "fsdp", "tp")
@@ -19,7 +21,7 @@ def make_mesh(
     axes: Sequence[str] = ("fsdp", "tp"),
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over `devices`, or over all of the run's.
+    """A mesh over `devices`, or over all that this process has.
 
     Its axes are automatic: the compiler places what has no sharding of its own. `jax.make_mesh` alone makes explicit
     axes, under which every product of two differently sharded arrays has to say where its result goes.
@@ -27,16 +29,16 @@ def make_mesh(
     Args:
         shape: devices along each axis. When not set, the mesh is the first device alone.
         axes: names out of `AXES`, one for each number of `shape`.
-        devices: what to use when not every device of the run.
+        devices: what to use when not every device of this process.
 
     Raises:
         RecipeError: names or numbers that make no mesh, or that do not use every device once.
     """
     if shape is None:
-        shape, devices = (1,) * len(axes), (devices or jax.devices())[:1]
+        shape, devices = (1,) * len(axes), (devices or jax.local_devices())[:1]
     shape, axes = tuple(shape), tuple(axes)
     _check_axes(shape, axes)
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(jax.local_devices() if devices is None else devices)
     if math.prod(shape) != len(devices):
         raise RecipeError(
             f"a mesh of {_product(shape)} devices, and there are {len(devices)}",
@@ -45,6 +47,19 @@ def make_mesh(
             where="mesh",
         )
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def mesh_for(config: MeshConfig) -> Mesh | None:
+    """The mesh that a recipe asks for, over the first devices of this process; None for one device.
+
+    Raises:
+        RecipeError: there are fewer.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    if sizes["data"] == 1:
+        del sizes["data"]
+    count = math.prod(sizes.values())
+    return make_mesh(tuple(sizes.values()), tuple(sizes), jax.local_devices()[:count]) if count > 1 else None
 
 
 def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:

@@ -14,6 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend, attention
 
+NOTHING = -1
+"""Stands for no forced token."""
+
 LayerCache = tuple[Float[Array, "S K W T"], Float[Array, "S K T W"]]
 
 
@@ -28,6 +31,7 @@ class Slots(NamedTuple):
         limit: tokens the completion may have.
         key: the sample's random key; the token's index is folded in at each draw.
         active: still being decoded.
+        forced: tokens that the next steps put in place of what they draw, NOTHING behind the last; None without a tool.
     """
 
     cache: list[LayerCache]
@@ -37,6 +41,7 @@ class Slots(NamedTuple):
     limit: Int[Array, "S"]
     key: Array
     active: Bool[Array, "S"]
+    forced: Int[Array, "S F"] | None = None
 
 
 class Prefix(NamedTuple):
@@ -47,15 +52,18 @@ class Prefix(NamedTuple):
     length: Int[Array, "P"]
 
 
-def empty_slots(slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any) -> Slots:
-    """Slots with nothing in them."""
+def empty_slots(
+    slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, forced: int = 0
+) -> Slots:
+    """Slots with nothing in them, each with room for `forced` tokens that a tool may put there."""
     none = partial(jnp.zeros, (slots,))  # called for each: donated buffers must not be shared
     cache = [
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
         for _ in range(layers)
     ]
     length, token, drawn, limit = (none(jnp.int32) for _ in range(4))
-    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), none(bool))
+    queue = jnp.full((slots, forced), NOTHING) if forced else None
+    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), none(bool), queue)
 
 
 def prefilling(length: Int[Array, "P"]) -> Attend:

@@ -40,19 +40,26 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 """Tokens; log-softmax(logits / temperature) at them; their log-probability under the truncated distribution."""
 
 
-def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp) -> Draw:
-    """Draws one token a row. `uniform` lies in [0, 1) and is the only randomness."""
+def draw(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp, forced: Int[Array, "S"] | None = None
+) -> Draw:
+    """Draws one token a row. `uniform` lies in [0, 1) and is the only randomness.
+
+    Args:
+        forced: a token to put in place of the drawn one, -1 for none. Its log-prob is the model's; the distribution it
+            was drawn from has nothing else in it, so the last of the three is 0.
+    """
     scaled = logits.astype(jnp.float32) / warp.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
     if warp.temperature == 0:
-        token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+        token = _put(forced, jnp.argmax(scaled, axis=-1).astype(jnp.int32))
         return token, _at(scaled, token) - total, jnp.zeros_like(total)
     kept = truncated(scaled, warp)
     kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
-    token = inverse_cdf(mass, uniform)
+    token = _put(forced, inverse_cdf(mass, uniform))
     chosen = _at(scaled, token)
-    return token, chosen - total, chosen - kept_total
+    return token, chosen - total, _put(forced, chosen - kept_total, 0.0)
 
 
 def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
@@ -133,6 +140,11 @@ def _blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks wi
     rows, size = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=fill)
     return padded.reshape(rows, -1, BLOCK)
+
+
+def _put(forced: Int[Array, "S"] | None, drawn: Array, instead: Any = None) -> Array:
+    """`drawn`, and where something is forced that token (or the number `instead`)."""
+    return drawn if forced is None else jnp.where(forced >= 0, forced if instead is None else instead, drawn)
 
 
 def _at(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:

@@ -7,11 +7,14 @@ in `steps`.
 
 The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same
 sample is drawn in any slot, batch, order or chunk size.
+
+With a tool a slot also halts where a question ends. The host answers it between chunks, and the next steps put the
+answer's tokens in place of what they draw: through the same cache, counted toward the limit, marked in the mask.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +23,12 @@ import numpy as np
 from flax import nnx
 
 from covey.configs import RolloutConfig
-from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.sampling import steps
-from covey.sampling.cache import Prefix, empty_slots, keep_slots, resize_time
+from covey.sampling.cache import NOTHING, Prefix, empty_slots, keep_slots, resize_time
+from covey.sampling.lengths import bucket, check_length, power_of_two
 from covey.sampling.logits import Warp
+from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
@@ -50,7 +54,7 @@ class Request:
 
 @dataclass
 class SamplerStats:
-    """What the last call cost.
+    """What a call cost, or several added up.
 
     Attributes:
         tokens: completion tokens kept; `first_tokens` of them were drawn with the prompt, not in a decode step.
@@ -66,6 +70,9 @@ class SamplerStats:
     prompt_tokens: int = 0
     prefill_cells: int = 0
 
+    def __add__(self, other: "SamplerStats") -> "SamplerStats":
+        return SamplerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
     @property
     def waste(self) -> float:
         """Share of the decode work that gave no token."""
@@ -73,11 +80,27 @@ class SamplerStats:
 
 
 class _Sample(NamedTuple):
-    """A completion on its way: which request, which of its samples, and where its tokens gather."""
+    """A completion on its way: which request, which of its samples, where its tokens gather, and which of them were
+    put there by a tool.
+    """
 
     request: int
     number: int
-    tokens: list[np.ndarray]
+    parts: list[np.ndarray]
+    forced: list[slice]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n], as far as they are known."""
+        return np.concatenate([part[0] for part in self.parts]).astype(np.int32)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """bool [n]: not put there. An answer that the limit cut short ends with the sample."""
+        mask = np.ones(len(self.tokens), bool)
+        for place in self.forced:
+            mask[place] = False
+        return mask
 
 
 class Sampler:
@@ -96,7 +119,7 @@ class Sampler:
         self._prefill = jax.jit(partial(steps.prefill, graph))
         self._admit = jax.jit(partial(steps.start, self.stop_ids), static_argnames=("warp",), donate_argnums=(0,))
         self._decode = jax.jit(
-            partial(steps.decode, graph, self.stop_ids), static_argnames=("warp", "steps"), donate_argnums=(1,)
+            partial(steps.decode, graph, self.stop_ids), static_argnames=("warp", "steps", "pause"), donate_argnums=(1,)
         )
 
     def generate(
@@ -105,6 +128,7 @@ class Sampler:
         requests: Sequence[Request],
         *,
         config: RolloutConfig | None = None,
+        tool: Tool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
         """All completions, by request and sample, without their text.
@@ -113,13 +137,14 @@ class Sampler:
             params: the decoder's state.
             requests: prompts; lengths may differ.
             config: settings for this call in place of the sampler's own.
+            tool: answers questions while they are sampled; every completion then has a mask.
             progress: called with (finished, total) samples after each chunk.
 
         Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
         """
         config = config or self.config
         self.stats = SamplerStats()
-        run = _Run(self, params, requests, config)
+        run = _Run(self, params, requests, config, tool)
         for finished in run.chunks():
             if progress is not None:
                 progress(finished, run.total)
@@ -134,26 +159,28 @@ class _Run:
     params: Any
     requests: Sequence[Request]
     config: RolloutConfig
+    tool: Tool | None
     waiting: deque[_Sample] = field(default_factory=deque)
-    done: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    done: dict[tuple[int, int], _Sample] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number, request in enumerate(self.requests):
             check_length(len(request.prompt), self.config, f"prompt {number}")
-            self.waiting.extend(_Sample(number, sample, []) for sample in range(request.samples))
+            self.waiting.extend(_Sample(number, sample, [], []) for sample in range(request.samples))
         self.total = len(self.waiting)
         self.warp = Warp.of(self.config)
         self.keys = self._sample_keys()
         longest = max((len(r.prompt) for r in self.requests), default=1)
-        self.width = bucket(longest)
+        self.width = bucket(longest, smallest=16)
         self.prefix: Prefix | None = None
         self.prefix_first = self.prefix_end = 0
-        size = min(self.config.slots, _power_of_two(self.total))
+        size = min(self.config.slots, power_of_two(self.total))
         model = nnx.merge(self.sampler.graph, self.params)
         c = model.config
         self.time = bucket(longest + self.config.decode_chunk)
         dtype = model.head_weight.dtype
-        self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
+        forced = 0 if self.tool is None else MOST_FORCED
+        self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype, forced=forced)
         self.held: list[_Sample | None] = [None] * size
         self.lengths = np.zeros(size, np.int64)
 
@@ -175,16 +202,16 @@ class _Run:
             for number, request in enumerate(self.requests)
         ]
 
-    def _completion(self, parts: list[np.ndarray]) -> Completion:
-        token, logps, sampler_logps = np.concatenate(parts, axis=1)
-        tokens = token.astype(np.int32)
+    def _completion(self, sample: _Sample) -> Completion:
+        tokens, (_, logps, sampler_logps) = sample.tokens, np.concatenate(sample.parts, axis=1)
         stopped = int(tokens[-1]) in self.sampler.stop_ids
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return Completion(tokens, logps.astype(np.float32), sampler_logps.astype(np.float32), reason)
+        mask = None if self.tool is None else sample.drawn
+        return Completion(tokens, logps.astype(np.float32), sampler_logps.astype(np.float32), reason, mask=mask)
 
     def _sample_keys(self) -> np.ndarray:
         rows = [(r.step, r.index, s) for r in self.requests for s in range(r.samples)]
-        folded = np.zeros((_power_of_two(max(len(rows), 1)), 3), np.uint32)
+        folded = np.zeros((power_of_two(max(len(rows), 1)), 3), np.uint32)
         folded[: len(rows)] = np.asarray(rows, np.uint32).reshape(-1, 3)
         return np.asarray(steps.sample_keys(self.config.seed, folded))
 
@@ -229,8 +256,9 @@ class _Run:
         self._collect(drawn, taken[None])
 
     def _decode_chunk(self) -> None:
-        chunk = self.config.decode_chunk
-        self.slots, drawn, valid, used = self.sampler._decode(self.params, self.slots, warp=self.warp, steps=chunk)
+        chunk, pause = self.config.decode_chunk, None if self.tool is None else self.tool.markers.end
+        decode = partial(self.sampler._decode, warp=self.warp, steps=chunk, pause=pause)
+        self.slots, drawn, valid, used = decode(self.params, self.slots)
         valid = np.asarray(valid)
         self.sampler.stats.slot_steps += int(used) * len(self.held)
         self.sampler.stats.chunks += 1
@@ -238,19 +266,45 @@ class _Run:
         self._collect(drawn, valid)
 
     def _collect(self, drawn: Any, valid: np.ndarray) -> None:
-        """Moves the new tokens to their samples, and finished samples out of their slots."""
+        """Moves new tokens to their samples, finished samples out of their slots, answers to those that asked."""
         drawn = np.stack([np.asarray(x, np.float64) for x in drawn])  # [3, steps, S]; token ids are exact in float64
         active = np.asarray(self.slots.active)
+        answers = {}
         for slot, sample in enumerate(self.held):
             if sample is None:
                 continue
             new = drawn[:, valid[:, slot], slot]
             self.sampler.stats.tokens += new.shape[1]
             if new.size:
-                sample.tokens.append(new)
-            if not active[slot]:
-                self.done[sample.request, sample.number] = sample.tokens
+                sample.parts.append(new)
+            if active[slot]:
+                continue
+            if (answer := self._answer(sample)) is not None:
+                answers[slot] = answer
+            else:
+                self.done[sample.request, sample.number] = sample
                 self.held[slot] = None
+        if answers:
+            self._resume(answers)
+
+    def _answer(self, sample: _Sample) -> np.ndarray | None:
+        """The tokens to put behind a sample that asked the tool, maybe none; None when it is finished."""
+        if self.tool is None:
+            return None
+        tokens = sample.tokens
+        if tokens[-1] != self.tool.markers.end or len(tokens) >= self.config.max_new_tokens:
+            return None
+        answer = self.tool.answer(tokens)
+        sample.forced.append(slice(len(tokens), len(tokens) + len(answer)))
+        return answer
+
+    def _resume(self, answers: dict[int, np.ndarray]) -> None:
+        resumed = np.zeros(len(self.held), bool)
+        forced = np.full((len(self.held), MOST_FORCED), NOTHING, np.int32)
+        for slot, answer in answers.items():
+            resumed[slot], forced[slot, : len(answer)] = True, answer
+        active, held = steps.resume(self.slots.active, self.slots.forced, resumed, forced)
+        self.slots = self.slots._replace(active=active, forced=held)
 
     def _grow(self) -> None:
         """Room for the next chunk: the longest live sample plus the steps of the chunk."""
@@ -263,46 +317,9 @@ class _Run:
     def _shrink(self) -> None:
         """Fewer slots once nothing waits and at most half of them are in use."""
         live = [slot for slot, held in enumerate(self.held) if held is not None]
-        size = max(_power_of_two(len(live)), SMALLEST_BATCH)
+        size = max(power_of_two(len(live)), SMALLEST_BATCH)
         if self.waiting or size >= len(self.held):
             return
         rows = np.array((live + [s for s in range(len(self.held)) if s not in live])[:size])
         self.slots = keep_slots(self.slots, rows)
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
-
-
-def check_length(size: int, config: RolloutConfig, which: str) -> None:
-    """Refuses a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
-
-    Errors: DataError for no tokens, more than `max_prompt_length`, or more than the cache holds with the answer.
-    """
-    if size == 0:
-        raise DataError(f"{which} has no tokens", want="at least one token")
-    if size > config.max_prompt_length:
-        raise DataError(
-            f"{which} has {size} tokens",
-            want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
-            fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
-        )
-    needed = size + config.max_new_tokens
-    if config.kv_cache_size is not None and needed > config.kv_cache_size:
-        raise DataError(
-            f"{which} and its answer may need {needed} tokens",
-            want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
-            fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
-        )
-
-
-def bucket(length: int, smallest: int = 64) -> int:
-    """The length a buffer gets: powers of two from 64, and from 256 on also the halves between them."""
-    size = smallest
-    while size < length:
-        half = size + size // 2
-        if size >= 256 and half >= length:
-            return half
-        size *= 2
-    return size
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()

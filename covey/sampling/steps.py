@@ -1,7 +1,7 @@
 """What the sampler runs on the device: prefill prompts, start samples in slots, decode some steps. Pure functions.
 
 The noise of a token comes from its sample's key and its place in the sample; the key from (seed, step, prompt index,
-sample index). Nothing else enters it.
+sample index). Nothing else enters it. A forced token takes a place, and the noise of that place is not used.
 """
 
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from covey.sampling.cache import Prefix, Slots, admit, decoding, prefilling
+from covey.sampling.cache import NOTHING, Prefix, Slots, admit, decoding, prefilling
 from covey.sampling.logits import Warp, draw
 
 
@@ -52,14 +52,26 @@ def start(
         limit=pick(zero + limit, slots.limit),
         key=keys,
         active=pick(going, slots.active),
+        forced=None if slots.forced is None else jnp.where(taken[:, None], NOTHING, slots.forced),
     )
     return new, (token[None], logp[None], sampler_logp[None])
 
 
 def decode(
-    graph: Any, stop_ids: tuple[int, ...], params: Any, slots: Slots, *, warp: Warp, steps: int
+    graph: Any,
+    stop_ids: tuple[int, ...],
+    params: Any,
+    slots: Slots,
+    *,
+    warp: Warp,
+    steps: int,
+    pause: int | None = None,
 ) -> tuple[Slots, tuple[Array, ...], Array, Array]:
-    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made."""
+    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made.
+
+    A slot halts at a stop token, at its limit, and at the token `pause`, after which the host may `resume` it.
+    """
+    halts = stop_ids if pause is None else (*stop_ids, pause)
     model = nnx.merge(graph, params)
     size = slots.token.shape[0]
     blank = jnp.zeros((steps, size))
@@ -72,7 +84,8 @@ def decode(
     def body(carry: Any) -> Any:
         step, slots, out, valid = carry
         hidden, cache = model(slots.token[:, None], slots.length[:, None], decoding(slots.length), slots.cache)
-        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp)
+        forced = None if slots.forced is None else slots.forced[:, 0]
+        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp, forced)
         was = slots.active
         count = slots.drawn + was
         after = Slots(
@@ -82,7 +95,8 @@ def decode(
             drawn=count,
             limit=slots.limit,
             key=slots.key,
-            active=was & ~_stops(drawn[0], stop_ids) & (count < slots.limit),
+            active=was & ~_stops(drawn[0], halts) & (count < slots.limit),
+            forced=_behind_first(slots.forced),
         )
         out = tuple(buffer.at[step].set(new) for buffer, new in zip(out, drawn, strict=True))
         return step + 1, after, out, valid.at[step].set(was)
@@ -90,6 +104,19 @@ def decode(
     start = (jnp.int32(0), slots, out, jnp.zeros((steps, size), bool))
     used, slots, out, valid = jax.lax.while_loop(going, body, start)
     return slots, out, valid, used
+
+
+@jax.jit
+def resume(
+    active: Bool[Array, "S"], held: Int[Array, "S F"], resumed: Bool[Array, "S"], forced: Int[Array, "S F"]
+) -> tuple[Bool[Array, "S"], Int[Array, "S F"]]:
+    """`active` and `forced` of the slots once those that are `resumed` go on with their new forced tokens."""
+    return active | resumed, jnp.where(resumed[:, None], forced, held)
+
+
+def _behind_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
+    """The forced tokens that are left after a step. A slot that is not active has none that are still wanted."""
+    return None if forced is None else jnp.pad(forced[:, 1:], ((0, 0), (0, 1)), constant_values=NOTHING)
 
 
 def _noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:

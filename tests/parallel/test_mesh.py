@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from covey.configs import MeshConfig
 from covey.errors import RecipeError
-from covey.parallel import make_mesh
+from covey.parallel import make_mesh, mesh_for
 
 
 def test_without_a_shape_it_is_one_device() -> None:
@@ -54,3 +55,24 @@ def test_on_some_devices() -> None:
 def test_mistakes_are_explained(shape: tuple[int, ...], axes: tuple[str, ...], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         make_mesh(shape, axes)
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        (MeshConfig(fsdp=1, tp=4), {"fsdp": 1, "tp": 4}),
+        (MeshConfig(fsdp=2, tp=2), {"fsdp": 2, "tp": 2}),
+        (MeshConfig(data=2), {"data": 2, "fsdp": 1, "tp": 1}),
+    ],
+)
+def test_the_mesh_of_a_recipe_takes_the_first_devices(config: MeshConfig, axes: dict[str, int]) -> None:
+    mesh = mesh_for(config)
+    assert mesh is not None
+    assert dict(mesh.shape) == axes
+    assert list(mesh.devices.flat) == jax.devices()[: mesh.size]
+
+
+def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
+    assert mesh_for(MeshConfig()) is None
+    with pytest.raises(RecipeError, match="1 x 8 = 8 devices, and there are 4"):
+        mesh_for(MeshConfig(tp=8))

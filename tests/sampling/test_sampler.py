@@ -11,7 +11,8 @@ from covey.errors import DataError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.sampling.sampler import Request, Sampler, bucket
+from covey.sampling.lengths import bucket
+from covey.sampling.sampler import Request, Sampler
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)

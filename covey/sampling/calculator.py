@@ -1,0 +1,146 @@
+"""A calculator for model text: one expression in, its value as text out. Nothing is evaluated as code.
+
+    expression   operand (operator operand)*, with + - below * / //
+    operand      number | - operand | + operand | ( expression ) | "text".count("part")
+    number       digits, with commas between them or not, and decimals
+
+What nanochat's tool answers is answered here, through a parser; powers, names and other attributes are not in the
+grammar. Deviations: values are exact fractions until they are written, so 0.1+0.2 is 0.3, and a whole number is
+written without its `.0`, as the calculator annotations of GSM8K do; `//` rounds down exactly; commas inside quotes
+stay. Any other value is the nearest float, as Python writes it.
+
+Hazard: the text may be hostile. Its length bounds the work (an expression costs under a millisecond), its depth
+the stack, and no clock or signal is needed, so any thread may call.
+"""
+
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+MAX_LENGTH = 256
+"""Most characters in an expression."""
+MAX_DEPTH = 32
+"""Most brackets and signs inside one another."""
+MAX_NUMBER = 10**30
+"""Largest magnitude of a number, on the way too."""
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<number> [0-9]++ (?:,[0-9]++)*+ (?:\.[0-9]*+)? | \.[0-9]++ )
+    | (?P<quoted> "[^"\\\n]*+" | '[^'\\\n]*+' )
+    | (?P<mark>   \.count\b | // | [-+*/()] )
+    )""",
+    re.VERBOSE,
+)
+
+
+def calculate(text: str) -> str | None:
+    """The value of the expression `text`; None when it is none, divides by zero, or exceeds a limit.
+
+    >>> calculate("(1,250 - 50) / 7.5"), calculate("7/2"), calculate("'strawberry'.count('r')"), calculate("2**9")
+    ('160', '3.5', '3', None)
+    """
+    if len(text) > MAX_LENGTH:
+        return None
+    try:
+        return _written(_Parser(_tokens(text)).whole())
+    except (_RefusedError, ZeroDivisionError):  # model text: most of it is no expression
+        return None
+
+
+class _RefusedError(Exception):
+    """The text is no expression of the grammar, or exceeds a limit."""
+
+
+def _tokens(text: str) -> list[str]:
+    found, place, end = [], 0, len(text.rstrip())
+    while place < end:
+        match = _TOKEN.match(text, place)
+        if match is None:
+            raise _RefusedError
+        found.append(match[match.lastgroup or 0])
+        place = match.end()
+    return found
+
+
+class _Parser:
+    """Precedence climbing (Richards, 1979) over a list of tokens."""
+
+    def __init__(self, tokens: list[str]):
+        self.rest = tokens[::-1]
+
+    def whole(self) -> Fraction:
+        """The value of all tokens together."""
+        value = self.expression(0, 0)
+        if self.rest:
+            raise _RefusedError
+        return value
+
+    def expression(self, above: int, depth: int) -> Fraction:
+        """Operands joined by operators that bind stronger than `above`, from left to right."""
+        value = self.operand(depth)
+        while (found := OPERATORS.get(self.next)) and found[0] > above:
+            binds, apply = found
+            self.take()
+            value = _bounded(apply(value, self.expression(binds, depth)))
+        return value
+
+    def operand(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise _RefusedError
+        token = self.take()
+        if token in ("-", "+"):
+            value = self.operand(depth + 1)
+            return -value if token == "-" else value
+        if token == "(":
+            value = self.expression(0, depth + 1)
+            self.take(")")
+            return value
+        return self.count_in(token) if token[0] in "\"'" else _number(token)
+
+    def count_in(self, quoted: str) -> Fraction:
+        self.take(".count")
+        self.take("(")
+        part = self.take()
+        self.take(")")
+        if part[0] not in "\"'":
+            raise _RefusedError
+        return Fraction(quoted[1:-1].count(part[1:-1]))
+
+    @property
+    def next(self) -> str:
+        """The next token; "" at the end."""
+        return self.rest[-1] if self.rest else ""
+
+    def take(self, wanted: str | None = None) -> str:
+        if not self.rest or wanted not in (None, self.rest[-1]):
+            raise _RefusedError
+        return self.rest.pop()
+
+
+def _number(token: str) -> Fraction:
+    whole, _, decimals = token.replace(",", "").partition(".")
+    if not (whole + decimals).isdigit():
+        raise _RefusedError
+    return _bounded(Fraction(int(whole + decimals), 10 ** len(decimals)))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if abs(value) > MAX_NUMBER:
+        raise _RefusedError
+    return value
+
+
+def _written(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else repr(float(value))
+
+
+OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
+    "+": (1, operator.add),
+    "-": (1, operator.sub),
+    "*": (2, operator.mul),
+    "/": (2, operator.truediv),
+    "//": (2, lambda a, b: Fraction(a // b)),
+}
+"""How strongly an operator binds, and what it does."""

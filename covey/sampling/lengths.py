@@ -1,0 +1,58 @@
+"""How long a prompt and its answer may be, and how large the buffers are made that hold them."""
+
+from covey.configs import RolloutConfig
+from covey.errors import DataError, RecipeError
+
+
+def check_length(size: int, config: RolloutConfig, which: str) -> None:
+    """Refuses a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
+
+    Errors: DataError for no tokens, more than `max_prompt_length`, or more than the cache holds with the answer.
+    """
+    if size == 0:
+        raise DataError(f"{which} has no tokens", want="at least one token")
+    if size > config.max_prompt_length:
+        raise DataError(
+            f"{which} has {size} tokens",
+            want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
+            fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
+        )
+    needed = size + config.max_new_tokens
+    if config.kv_cache_size is not None and needed > config.kv_cache_size:
+        raise DataError(
+            f"{which} and its answer may need {needed} tokens",
+            want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
+            fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
+        )
+
+
+def check_positions(config: RolloutConfig, positions: int) -> None:
+    """Refuses settings under which a prompt and its answer could outgrow a model made for `positions` tokens.
+
+    Errors: RecipeError.
+    """
+    prompt, answer = config.max_prompt_length, config.max_new_tokens
+    if prompt + answer > positions:
+        raise RecipeError(
+            f"a prompt of max_prompt_length = {prompt} and an answer of max_new_tokens = {answer} are {prompt + answer}"
+            " tokens",
+            want=f"at most {positions}, the positions this model was made for",
+            fix="lower one of them (--rollout.max-prompt-length, --rollout.max-new-tokens)",
+            where="rollout",
+        )
+
+
+def bucket(length: int, smallest: int = 64) -> int:
+    """The length a buffer gets: powers of two from 64, and from 256 on also the halves between them."""
+    size = smallest
+    while size < length:
+        half = size + size // 2
+        if size >= 256 and half >= length:
+            return half
+        size *= 2
+    return size
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()

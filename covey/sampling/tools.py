@@ -1,0 +1,108 @@
+"""A tool that the model uses while it samples: it writes a question between two markers and stops to be answered.
+
+    … <|python_start|> 12/60 <|python_end|> <|output_start|> 0.2 <|output_end|> …
+      drawn by the model                    put there, without loss
+
+Only tokens of the completion count: the tokens since the last begin marker, with no end marker between, are the
+question, whatever the prompt left open. A question that is empty or has no answer gets nothing put behind it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+
+from covey.configs import RolloutConfig
+from covey.errors import RecipeError
+from covey.sampling.calculator import calculate
+from covey.tokenizer import Tokenizer
+
+MOST_FORCED = 64
+"""Most tokens an answer has, its markers included. A calculator's result has at most 32 characters."""
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Ids of the tokens around a question and around its answer."""
+
+    start: int
+    end: int
+    output_start: int
+    output_end: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All four."""
+        return (self.start, self.end, self.output_start, self.output_end)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Answers questions that stand in a completion's tokens.
+
+    Attributes:
+        markers: where questions and answers begin and end.
+        evaluate: text of a question → text of its answer, None when it has none.
+        decode: tokens → text, control tokens visible.
+        encode: text → int32 [n].
+        hidden: control tokens that are left out of a completion's text: all but the markers.
+    """
+
+    markers: Markers
+    evaluate: Callable[[str], str | None]
+    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[str], np.ndarray]
+    hidden: frozenset[int] = frozenset()
+
+    def answer(self, tokens: np.ndarray) -> np.ndarray:
+        """int32 [n]: what is put behind `tokens`, the completion so far, whose last one is the end marker."""
+        before = tokens[:-1]
+        starts, ends = (np.flatnonzero(before == marker) for marker in (self.markers.start, self.markers.end))
+        open_at = starts[-1] if starts.size else -1
+        asked = before[open_at + 1 :]
+        if open_at < 0 or open_at < ends.max(initial=-1) or not asked.size:
+            return np.zeros(0, np.int32)
+        result = self.evaluate(self.decode(asked.tolist()))
+        return np.zeros(0, np.int32) if result is None else self._between_markers(self.encode(result))
+
+    def text(self, tokens: np.ndarray) -> str:
+        """`tokens` decoded, questions and answers between their markers."""
+        return self.decode([token for token in tokens.tolist() if token not in self.hidden])
+
+    def _between_markers(self, result: np.ndarray) -> np.ndarray:
+        put = np.concatenate([[self.markers.output_start], result, [self.markers.output_end]]).astype(np.int32)
+        assert len(put) <= MOST_FORCED, f"an answer of {len(put)} tokens"
+        return put
+
+
+def tool_of(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
+    """The tool that `config` names, None for none.
+
+    Errors: RecipeError when the tokenizer lacks a marker, or when they cannot be told from each other or a stop token.
+    """
+    if config.tool == "none":
+        return None
+    markers = _markers(tokenizer, config.tool_markers)
+    control = {token for token, added in tokenizer.inner.get_added_tokens_decoder().items() if added.special}
+    decode = partial(tokenizer.decode, skip_special=False)
+    return Tool(markers, TOOLS[config.tool], decode, tokenizer.encode, frozenset(control - set(markers.ids)))
+
+
+def _markers(tokenizer: Tokenizer, texts: Sequence[str]) -> Markers:
+    where, names = "rollout.tool_markers", [field.name for field in fields(Markers)]
+    if len(texts) != len(names) or len(set(texts)) != len(names):
+        raise RecipeError(f"these are not four different tokens: {list(texts)}", want=", ".join(names), where=where)
+    found = {text: token for text in texts if (token := tokenizer.inner.token_to_id(text)) is not None}
+    if missing := [text for text in texts if text not in found]:
+        raise RecipeError(
+            f"the tokenizer has no token {missing[0]!r}, so its model cannot use the tool",
+            fix="set rollout.tool to none, or name the model's own markers in rollout.tool_markers",
+            where=where,
+        )
+    if stops := [text for text in texts if found[text] in tokenizer.stop_ids]:
+        raise RecipeError(f"{stops[0]!r} is a stop token: a completion would end there", where=where)
+    return Markers(*found.values())
+
+
+TOOLS: dict[str, Callable[[str], str | None]] = {"calculator": calculate}

@@ -1,0 +1,553 @@
+"""Several processes are one: real ones, on this machine, against a single one. This file is also what they run.
+
+As `test_distributed.py MODEL FOLDER` it trains two steps, and writes down what came of it.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from covey import (
+    ClusterConfig,
+    GRPOConfig,
+    GRPOLearner,
+    PPOConfig,
+    RLCluster,
+    RLTrainingConfig,
+    Role,
+    RolloutConfig,
+)
+from covey.algorithms import algorithm_of
+from covey.cli import main
+from covey.configs import EvalConfig
+from covey.data.loader import PromptLoader
+from covey.errors import CoveyError, RecipeError, RewardError
+from covey.evaluate import evaluate
+from covey.models import weights
+from covey.parallel import distributed, flatten, make_mesh
+from covey.parallel.distributed import ADDRESS, COUNT, MODE, NUMBER, PeerError
+from covey.rl.feeder import Clock, Feeder, StepLog
+from covey.rl.grpo import group_advantages
+from covey.rl.learner import StepRecord
+from covey.rl.microbatch import stage_sizes
+from covey.rl.ppo import gae_advantages
+from covey.rl.rows import unpack
+from covey.sampling.sampler import SamplerStats
+from covey.train.checkpoint import Checkpointer
+from covey.types import Completion, FinishReason, Group
+
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+OWN = ("time/", "step_time", "tokens_per_second", "waste/")
+"""Metrics that say how the work was done, not what came of it."""
+SETTINGS = [
+    "rewards=[first_letter,fragile:fragile]",
+    "rollout.max_new_tokens=6",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=1",
+    "training.max_tokens_per_micro_batch=1",
+    "training.max_steps=4",
+    "training.prompts_per_step=2",
+    "training.checkpoint_every_n_steps=2",
+    "training.actor_optimizer.learning_rate=1e-3",
+    "grpo.num_generations=4",
+    "evaluation.prompts=3",
+]
+FRAGILE = """
+import os
+calls = 0
+def fragile(completions):
+    global calls
+    calls += 1
+    assert calls < int(os.environ.get("BREAKS_AT", 99)) or os.environ["JAX_PROCESS_ID"] != "1", "it broke"
+    return [len(set(c)) / 10 for c in completions]
+"""
+
+# What the processes do.
+
+PROMPTS = [{"prompt": f"{'why ' * i}{i}", "wanted": i % 3} for i in range(5)]
+
+
+def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[float]:
+    return [float(ids[0] % 2 == 0) + 0.25 * (ids[-1] % 4 == w) for ids, w in zip(completion_ids, wanted, strict=True)]
+
+
+def remembering(rate: float) -> optax.GradientTransformation:
+    """Gradient descent whose state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (jax.tree.map(lambda g: -rate * g, grads), grads),
+    )
+
+
+def work(model: str, folder: Path) -> None:
+    """A step of four prompts, and one of the last prompt alone: one of two processes gets nothing then. In each process
+    gradients are sharded over two devices, and a thread feeds the trainer.
+    """
+    with distributed.start():
+        (folder / f"{distributed.count()}-{distributed.index()}").write_bytes(pickle.dumps(trained(model)))
+
+
+def trained(model: str) -> dict[str, Any]:
+    loaded = weights.load(model)
+    training = RLTrainingConfig(
+        prompts_per_step=4,
+        max_steps=2,
+        actor_optimizer=remembering(1e-2),  # type: ignore[arg-type]
+        row_length=64,
+        max_tokens_per_micro_batch=64,
+        train_micro_batch_size=2,
+        queueing="async",
+    )
+    rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=6, slots=1, seed=3)
+    placed = ClusterConfig({Role.ACTOR: make_mesh((2, 1))}, training, rollout)
+    cluster = RLCluster(actor=loaded.model, tokenizer=loaded.tokenizer, cluster_config=placed)
+    found: dict[str, Any] = {"metrics": [], "samples": []}
+
+    def observe(record: StepRecord) -> None:
+        found.setdefault("gradient", arrays(cluster.state()["opt_state"]))
+        found["metrics"].append(record.metrics)
+        found["samples"].append([told(group) for group in record.groups])
+
+    loader = PromptLoader(PROMPTS, 4, seed=1, num_epochs=1)
+    grpo = GRPOConfig(num_generations=4)
+    GRPOLearner(rl_cluster=cluster, reward_fns=even, grpo_config=grpo, observers=[observe]).train(loader)
+    judged = evaluate(cluster, PROMPTS, EvalConfig(samples=2), rollout, [even])
+    found["evaluation"] = judged.summary(), [told(group) for group in judged.groups]
+    return found | {"weights": arrays(cluster.state()["params"])}
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in flatten(tree).items()}
+
+
+def told(group: Group) -> Any:
+    numbers = [None if x is None else list(x) for x in (group.rewards, group.advantages)]
+    return group.prompt, [(c.text, list(c.tokens)) for c in group.completions], *numbers
+
+
+# Starting them, and looking at what they did.
+
+
+def launched(words: Sequence[str], processes: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
+    """`python words`, as so many processes, in `folder`."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    common = os.environ | {
+        # Two devices each; and code that is compiled fast rather than well.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    folder.mkdir(exist_ok=True)
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=common
+            | ({ADDRESS: address, COUNT: str(processes), NUMBER: str(number)} if processes > 1 else {})
+            | environment,
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(processes)
+    ]
+
+
+def ended(started: Sequence[subprocess.Popen[str]], codes: Sequence[int], seconds: float = 200) -> list[str]:
+    """What each said on its way to these exit codes; those that live longer are killed, and the test fails."""
+    until = time.monotonic() + seconds
+    try:
+        outputs = ["".join(p.communicate(timeout=max(until - time.monotonic(), 1))) for p in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == list(codes), "\n\n".join(output[-3000:] for output in outputs)
+    return outputs
+
+
+def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float) -> bool:
+    largest = max(float(np.abs(x).max()) for x in one.values())
+    return one.keys() == other.keys() and all(
+        np.allclose(one[name], other[name], rtol=0, atol=tolerance * max(largest, 1.0)) for name in one
+    )
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows of metrics, or two summaries, tell the same."""
+    assert one.keys() == other.keys()
+    same = [name for name in one if not name.startswith(OWN)]
+    return all(one[n] == other[n] or np.isclose(one[n], other[n], 1e-4, 1e-5, equal_nan=True) for n in same)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model of one layer: little to compile, in each process anew."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.npz"))
+    config = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    tensors = {name: x for part in GOLDEN.glob("*.safetensors") for name, x in load_file(part).items()}
+    save_file({name: x for name, x in tensors.items() if ".layers.1." not in name}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path: Path, model: str) -> None:
+    """The first gradient to 1e-5; samples, rewards, advantages and the evaluation exactly; and the two copies of the
+    weights bit for bit.
+    """
+    out = tmp_path / "out"
+    alone, both = (launched([__file__, model, str(out)], n, out) for n in (1, 2))
+    ended(both, [0, 0])
+    ended(alone, [0])
+    one, first, second = (pickle.loads((out / name).read_bytes()) for name in ("1-0", "2-0", "2-1"))
+    assert [len(groups) for groups in one["samples"]] == [4, 1]
+    assert all(np.array_equal(first["weights"][name], second["weights"][name]) for name in one["weights"])
+    for found in (first, second):
+        assert close(one["gradient"], found["gradient"], 1e-5)
+        assert close(one["weights"], found["weights"], 1e-5)
+        assert one["samples"] == found["samples"]
+        assert one["evaluation"] == found["evaluation"]
+        for row, theirs in zip(one["metrics"], found["metrics"], strict=True):
+            assert alike(row, theirs), (row, theirs)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_fails_together_and_goes_on_together(tmp_path: Path, model: str) -> None:
+    """A reward function that breaks in process 1 ends process 0 too, which says why; the resumed run is that of one
+    process that was never stopped.
+    """
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "fragile.py").write_text(FRAGILE)
+    train = ["-m", "covey", "train", "quickstart", *SETTINGS, "--model.source", model, "--out"]
+    alone = launched([*train, str(straight)], 1, tmp_path / "here")
+    two = launched([*train, str(broken)], 2, tmp_path / "here", BREAKS_AT="5")
+    first, second = ended(two, [2, 2])
+    assert "process 1 has failed" in first
+    assert "it broke" in first
+    assert "the reward function" in second
+    ended(alone, [0])
+    with Checkpointer(broken / "checkpoints", read_only=True) as saves:
+        assert saves.steps() == [2]
+    resumed = launched(["-m", "covey", "train", "--resume", str(broken)], 2, tmp_path / "here")
+    shown, quiet = ended(resumed, [0, 0])
+    assert "step 3/4" in shown
+    assert "step 3/4" not in quiet
+    assert sorted(p.name for p in broken.iterdir()) == sorted(p.name for p in straight.iterdir())
+    for name in ("samples.jsonl", "before.jsonl", "after.jsonl"):
+        assert texts(straight / name) == texts(broken / name)
+    metrics = [rows(folder / "metrics.jsonl") for folder in (straight, broken)]
+    assert [row["step"] for row in metrics[1]] == [1, 2, 3, 4]
+    assert all(alike(one, other) for one, other in zip(*metrics, strict=True))
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (straight, broken)]
+    assert all(alike(summaries[0][when], summaries[1][when]) for when in ("before", "after"))
+    assert close(*(held(folder) for folder in (straight, broken)), 1e-4)
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def texts(file: Path) -> list[Any]:
+    return [(row["prompt"], row["text"], row["rewards"], row["finish"]) for row in rows(file)]
+
+
+def held(folder: Path) -> dict[str, np.ndarray]:
+    with Checkpointer(folder / "checkpoints", read_only=True) as saves:
+        return arrays(saves.restore(4)[0]["params"])
+
+
+# Without processes: threads in their place.
+
+
+class Threads:
+    """Calls a function in several threads, each of which believes to be a process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.own = threading.local()
+        monkeypatch.setattr(distributed, "index", lambda: getattr(self.own, "index", 0))
+        monkeypatch.setattr(distributed, "count", lambda: self.count)
+        monkeypatch.setattr(distributed, "_allgather", self._allgather)
+        self.count = 1
+
+    def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
+        """What each returned or raised."""
+        self.count, self.given = count, [np.zeros(0)] * count
+        self.barrier = threading.Barrier(count, timeout=20)
+        results: list[Any] = [None] * count
+
+        def run(index: int) -> None:
+            self.own.index = index
+            try:
+                with distributed.start({}):
+                    results[index] = function(index)
+            except BaseException as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def _allgather(self, array: np.ndarray) -> np.ndarray:
+        self.given[distributed.index()] = array
+        self.barrier.wait()
+        found = np.stack(self.given)
+        self.barrier.wait()
+        return found
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
+    given_ = [{"text": "ä" * 1000}, None, [1.5, float("inf")]]
+    assert threads(3, lambda i: distributed.gathered(given_[i], "x")) == [given_] * 3
+    assert threads(3, lambda i: distributed.all_of("ab" * i, "x")) == [list("ababab")] * 3
+    assert threads(3, lambda i: distributed.agreed(i, "x")) == [0, 0, 0]
+
+
+def test_a_joint_computation_sees_all_and_gives_each_its_own(threads: Threads) -> None:
+    items = [[3], [], [1, 2]]
+    found = threads(3, lambda i: distributed.jointly(lambda every: [10 * x + len(every) for x in every], items[i], "x"))
+    assert found == [[33], [], [13, 23]]
+
+
+def test_one_that_fails_ends_all(threads: Threads) -> None:
+    """The trap: the others wait in an exchange for one that has gone, and it waits at its end for them."""
+
+    def work(index: int) -> None:
+        distributed.gathered(index, "before")
+        if index == 1:
+            raise RewardError("the reward broke", where="my.py")
+        distributed.gathered(index, "after")
+
+    first, second, third = threads(3, work)
+    assert isinstance(second, RewardError)
+    for other in (first, third):
+        assert isinstance(other, PeerError)
+        assert "process 1 has failed: my.py: the reward broke" in str(other)
+
+
+def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
+    first, second = threads(2, lambda index: 1 / index)
+    assert isinstance(first, ZeroDivisionError)
+    assert "process 0 has failed: ZeroDivisionError" in str(second)
+
+
+def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
+    """The trap: one evaluates while the other trains, and each takes the other's numbers for what it waits for."""
+    found = threads(2, lambda index: distributed.gathered(index, f"place {index}"))
+    assert all(isinstance(each, PeerError) and "come apart" in str(each) for each in found)
+
+
+def test_differences_are_refused_by_all(threads: Threads) -> None:
+    found = threads(3, lambda i: distributed.refuse_differences("recipe", lambda: i // 2, "start again"))
+    assert all(isinstance(each, RecipeError) and "process 2 has another recipe" in str(each) for each in found)
+    assert threads(2, lambda i: distributed.refuse_differences("recipe", lambda: 7, "")) == [None, None]
+
+
+def test_of_a_step_that_does_not_divide_the_arithmetic_is_told(threads: Threads) -> None:
+    (error, _) = threads(2, lambda i: distributed.refuse_uneven(5))
+    assert isinstance(error, RecipeError)
+    assert "5 / 2 = 2.5 each" in str(error)
+    assert "4 or 6" in str(error)
+    assert threads(2, lambda i: distributed.refuse_uneven(6)) == [None, None]
+    assert "fix: 3" in str(threads(3, lambda i: distributed.refuse_uneven(2))[0])
+
+
+def test_what_works_on_one_process_alone_is_refused_on_two(threads: Threads) -> None:
+    (error, _) = threads(2, lambda i: distributed.refuse_several("covey sft"))
+    assert "covey sft on 2 processes" in str(error)
+    distributed.count = lambda: 1
+    distributed.refuse_several("covey sft")
+
+
+def test_a_mesh_with_devices_of_others_is_refused() -> None:
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=p) for p in (0, 1)]))
+    with pytest.raises(RecipeError, match="mesh of the actor has devices of other processes"):
+        distributed.refuse_foreign(mesh, "actor")
+    distributed.refuse_foreign(make_mesh((2, 2)), "actor")
+    distributed.refuse_foreign(None, "actor")
+
+
+class Played:
+    """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
+
+    config = SimpleNamespace(rollout_config=RolloutConfig(max_new_tokens=5))
+    rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
+
+    def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
+        def completion(*noise: int) -> Completion:
+            rng = np.random.default_rng(noise)
+            tokens = rng.integers(0, 50, rng.integers(1, 6)).astype(np.int32)
+            return Completion(tokens, np.sin(tokens), np.sin(tokens), FinishReason.STOP)
+
+        return [
+            Group(row["prompt"], np.arange(3), tuple(completion(step, number, s) for s in range(samples)))
+            for number, row in enumerate(examples, first)
+        ]
+
+    def get_values(self, rows: Any, lengths: Sequence[int]) -> list[np.ndarray]:
+        return unpack(rows, np.sin(rows.target), lengths)
+
+    def get_ref_per_token_logps(self, rows: Any, lengths: Sequence[int]) -> list[np.ndarray]:
+        return unpack(rows, np.cos(rows.target), lengths)
+
+
+WHOLE_STEP = {
+    "batch_std": GRPOConfig(num_generations=3, advantage="batch_std", aggregate="token_mean"),
+    "dynamic sampling": GRPOConfig("dapo", num_generations=2, max_sampling_rounds=3, advantage="batch_std"),
+    "whitening": PPOConfig(num_generations=2),
+}
+
+
+def fed(config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]:
+    """What a step trains on, token by token in no order; its denominator; its log; prompts taken from the data."""
+    algorithm, training = algorithm_of(config), RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
+    estimate = partial(gae_advantages if algorithm.has_critic else group_advantages, algorithm=algorithm)
+    reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
+    sizes = stage_sizes(training, config.num_generations)
+    feeder = Feeder(
+        Played(),
+        [reward],
+        config,
+        algorithm,
+        training,
+        sizes,
+        lambda x, beta: estimate(x, beta=beta),
+        algorithm.beta,  # type: ignore[arg-type]
+    )
+    loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
+    batches = list(feeder.feed(next(loader), loader.take, step, Clock()))
+    of_rows = [
+        np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.sampled], -1)[b.rows.scored]
+        for b in batches
+    ]
+    tokens = np.concatenate([np.zeros((0, 4)), *of_rows])
+    return tokens, sum(b.denominator for b in batches), feeder.log, loader.position
+
+
+@pytest.mark.parametrize("name", WHOLE_STEP)
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_needs_the_whole_step_gets_it(threads: Threads, name: str, step: int, count: int) -> None:
+    """The trap: each process scales by the rewards that it has itself, or fills up its own share."""
+    ((tokens, denominator, log, position),) = threads(1, lambda i: fed(WHOLE_STEP[name], step))
+    every = threads(count, lambda i: fed(WHOLE_STEP[name], step))
+    together = np.concatenate([each[0] for each in every])
+    assert np.allclose(*(x[np.lexsort(x.T)] for x in (tokens, together)), atol=1e-6)
+    assert sum(each[1] for each in every) == pytest.approx(denominator)
+    assert {each[3] for each in every} == {position}
+    whole = StepLog.of_all([each[2] for each in every])
+    assert [told(g)[:3] for g in whole.groups] == [told(g)[:3] for g in log.groups]
+    assert np.allclose([told(g)[3] for g in whole.groups], [told(g)[3] for g in log.groups], atol=1e-6)
+    assert (whole.numbers, whole.rounds, whole.replaced, whole.tied) == (
+        log.numbers,
+        log.rounds,
+        log.replaced,
+        log.tied,
+    )
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        threads = Threads(patch)
+        threads.count, shares = count, []
+        for index in range(count):
+            threads.own.index = index
+            shares.append(distributed.share(range(size)))
+    assert [item for _, share in shares for item in share] == list(range(size))
+    assert all(not len(share) or share[0] == start for start, share in shares)
+    assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
+
+
+def test_the_log_of_all_is_in_the_order_of_the_prompts() -> None:
+    group = [Group(str(i), np.zeros(1, np.int32), ()) for i in range(5)]
+    logs = [
+        StepLog([group[0], group[3]], [0, 3], SamplerStats(tokens=5), rounds=2, waste=[0.5]),
+        StepLog([group[1], group[2], group[4]], [1, 2, 4], SamplerStats(tokens=7), rounds=2, waste=[0.25, 0.0]),
+    ]
+    log = StepLog.of_all(logs)
+    assert log.groups == group
+    assert (log.numbers, log.stats.tokens, log.rounds, log.waste) == ([0, 1, 2, 3, 4], 12, 2, [0.5, 0.25, 0.0])
+
+
+def test_one_process_is_given_back_what_it_gave() -> None:
+    value = object()
+    tree = {"x": jnp.ones(3)}
+    assert distributed.gathered(value, "x")[0] is value
+    assert distributed.summed(tree, "x") is tree
+    assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
+    with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
+        assert not jax.distributed.is_initialized()
+
+
+def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
+    tree = {"a": jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.arange(2)}
+    one = distributed.fingerprint(tree)
+    sharded = jax.device_put(tree["a"], NamedSharding(make_mesh((4, 1)), PartitionSpec("fsdp")))
+    assert distributed.fingerprint({"a": sharded}) == distributed.fingerprint({"a": tree["a"]})
+    for name, x in tree.items():
+        other = tree | {name: x.at[1].set(jnp.nextafter(x[1], jnp.inf) if name == "a" else x[1] + 1)}
+        assert distributed.fingerprint(other) != one
+
+
+@pytest.mark.parametrize(
+    ("environment", "told_"),
+    [
+        ({ADDRESS: "here:1"}, f"{ADDRESS} set, and {COUNT} and {NUMBER} not"),
+        ({COUNT: "2", NUMBER: "0"}, f"{ADDRESS} not"),
+        ({ADDRESS: "here", COUNT: "2", NUMBER: "0"}, "host:port"),
+        ({ADDRESS: "here:1", COUNT: "two", NUMBER: "0"}, "a whole number"),
+        ({ADDRESS: "here:1", COUNT: "2", NUMBER: "2"}, "from 0 to 1"),
+        ({MODE: "automatic"}, "did you mean 'auto'?"),
+    ],
+)
+def test_a_contradictory_environment_is_refused(environment: dict[str, str], told_: str) -> None:
+    with pytest.raises(CoveyError) as error, distributed.start(environment):
+        pass
+    assert told_ in str(error.value)
+
+
+def test_the_command_reads_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ADDRESS, "here:1")
+    assert main(["train", "quickstart", "--model.source", str(GOLDEN), "--out", str(tmp_path / "run")]) == 2
+    assert COUNT in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], Path(sys.argv[2]))

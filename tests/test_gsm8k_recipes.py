@@ -1,0 +1,243 @@
+"""The two GSM8K recipes: each number is that of its specification, and both run, made small, on tiny random models of
+their families.
+"""
+
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+from covey import recipe, run
+from covey.algorithms import algorithm_of
+from covey.configs import CALCULATOR_MARKERS
+from covey.evaluate import PRESETS, sampling
+from covey.train.checkpoint import Checkpointer
+from covey.train.optimizers import learning_rate
+
+GOLDEN = Path(__file__).parent / "parity" / "golden"
+GEMMA_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' "
+    "+ m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+
+
+# --- the numbers
+
+
+def test_gsm8k_gemma2_is_the_specification_s4() -> None:
+    r = recipe.load("gsm8k-gemma2", ["data.path=hf:openai/gsm8k"])
+    assert (r.data.task, r.data.train_fraction, r.data.seed) == ("gsm8k", 1.0, 42)
+    lora = r.model.lora
+    assert (lora.rank, lora.alpha, len(lora.targets)) == (64, 64.0, 7)
+    assert set(lora.targets) == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert (r.model.mesh.data, r.model.mesh.fsdp, r.model.mesh.tp) == (1, 1, 4)
+    assert (r.model.dtype, r.model.compute_dtype) == ("bfloat16", "bfloat16")
+    o = r.rollout
+    assert (o.max_prompt_length, o.max_new_tokens, o.temperature, o.top_p, o.top_k) == (256, 512, 0.9, 1.0, 50)
+    a = algorithm_of(r.grpo)
+    assert (r.grpo.num_generations, r.grpo.num_iterations, a.beta, a.epsilon, a.high) == (4, 1, 0.08, 0.2, 0.2)
+    assert (a.advantage, a.surrogate, a.aggregate, a.kl) == ("group_zscore", "clip", "sequence_mean", "k3")
+    t, epochs = r.training, 1
+    batches = 3738
+    assert t.max_steps == int(batches * r.grpo.num_iterations * r.data.train_fraction * epochs)
+    assert (t.prompts_per_step, t.eval_every_n_steps) == (2, 10)
+    assert (t.checkpoint_every_n_steps, t.max_to_keep) == (500, 4)
+    p = t.actor_optimizer
+    assert (p.kind, p.learning_rate, p.b1, p.b2, p.weight_decay) == ("adamw", 3e-6, 0.9, 0.99, 0.1)
+    assert (p.warmup_ratio, p.schedule, p.max_grad_norm) == (0.1, "cosine", 0.1)
+    assert r.rewards == ("format_exact", "format_approximate", "answer_ratio", "answer_number")
+    assert r.grpo.reward_weights is None
+    e = r.evaluation
+    assert (e.prompts, e.accuracy, e.partial, e.format) == (100 * 2, "answer_number", "answer_close", "format_exact")
+    assert (e.preset, list(PRESETS)) == ("all", ["greedy", "standard", "liberal"])
+    assert r.tracking == ("wandb",)
+
+
+def test_gsm8k_nanochat_is_the_specification_s5() -> None:
+    r = recipe.load("gsm8k-nanochat", ["data.path=hf:openai/gsm8k"])
+    a = algorithm_of(r.grpo)
+    assert (a.advantage, a.surrogate, a.aggregate, a.beta) == ("centred", "reinforce", "token_mean", 0.0)
+    assert (r.grpo.num_generations, r.grpo.num_iterations, r.training.prompts_per_step) == (16, 1, 16)
+    assert r.rewards == ("exact_answer",)
+    o = r.rollout
+    assert (o.slots, o.max_new_tokens, o.temperature, o.top_k, o.top_p) == (8, 256, 1.0, 50, 1.0)
+    assert o.tool == "calculator"
+    t, p = r.training, r.training.actor_optimizer
+    assert t.max_steps == 7473 // 16
+    assert (t.eval_every_n_steps, t.checkpoint_every_n_steps) == (60, 60)
+    rates = (p.embedding_learning_rate, p.unembedding_learning_rate, p.learning_rate)
+    assert (*rates, p.initial_fraction, p.weight_decay, p.kind) == (0.2, 0.004, 0.02, 0.05, 0.0, "muon")
+    by_step = [float(learning_rate(p, 467)(n)) for n in (0, 233, 466, 467)]
+    np.testing.assert_allclose(by_step, [0.001 * (1 - n / 467) for n in (0, 233, 466, 467)], atol=1e-9)
+    e = r.evaluation
+    assert (e.prompts, e.samples, e.pass_k, e.accuracy) == (400, 8, 8, "exact_answer")
+    assert (sampling(e, o).temperature, sampling(e, o).top_k) == (1.0, 50)
+    assert e.during_prompts is None
+    assert r.data.system == ""
+    strict = ["rewards=exact_answer_strict", "evaluation.accuracy=exact_answer_strict"]
+    assert recipe.load("gsm8k-nanochat", strict).rewards == ("exact_answer_strict",)
+
+
+@pytest.mark.parametrize("name", ["gsm8k-gemma2", "gsm8k-nanochat"])
+def test_the_page_shows_the_recipes_own_numbers(name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", page.split(f"\n## {name}\n")[1], maxsplit=1, flags=re.M)[0]
+    shown = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", section, re.M)
+    ready = recipe.load(name)
+    assert len(shown) > 20
+    assert {key: str(attrgetter(key)(ready)) for key, _ in shown} == {key: value.strip() for key, value in shown}
+
+
+# --- the runs
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GSM8K; one question of the training set is far too long."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    ask = lambda n: {"question": f"{n}+{n}?", "answer": f"{n}+{n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}  # noqa: E731
+    long = {"question": "How many? " * 200, "answer": "#### 1"}
+    for name, rows in (("train", [*map(ask, range(1, 12)), long]), ("test", list(map(ask, range(20, 26))))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
+    """`checkpoint(family)`: a tiny random model of the family, with a tokenizer that can spell."""
+
+    def write(family: str) -> Path:
+        described = json.loads((GOLDEN / "families.json").read_text())[family]
+        folder = tmp_path / family
+        folder.mkdir()
+        inner = tokenizers.Tokenizer.from_file(str(GOLDEN / "tiny-llama" / "tokenizer.json"))
+        inner.add_special_tokens([*CALCULATOR_MARKERS])
+        inner.save(str(folder / "tokenizer.json"))
+        size = inner.get_vocab_size()
+        config = described["config"] | {"vocab_size": size, "max_position_embeddings": 1024, "eos_token_id": 2}
+        config |= {"num_hidden_layers": 2, "layer_types": (config.get("layer_types") or [])[:2] or None}
+        (folder / "config.json").write_text(json.dumps(config))
+        vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+        kept = {k: v for k, v in described["shapes"].items() if "layers.2" not in k and "layers.3" not in k}
+        shapes = {k: (size, v[1]) if k in vocabulary else tuple(v) for k, v in kept.items()}
+        draw = lambda name, shape: np.random.RandomState(zlib.crc32(name.encode())).normal(size=shape) * 0.2  # noqa: E731
+        tensors = {k: (draw(k, v) + float("norm" in k)).astype(np.float32) for k, v in shapes.items()}
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        chatml = (GOLDEN / "tiny-llama" / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").write_text(GEMMA_TEMPLATE if family == "gemma2" else chatml)
+        return folder
+
+    return write
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+
+SMALL = [
+    "rollout.max_new_tokens=10",
+    "rollout.slots=8",
+    "training.max_steps=2",
+    "training.eval_every_n_steps=1",
+    "training.checkpoint_every_n_steps=1",
+    "tracking=[]",
+]
+
+
+@pytest.mark.slow
+def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, checkpoint: Callable[[str], Path]) -> None:
+    settings = [
+        f"data.path={problems}",
+        f"model.source={checkpoint('gemma2')}",
+        "model.lora.rank=4",
+        "rollout.max_prompt_length=400",
+        "evaluation.prompts=2",
+        "evaluation.during_prompts=1",
+    ]
+    ready = recipe.load("gsm8k-gemma2", [*SMALL, *settings])
+    out = tmp_path / "run"
+    summary = run.train(ready, out)
+    assert summary["data"] == {"prompts": 11, "dropped": 1}
+    figures = {"accuracy", "partial_accuracy", "format_accuracy"}
+    for name in ("before", "after"):
+        wanted = figures | {f"{preset}/{what}" for preset in ("standard", "liberal") for what in figures}
+        assert wanted <= {what for what, value in summary[name].items() if value is not None}
+        assert [len(rows(out, f"{name}{preset}.jsonl")) for preset in ("", "-standard", "-liberal")] == [2, 2, 2]
+    metrics = rows(out, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert all({f"eval/{what}" for what in figures} <= row.keys() for row in metrics)
+    assert [row["eval/samples"] for row in metrics] == [1.0, 1.0]
+    assert {"kl", "reward", "rewards/format_exact/mean", "rewards/answer_ratio/mean"} <= metrics[0].keys()
+    prompt = rows(out, "samples.jsonl")[0]["prompt"]
+    assert "<reasoning>" in prompt
+    with Checkpointer(out / "checkpoints", read_only=True) as saves:
+        assert saves.steps() == [1, 2]
+        state, _ = saves.restore()
+    assert all("lora" in name for name in _leaves(state["params"]))
+
+
+class Board:
+    """Stands for tensorboardX and its writer."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def SummaryWriter(self, logdir: str) -> "Board":  # noqa: N802
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.seen.append((name, step))
+
+    def close(self) -> None:
+        self.seen.append(("closed", -1))
+
+
+@pytest.mark.slow
+def test_gsm8k_nanochat_runs_and_goes_on(
+    tmp_path: Path, problems: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board()
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    settings = [
+        "tracking=tensorboard",
+        f"data.path={problems}",
+        f"model.source={checkpoint('nanochat')}",
+        "model.compute_dtype=float32",
+        "training.too_long=drop",
+        "training.prompts_per_step=2",
+        "grpo.num_generations=4",
+        "evaluation.prompts=2",
+        "evaluation.samples=3",
+        "evaluation.pass_k=3",
+    ]
+    ready = recipe.load("gsm8k-nanochat", [*SMALL, *settings])
+    out = tmp_path / "run"
+    summary = run.train(ready, out)
+    assert {f"pass@{k}{how}" for k in (1, 2, 3) for how in ("", "_any")} <= summary["after"].keys()
+    metrics = rows(out, "metrics.jsonl")
+    assert [row["learning_rate"] for row in metrics] == pytest.approx([0.001, 0.0005])
+    assert all(0 <= row["eval/pass@1"] <= row["eval/pass@3"] <= 1 for row in metrics)
+    assert "kl" not in metrics[0]
+    assert len(rows(out, "samples.jsonl")) == 2 * 2 * 4
+    assert [step for name, step in board.seen if name == "reward"] == [1, 2]
+    assert [step for name, step in board.seen if name == "eval/pass@3"] == [0, 1, 2, 2]
+    assert board.seen[-1] == ("closed", -1)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as on a machine without it: said, and no more
+    assert run.resume(out)["steps"] == 2  # Muon's state is found again under its names
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[str]:
+    if not isinstance(tree, dict):
+        return [prefix]
+    return [name for key, value in tree.items() for name in _leaves(value, f"{prefix}.{key}")]
