@@ -5,6 +5,8 @@ OUT ?=
 ARGS ?=
 # CPU builds of torch lie on an index of their own on most machines: TORCH="torch --index-url ..." as its site says.
 TORCH ?= torch==2.13.0
+# Tests compile on one core each; a file stays with one worker, because its tests share what was compiled.
+WORKERS ?= -n auto --dist loadfile
 
 BIN := .venv/bin
 PINS := -c constraints.txt
@@ -26,10 +28,10 @@ quickstart: .venv/ready ## install, then train a small model: a few minutes on 2
 install: .venv/ready ## make .venv with Covey in it (jax for CPU)
 
 test: lint ## lint, then the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-quick: .venv/ready-dev ## the tests that take less than two seconds each
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
 
 lint: .venv/ready-dev ## ruff, mypy, and the contract on imports
 	$(BIN)/ruff check .

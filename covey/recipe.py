@@ -245,7 +245,8 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
 
 def _no_examples(recipe: SFTRecipe) -> Iterator[Problem]:
     if recipe.data.task == "first-letter":
-        yield "data.task", "data.task first-letter has no worked answers to learn from", "jsonl, arithmetic, sums or gsm8k"
+        what = "data.task first-letter has no worked answers to learn from"
+        yield "data.task", what, "jsonl, arithmetic, sums or gsm8k"
 
 
 def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""From `DataConfig` to training and test rows: three tasks made on the fly, GSM8K, and any records in files or on a hub.
+"""From `DataConfig` to training and test rows: tasks made on the fly, GSM8K, and any records in files or on a hub.
 
 Rows have prompts; for supervised training also completions (`load_examples`). Records come from `readers`.
 """

