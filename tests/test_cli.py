@@ -88,7 +88,7 @@ def test_help_needs_no_jax(words):
         (["train", "quickstart", "--evaluation.format", "sentense"], "did you mean 'sentence'?"),
         (["train", "gsm8k-smollm2", "--data.path", "nowhere"], "data.path: there is no nowhere"),
         (["train", "--resume", "nowhere"], "this is no run folder"),
-        (["sft"], "built-in recipes: sft-arithmetic, sft-smollm2\n"),
+        (["sft"], "built-in recipes: sft-arithmetic, sft-smollm2"),
         (["sft", "quickstart"], "fix: covey train quickstart\n"),
         (["train", "sft-arithmetic"], "fix: covey sft sft-arithmetic\n"),
         (["sft", "sft-smollm2"], "--data.path FILE.jsonl"),

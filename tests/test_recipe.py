@@ -98,7 +98,7 @@ def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
         ("grpo: {beta: .inf}", "a finite number"),
         ("grpo: {beta: '0.1'}", "a finite number"),
         ("model: {remat: 1}", "true or false"),
-        ("data: {task: sums}", "first-letter, arithmetic, gsm8k, jsonl"),
+        ("data: {task: sumz}", "first-letter, arithmetic, "),
         ("training: {max_steps: many}", "a whole number (or null)"),
     ],
 )

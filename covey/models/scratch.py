@@ -130,6 +130,6 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
 
 
 SCRATCH: dict[str, Plan] = {
-    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=256, num_layers=4),
+    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2),
 }
 """Name → what is made."""

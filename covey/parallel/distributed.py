@@ -11,11 +11,12 @@ call, in which a process can say that it has failed: so nobody waits for one tha
 
 import os
 import pickle
-import re
-import sys
+import signal
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -24,22 +25,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from covey.errors import CoveyError, RecipeError, nearest
+from covey.errors import CoveyError, RecipeError
+from covey.parallel.joining import ADDRESS, join
 from covey.parallel.reshard import mesh_of
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-MODE = "COVEY_DISTRIBUTED"
-ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-"""What the environment says: `MODE` is auto or off; or the other three together."""
-
 PROCESS = "process"
 """Name of the mesh axis over the processes."""
-HEARTBEAT = 60
-"""Seconds after which a process that was killed is missed."""
-LEAVING = 30
-"""Seconds that a process waits at its end for the others to end too."""
 REPORTED = 2000
 """Characters of an error that the other processes hear."""
 
@@ -50,7 +44,7 @@ class PeerError(CoveyError):
 
 @contextmanager
 def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Joins the processes that the environment names, when it names any, for what is done inside.
+    """Joins the processes that the environment names (`joining`), when it names any, for what is done inside.
 
     Comes before any other use of JAX. A program that called `jax.distributed.initialize` by itself is taken as it is.
     Inside, an error in one process ends all of them: the others get a `PeerError` when they next exchange something.
@@ -62,7 +56,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         CoveyError: the environment is contradictory, or the processes do not come together.
     """
     if not jax.distributed.is_initialized():
-        _initialize(os.environ if environment is None else environment)
+        join(os.environ if environment is None else environment)
     if count() == 1:
         yield
         return
@@ -106,7 +100,10 @@ def gathered(value: T, about: str) -> list[T]:
     """
     if count() == 1:
         return [value]
-    return [pickle.loads(data) for data in _meet(about, pickle.dumps(value))]
+    mine = pickle.dumps(value)
+    with _uninterrupted():
+        everyone = _meet(about, mine)
+    return [pickle.loads(data) for data in everyone]
 
 
 def all_of(items: Sequence[T], about: str) -> list[T]:
@@ -141,11 +138,7 @@ def refuse_differences(about: str, value: Callable[[], Any], fix: str) -> None:
 
 
 def refuse_several(what: str) -> None:
-    """Refuses `what` where there are several processes.
-
-    Raises:
-        RecipeError: there are.
-    """
+    """Refuses `what` where there are several processes, with a RecipeError."""
     if count() > 1:
         fix = f"start it once, without {ADDRESS}; the devices of one process can be a mesh"
         raise RecipeError(f"{what} on {count()} processes", want="one process", fix=fix)
@@ -183,21 +176,20 @@ def refuse_foreign(mesh: Mesh | None, role: str) -> None:
 
 
 def summed(tree: T, about: str) -> T:
-    """A tree of arrays with the same shapes in every process, added up over them. The source is given up.
+    """A tree of arrays with the same shapes in every process, added up over them; errors as in `gathered`.
 
-    The arrays lie on this process's devices, before and after, and every process gets the same bits.
-
-    Raises:
-        PeerError: see `gathered`.
+    The arrays lie on this process's devices, before and after, and every process gets the same bits. The source is
+    given up.
     """
     if count() == 1:
         return tree
-    _meet(about)
     mesh = _over_processes(tree)
     blocks = jax.tree.map(lambda x: _as_block(x, mesh), tree)
     places = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*_spec(x))), tree)
     jax.tree.map(lambda x: x.delete(), tree)
-    totals = _exchange(lambda: jax.block_until_ready(jax.jit(_sums, out_shardings=places)(blocks)))
+    with _uninterrupted():
+        _meet(about)
+        totals = _exchange(lambda: jax.block_until_ready(jax.jit(_sums, out_shardings=places)(blocks)))
     return jax.tree.map(_own, tree, totals)
 
 
@@ -209,9 +201,11 @@ def fingerprint(tree: Any) -> int:
 @jax.jit
 def _bits(tree: Any) -> jax.Array:
     """The arrays' bits as whole numbers, added up modulo 2³²: in any order the same, so sharding does not matter."""
-    of_size = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    words = [jax.lax.bitcast_convert_type(x, of_size[x.dtype.itemsize]) for x in jax.tree.leaves(tree)]
-    return sum((jnp.sum(x, dtype=jnp.uint32) for x in words), jnp.uint32(0))
+    total = jnp.uint32(0)
+    for x in jax.tree.leaves(tree):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
+    return total
 
 
 def _sums(tree: T) -> T:
@@ -243,14 +237,27 @@ def _over_processes(tree: Any) -> Mesh:
         mine, names = np.array(device), ()
     else:
         mine, names = local.devices, local.axis_names
-    of_process = [sorted((d for d in jax.devices() if d.process_index == p), key=_id) for p in range(count())]
+    ordered = sorted(jax.devices(), key=attrgetter("id"))
+    of_process = [[device for device in ordered if device.process_index == p] for p in range(count())]
     places = [of_process[index()].index(device) for device in mine.flat]
     devices = np.array([[of[place] for place in places] for of in of_process]).reshape(count(), *mine.shape)
     return Mesh(devices, (PROCESS, *names))
 
 
-def _id(device: jax.Device) -> int:
-    return device.id
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of an exchange: halfway through, the others would take the farewell for its rest."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *at: held.append(at))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _meet(about: str, data: bytes = b"", failed: bool = False) -> list[bytes]:
@@ -288,48 +295,6 @@ def _exchange(transfer: Callable[[], T]) -> T:
 
 
 def _told(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was stopped with Ctrl-C"
     return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
-
-
-def _initialize(environment: Mapping[str, str]) -> None:
-    mode, named = environment.get(MODE, ""), _named(environment)
-    if mode not in ("", "auto", "off"):
-        raise CoveyError(f"{MODE} is {mode!r}", fix=nearest(mode, ("auto", "off")), where="environment")
-    if mode == "off" or (mode == "" and not named):
-        return
-    address, processes, number = named if named and mode != "auto" else (None, None, None)
-    if processes == 1:
-        return
-    print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and live on
-    try:
-        jax.distributed.initialize(
-            address, processes, number, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=LEAVING
-        )
-    except (RuntimeError, ValueError) as error:
-        raise CoveyError(
-            f"the processes did not come together: {str(error).strip() or type(error).__name__}",
-            want=f"{ADDRESS}, {COUNT} and {NUMBER} for each process, or a cluster that JAX knows",
-            fix="docs/scaling.md",
-        ) from error
-
-
-def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Address, number of processes and number of this one; None when the environment has none of them."""
-    given = {name: environment[name] for name in (ADDRESS, COUNT, NUMBER) if environment.get(name)}
-    if not given or environment.get(MODE):
-        return None
-    if missing := [name for name in (ADDRESS, COUNT, NUMBER) if name not in given]:
-        what = f"{' and '.join(given)} set, and {' and '.join(missing)} not"
-        raise CoveyError(what, want="all three, or none", fix=f"{MODE}=auto lets JAX ask the cluster for them")
-    if not re.fullmatch(r".+:\d{1,5}", given[ADDRESS]):
-        raise CoveyError(f"{ADDRESS} is {given[ADDRESS]!r}", want="host:port of process 0", where="environment")
-    numbers = {name: given[name] for name in (COUNT, NUMBER)}
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise CoveyError(f"{name} is {text!r}", want="a whole number", where="environment")
-    processes, number = int(given[COUNT]), int(given[NUMBER])
-    if number >= processes:
-        what = f"{NUMBER} is {number}, and {COUNT} is {processes}"
-        raise CoveyError(what, want=f"a number from 0 to {processes - 1}", where="environment")
-    return given[ADDRESS], processes, number

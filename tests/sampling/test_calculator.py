@@ -171,5 +171,5 @@ def test_the_limits_are_the_last_values_within() -> None:
 def test_any_text_gives_a_number_or_nothing(text: str) -> None:
     found, seconds = timed(text)
     assert found is None or len(found) <= 32
-    assert found is None or abs(float(found)) <= MAX_NUMBER
+    assert found is None or abs(Fraction(found)) <= MAX_NUMBER
     assert seconds < 0.010

@@ -1,0 +1,80 @@
+"""From the environment to processes that know of each other: JAX's own runtime for several of them.
+
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID    told by hand: host:port of process 0, how many, which
+COVEY_DISTRIBUTED=auto                                        told by the cluster: Slurm, MPI, Kubernetes, a TPU pod
+COVEY_DISTRIBUTED=off                                         one process, whatever else is set
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+
+import jax
+
+from covey.errors import CoveyError, nearest
+
+MODE = "COVEY_DISTRIBUTED"
+ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+HEARTBEAT = 60
+"""Seconds after which a process that was killed is missed."""
+LEAVING = 30
+"""Seconds that a process waits at its end for the others to end too; then JAX aborts it."""
+
+
+def join(environment: Mapping[str, str]) -> None:
+    """Joins the processes that `environment` names; does nothing when it names none, or this one alone.
+
+    Comes before any other use of JAX.
+
+    Raises:
+        CoveyError: the environment is contradictory, or the processes do not come together.
+    """
+    mode, named = environment.get(MODE, ""), _named(environment)
+    if mode not in ("", "auto", "off"):
+        raise CoveyError(f"{MODE} is {mode!r}", fix=nearest(mode, ("auto", "off")), where="environment")
+    if mode == "off" or (mode == "" and not named):
+        return
+    address, processes, number = named if named and mode != "auto" else (None, None, None)
+    if processes == 1:
+        return
+    print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and live on
+    try:
+        jax.distributed.initialize(
+            address, processes, number, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=LEAVING
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CoveyError(
+            f"the processes did not come together: {str(error).strip() or type(error).__name__}",
+            want=f"{ADDRESS}, {COUNT} and {NUMBER} for each process, or a cluster that JAX knows",
+            fix="docs/scaling.md",
+        ) from error
+    if jax.process_index():
+        print(f"process {jax.process_index()} of {jax.process_count()}; process 0 shows the progress", file=sys.stderr)
+
+
+def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Address, number of processes and number of this one; None when the environment has none of them."""
+    given = {name: environment[name] for name in (ADDRESS, COUNT, NUMBER) if environment.get(name)}
+    if not given or environment.get(MODE):
+        return None
+    if missing := [name for name in (ADDRESS, COUNT, NUMBER) if name not in given]:
+        what = f"{' and '.join(given)} set, and {' and '.join(missing)} not"
+        raise CoveyError(what, want="all three, or none", fix=f"{MODE}=auto lets JAX ask the cluster for them")
+    for name, (form, want) in FORMS.items():
+        if not re.fullmatch(form, given[name]):
+            raise CoveyError(f"{name} is {given[name]!r}", want=want, where="environment")
+    processes, number = int(given[COUNT]), int(given[NUMBER])
+    if number >= processes:
+        what = f"{NUMBER} is {number}, and {COUNT} is {processes}"
+        raise CoveyError(what, want=f"a number from 0 to {processes - 1}", where="environment")
+    return given[ADDRESS], processes, number
+
+
+FORMS = {
+    ADDRESS: (r".+:\d{1,5}", "host:port of process 0"),
+    COUNT: ("[0-9]+", "a whole number"),
+    NUMBER: ("[0-9]+", "a whole number"),
+}
+"""Variable → what it looks like."""
