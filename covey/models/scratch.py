@@ -29,7 +29,8 @@ class Plan:
     alphabet: str
     hidden_size: int
     num_layers: int
-    head_dim: int = 32
+    head_dim: int
+    rope_theta: float
 
     @property
     def config(self) -> ModelConfig:
@@ -43,6 +44,7 @@ class Plan:
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=self.head_dim,
+            rope_theta=self.rope_theta,
             tie_embeddings=True,
         )
 
@@ -71,8 +73,8 @@ class Scratch:
             if path.endswith(".scale"):
                 yield path, np.ones(shape, np.float32)
             else:
-                spread = shape[0] ** -0.5 if path.endswith(".kernel") else 0.02
-                yield path, (random.standard_normal(shape) * spread).astype(np.float32)
+                inputs = shape[0] if path.endswith(".kernel") else shape[1]
+                yield path, (random.standard_normal(shape) * inputs**-0.5).astype(np.float32)
 
 
 def names() -> list[str]:
@@ -130,6 +132,6 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
 
 
 SCRATCH: dict[str, Plan] = {
-    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2),
+    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=16, rope_theta=100.0),
 }
 """Name → what is made."""
