@@ -3,10 +3,8 @@ was.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -34,19 +32,7 @@ SETTINGS = [
 ]
 LORA = ("model.lora.rank=4", "model.lora.targets=[q_proj, '.*mlp.*']", "model.lora.dropout=0.1")
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The programs of one run serve the others, as they do on a user's machine."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 
 def ready(source: str, *more: str) -> recipe.Recipe:

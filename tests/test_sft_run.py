@@ -4,7 +4,7 @@ be used and trained on.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,7 @@ SETTINGS = [
     "evaluation.answers=0",
 ]
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The programs of one run serve the others, as they do on a user's machine."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module")

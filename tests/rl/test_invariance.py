@@ -5,7 +5,7 @@ follows none, so that one compiled learner can take the same steps again and aga
 second update the weights are elsewhere, so that ratios are not 1 and clips cut.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -37,7 +37,7 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.tokenizer import Tokenizer
-from covey.train.trainer import Trainer, compiler_options
+from covey.train.trainer import Trainer
 from covey.types import FinishReason
 
 pytestmark = pytest.mark.slow
@@ -220,18 +220,6 @@ def same_steps(got: Steps, want: Steps) -> None:
 
 
 Labs = Callable[..., Lab]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler() -> Iterator[None]:
-    """A quarter of the time: it goes into compiling a hundred programs that run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    options = {**compiler_options(), "xla_cpu_use_fusion_emitters": False}
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("covey.train.trainer", "covey.rl.inference"):
-            patch.setattr(f"{module}.compiler_options", lambda: options)
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

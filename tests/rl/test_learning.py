@@ -1,6 +1,6 @@
 """Every algorithm learns a task from random weights, and what steers it on the way does what it says."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.rl.rows import Rows, pack
 from covey.tokenizer import Tokenizer
-from covey.train.trainer import compiler_options
 from covey.types import Group
 
 pytestmark = pytest.mark.slow
@@ -151,18 +150,6 @@ def log_probs(params: Any, groups: Sequence[Group]) -> np.ndarray:
     """Of all tokens of the groups, under a decoder with these weights."""
     graph, _ = nnx.split(decoder(0))
     return np.concatenate(RowScorer(graph, 1.0)(params, *laid_out(groups), size=4))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler() -> Iterator[None]:
-    """A quarter of the time: it goes into compiling programs that run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    options = {**compiler_options(), "xla_cpu_use_fusion_emitters": False}
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("covey.train.trainer", "covey.rl.inference"):
-            patch.setattr(f"{module}.compiler_options", lambda: options)
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
