@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError, nearest
+from covey.files import check_given
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import NameTable, match, names, orient
 from covey.tokenizer import Tokenizer
@@ -85,6 +86,7 @@ def package() -> Any:
 
 def _open(path: Path) -> Any:
     gguf = package()
+    check_given(path)
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # a file cut short fails in whatever way its bytes happen to read

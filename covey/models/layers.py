@@ -10,10 +10,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.config import ModelConfig, RopeScaling
+from covey.models.quantised import Quantised, dequantised
+
+PRODUCT = "product"
+"""Name of the projections' results, for `decoder.KEPT`."""
 
 
 def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
@@ -45,6 +50,40 @@ def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array)
 project.defvjp(_project_forward, _project_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def project_frozen(x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str) -> Array:
+    """`project` with a kernel held in `kind` (see `Quantised`): dequantised anew for each product, forward and
+    backward, and without a gradient.
+    """
+    values, scales, x = _together(values, scales, x)
+    return project(x, dequantised(values, scales, kind), dtype)
+
+
+def _frozen_forward(
+    x: Array, values: Array, scales: Array, dtype: DTypeLike, kind: str
+) -> tuple[Array, tuple[Array, Array]]:
+    return project_frozen(x, values, scales, dtype, kind), (values, scales)
+
+
+def _frozen_backward(dtype: DTypeLike, kind: str, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+    values, scales, grad = _together(*saved, grad)
+    kernel = dequantised(values, scales, kind)
+    return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(grad.dtype), None, None
+
+
+def _together(values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
+    """All three, none to be used before the others are there. Otherwise the compiler keeps a float kernel from the
+    forward for the backward, or makes all of them before a decoding loop begins.
+    """
+    if jax.default_backend() == "cpu":  # which drops barriers early; this zero it cannot see through
+        zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
+        return values + zero.astype(values.dtype), scales, beside
+    return jax.lax.optimization_barrier((values, scales, beside))
+
+
+project_frozen.defvjp(_frozen_forward, _frozen_backward)
+
+
 class LoRA(nnx.Module):
     """A low-rank addition to one projection: `scale · x A B` (Hu et al., 2021), B starting at zero.
 
@@ -68,20 +107,24 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """`x W (+ b) (+ LoRA)`, the kernel stored [n_in, n_out]."""
+    """`x W (+ b) (+ LoRA)`, the kernel stored [n_in, n_out], or as a `Quantised` in its place."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
-        self.kernel = nnx.Param(kernel.astype(param_dtype))
+        self.kernel: nnx.Param | Quantised = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "... n_in"]) -> Array:
-        out = project(x, self.kernel[...], self.dtype)
+        held = self.kernel
+        if isinstance(held, Quantised):
+            out = project_frozen(x, held.values[...], held.scales[...], self.dtype, held.kind)
+        else:
+            out = project(x, held[...], self.dtype)
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype)
-        return out if self.lora is None else out + self.lora(x, self.dtype)
+        return checkpoint_name(out if self.lora is None else out + self.lora(x, self.dtype), PRODUCT)
 
 
 class RMSNorm(nnx.Module):

@@ -1,7 +1,8 @@
 """LoRA on a decoder (Hu et al., 2021): adapters put on, taken off, merged; and the dropout of a training step.
 
 The adapters are a module of ours and not qwix's: qwix intercepts products by patching them while the model is traced,
-which fails inside rematerialised layers, and ours are rematerialised. qwix keeps its place for quantised bases.
+which fails inside rematerialised layers, and ours are rematerialised. The base under them may be quantised
+(`quantised`), which is qwix's.
 
 Actor and reference share the base: `with_lora` copies the module, not its arrays.
 """
@@ -22,6 +23,7 @@ from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.heads import HeadParam, ValueModel
 from covey.models.layers import Linear, LoRA, project
+from covey.models.quantised import Format, Frozen, Quantised, held
 
 Model = TypeVar("Model", Decoder, ValueModel)
 AnyModel = TypeVar("AnyModel", bound=nnx.Module)
@@ -81,13 +83,28 @@ def _matches(entry: str, named: Mapping[str, str]) -> list[str]:
 
 
 def merged(model: Model) -> Model:
-    """The same function without adapters: each kernel becomes W + scale·A·B."""
+    """The same function without adapters: each kernel becomes W + scale·A·B, and one that was quantised a float one."""
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
-        if linear.lora is not None:
+        if linear.lora is not None or isinstance(linear.kernel, Quantised):
             linear.kernel = nnx.Param(merged_kernel(linear, linear.kernel.dtype))
             linear.lora = None
     return model
+
+
+def rebased(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
+    """What `model` computes, as a base for other adapters: its own are merged, its weights held in `dtype`, and its
+    projections quantised as `how` says; one after another.
+
+    Errors: RecipeError where the blocks of `how` do not divide a kernel's inputs.
+    """
+    model = nnx.merge(*nnx.split(model))
+    for linear in projections(model).values():
+        kernel = merged_kernel(linear, dtype if how is None else jnp.float32)
+        linear.kernel = nnx.Param(kernel) if how is None else held(kernel, how, dtype)
+        linear.lora = None
+    parts: tuple[Any, ...] = nnx.split(model, Frozen, ...)
+    return nnx.merge(*parts[:2], jax.tree.map(lambda x: x.astype(dtype), parts[2]))
 
 
 def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
@@ -115,7 +132,16 @@ def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State,
     """The model's graph, what training changes, and the rest.
 
     Trained are the adapters, and a value head with them, when there are any; else every weight.
+
+    Errors: RecipeError for a quantised model without adapters.
     """
+    if not has_lora(model) and nnx.state(model, Frozen):
+        raise RecipeError(
+            "a quantised base cannot be trained",
+            want="adapters on it, or a base that is not quantised",
+            fix="model.lora.rank above 0, in Python lora.with_lora; or model.quantize none",
+            where="model.quantize",
+        )
     kind = (nnx.LoRAParam, HeadParam) if has_lora(model) else nnx.Param
     parts: tuple[Any, ...] = nnx.split(model, kind, ...)
     return parts[0], parts[1], parts[2]

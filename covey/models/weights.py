@@ -1,8 +1,8 @@
 """Real weights into a decoder: a source goes in, the model, its tokenizer and its config come out.
 
-The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast and put where it will stay (on
-a mesh: in pieces), so the host never holds more than one tensor. Every tensor of the checkpoint must have its place and
-every place its tensor, with equal shapes.
+The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast, or quantised, and put where it
+will stay (on a mesh: in pieces), so the host never holds more than one tensor. Every tensor of the checkpoint must have
+its place and every place its tensor, with equal shapes.
 """
 
 import re
@@ -19,10 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.errors import WeightsError
+from covey.files import check_given
 from covey.models import families, sources
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.gguf import GGUF
+from covey.models.layers import Linear
+from covey.models.quantised import Format, format_of, quantising, room_for
 from covey.models.scratch import PREFIX, Scratch
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
@@ -52,6 +55,7 @@ class DecoderOptions(TypedDict, total=False):
     param_dtype: str
     compute_dtype: str
     remat: bool
+    remat_keeps: str
     scan_layers: bool
 
 
@@ -71,7 +75,10 @@ def load(
     param_dtype: str = "float32",
     compute_dtype: str = "float32",
     remat: bool = True,
+    remat_keeps: str = "products",
     scan_layers: bool = False,
+    quantize: str = "none",
+    quantize_block: int = 64,
     mesh: Mesh | None = None,
     place: Place | None = None,
     say: sources.Say = sources.log.info,
@@ -81,14 +88,17 @@ def load(
     Args:
         source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
             `scratch:name[@seed]`.
-        param_dtype, compute_dtype, remat, scan_layers: see `configs.ModelOptions`.
+        param_dtype, compute_dtype, remat, remat_keeps, scan_layers, quantize, quantize_block: see
+            `configs.ModelOptions`.
         mesh: devices to divide the parameters over, as `parallel.sharding` says; the default device when not given.
         place: puts each tensor on its devices, in place of `mesh`.
         say: is told about slow steps.
 
     Raises:
         WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
+        RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
+    how = format_of(quantize, quantize_block)
     found, checkpoint = find(source, say)
     _refuse_classifier(checkpoint, str(found.path))
 
@@ -99,11 +109,14 @@ def load(
             param_dtype=param_dtype,
             compute_dtype=compute_dtype,
             remat=remat,
+            remat_keeps=remat_keeps,
             scan_layers=scan_layers,
         )
 
-    abstract = nnx.eval_shape(build)
-    model = fill(abstract, checkpoint.tensors(), place or placing(abstract, mesh), where=str(found.path))
+    abstract, tensors = nnx.eval_shape(build), checkpoint.tensors()
+    if how is not None:
+        abstract, tensors = _with_places(abstract, how), quantising(tensors, how)
+    model = fill(abstract, tensors, place or placing(abstract, mesh), where=str(found.path))
     return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
 
@@ -149,6 +162,14 @@ def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, 
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _with_places(model: Decoder, how: Format) -> Decoder:
+    """The abstract `model` with places for quantised kernels."""
+    for _, linear in nnx.iter_graph(model):
+        if isinstance(linear, Linear):
+            linear.kernel = room_for(linear.kernel.shape, how, linear.kernel.dtype)
+    return model
 
 
 def placing(model: nnx.Module, mesh: Mesh | None) -> Place:
@@ -259,10 +280,11 @@ def open_safetensors(file: Path) -> Any:
     """A safetensors file to read from, as a context; its tensors are not read yet.
 
     Raises:
-        WeightsError: it is not whole.
+        WeightsError: it is not whole; see also `files.check_given`.
     """
     import safetensors
 
+    check_given(file)
     try:
         return safetensors.safe_open(file, "numpy")
     except (OSError, safetensors.SafetensorError) as error:

@@ -68,6 +68,8 @@ def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
     *modules, leaf = names
     if modules and modules[-1] == "lora":
         modules, leaf = modules[:-1], f"lora_{leaf}"
+    if modules and modules[-1] == "kernel":  # a quantised one: its values and its scales lie as it would
+        modules, leaf = modules[:-1], "kernel"
     if leaf == "scale":
         return (None,)
     if not modules or modules[-1] not in _MODULES:

@@ -17,7 +17,7 @@ from covey.configs import GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.heads import ValueModel, load_value_model, value_model
-from covey.models.lora import has_lora, merged, split_trainable, without_lora
+from covey.models.lora import merged, split_trainable, without_lora
 from covey.models.weights import load
 from covey.parallel import distributed
 from covey.parallel.reshard import reshard
@@ -104,7 +104,7 @@ class RLCluster:
             self._reference = self._on_mesh(without_lora(self._actor), Role.REFERENCE)
         if self._reference is not None:
             moves = bool(config.reference_every_n_updates)
-            self._reference = _apart_from(_plain(self._reference) if moves else self._reference, self._actor, all=moves)
+            self._reference = _apart_from(merged(self._reference) if moves else self._reference, self._actor, all=moves)
         optimizer = make_optimizer(training.actor_optimizer, total_steps)
         self.trainer = RLTrainer(self._actor, optimizer, algorithm, temperature, surrogate)
         self._old_scorer = RowScorer(self.trainer.graph, temperature)
@@ -134,15 +134,15 @@ class RLCluster:
         Raises:
             RecipeError: there is no reference, as when β is 0.
         """
-        return self.inference.ref_logps(rows, lengths, self._at_a_time(rows, Role.REFERENCE))
+        return self.inference.ref_logps(rows, lengths, self.rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """The actor's log-probs before the step's first update, one array a completion."""
-        return self._old_scorer(self._trained.params, rows, lengths, self._at_a_time(rows, Role.ACTOR))
+        return self._old_scorer(self._trained.params, rows, lengths, self.rows_at_a_time(rows, Role.ACTOR))
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """The critic's value of the state before each token, one array a completion."""
-        return self.inference.values(rows, lengths, self._at_a_time(rows, Role.CRITIC))
+        return self.inference.values(rows, lengths, self.rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """The reward model's score of each completion behind its prompt."""
@@ -280,7 +280,8 @@ class RLCluster:
         optimizer = make_optimizer(training.critic_optimizer, total_steps)
         self.critic_trainer = CriticTrainer(self._critic, optimizer, algorithm.value_clip)
 
-    def _at_a_time(self, rows: Rows, role: Role) -> int:
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
+        """How many rows `role` computes together."""
         return rows_at_a_time(rows, self.config.mesh(role), self._max_tokens)
 
     def _on_mesh(self, model: ModelT, role: Role) -> ModelT:
@@ -291,10 +292,6 @@ class RLCluster:
         distributed.refuse_foreign(mesh, role)
         target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
         return nnx.merge(graph, reshard(params, target))
-
-
-def _plain(model: Decoder) -> Decoder:
-    return merged(model) if has_lora(model) else model
 
 
 def _apart_from(reference: Decoder, actor: Decoder, all: bool = False) -> Decoder:

@@ -15,6 +15,7 @@ from covey.algorithms import algorithm_of
 from covey.configs import ModelOptions
 from covey.models import sources
 from covey.recipe import Recipe, SFTRecipe, is_run
+from covey.showing import in_markdown, printable
 from covey.train.metrics import SUMMARY
 
 
@@ -56,7 +57,8 @@ def model_card(history: History, library: str) -> str:
     """
     repository = history.repository()
     front = ["library_name: " + library, *([f"base_model: {repository}"] if repository else []), "tags: [covey]"]
-    base = f"[{repository}](https://huggingface.co/{repository})" if repository else f"`{Path(history.base).name}`"
+    name = "`" + printable(Path(history.base).name).replace("`", "") + "`"
+    base = f"[{repository}](https://huggingface.co/{repository})" if repository else name
     title = recipes.load_any(history.runs[0]).name if history.runs else Path(history.base).name.removesuffix(".gguf")
     lines = ["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", ""]
     lines += [f"Base model: {base}{_weights(history)}."]
@@ -75,10 +77,11 @@ def _weights(history: History) -> str:
 def _training(run: Path) -> Iterator[str]:
     """A heading and a table: what was trained, and how."""
     ready = recipes.load_any(run)
-    yield from [f"## Recipe {ready.name}", "", *([ready.description, ""] if ready.description else [])]
+    yield from [f"## Recipe {ready.name}", "", *([in_markdown(ready.description), ""] if ready.description else [])]
     yield from ["| setting | value |", "|---|---|"]
     facts = _rl_facts(ready) if isinstance(ready, Recipe) else _sft_facts(ready)
-    yield from (f"| {name} | {value} |" for name, value in [*facts, ("seed", ready.seed), *_what(ready.model)])
+    shown = [*facts, ("seed", ready.seed), *_what(ready.model)]
+    yield from (f"| {name} | {in_markdown(str(value))} |" for name, value in shown)
     yield ""
 
 
@@ -106,11 +109,14 @@ def _what(options: ModelOptions) -> Iterator[tuple[str, Any]]:
     if options.adapter:
         yield "trained", f"the LoRA adapter {Path(options.adapter).name}"
     elif lora.rank:
-        on = ", ".join(lora.targets).replace("|", "\\|")
+        on = ", ".join(lora.targets)
         yield "trained", f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {on}"
     else:
         yield "trained", "every weight"
     yield "weights in memory", options.dtype
+    if options.quantize != "none":
+        blocks = f" in blocks of {options.quantize_block}" if options.quantize == "nf4" else ""
+        yield "base under the adapters", f"{options.quantize}{blocks}, by qwix; dequantised where it is written out"
 
 
 def _results(run: Path) -> Iterator[str]:
@@ -122,7 +128,7 @@ def _results(run: Path) -> Iterator[str]:
         return
     steps = f" {summary['steps']} steps." if "steps" in summary else ""
     yield from [f"Measured on held-out data.{steps}", "", "| measure | before | after |", "|---|---|---|"]
-    yield from (f"| {name} | {_figure(before.get(name))} | {_figure(after.get(name))} |" for name in shown)
+    yield from (f"| {in_markdown(name)} | {_figure(before.get(name))} | {_figure(after.get(name))} |" for name in shown)
     yield ""
 
 

@@ -11,11 +11,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey import recipe as recipes
-from covey.configs import ModelOptions
+from covey.configs import MeshConfig, ModelOptions
 from covey.errors import ResumeError
 from covey.models import peft, scratch, weights
 from covey.models.decoder import Decoder
-from covey.models.lora import merged, split_trainable, with_lora
+from covey.models.lora import rebased, split_trainable, with_lora
+from covey.models.quantised import format_of
+from covey.parallel import mesh_for, reshard, shardings
 from covey.recipe import is_run
 from covey.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -25,11 +27,37 @@ CHECKPOINTS = "checkpoints"
 Say = Callable[[str], None]
 
 
-def open_model(source: str, options: ModelOptions, say: Say) -> tuple[Decoder, Tokenizer]:
-    """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source."""
+def open_model(
+    source: str,
+    options: ModelOptions | None = None,
+    say: Say = weights.sources.log.info,
+    mesh: Mesh | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source.
+
+    Args:
+        source: see `ModelOptions.source`, which it takes the place of.
+        options: how a model that is no run's is held and computed; a run brings its own.
+        say: is told about slow steps.
+        mesh: the devices to divide it over; the default device when not given.
+
+    Raises:
+        WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
+    """
     if is_run(source):
-        return _trained(Path(source), recipes.load_any(source).model, say)[:2]
-    return load_source(options, source, say)[:2]
+        return _trained(Path(source), recipes.load_any(source).model, say, mesh)[:2]
+    return load_source(options or ModelOptions(), source, say, mesh=mesh)[:2]
+
+
+def mesh_at_hand(config: MeshConfig, say: Say) -> Mesh | None:
+    """The mesh that a recipe asks for. To use a model needs none: where devices are missing it is on one of them, and
+    `say` is told.
+    """
+    wanted, there = config.data * config.fsdp * config.tp, len(jax.local_devices())
+    if wanted <= there:
+        return mesh_for(config)
+    say(f"model.mesh asks for {wanted} devices, and there are {there}: the model is on one of them")
+    return None
 
 
 def load_source(
@@ -38,18 +66,19 @@ def load_source(
     """The model at `source`, with the adapter that `options` name or new ones when they ask for some; and where its
     weights came from.
 
-    Of a run folder: what it learnt, its adapters merged into the base. Other weights are read straight into their
-    places on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
+    Of a run folder: what it learnt, its adapters merged into the base. Weights are read straight into their places on
+    `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
     """
     use_compilation_cache()
-    from_run = is_run(source)
-    model, tokenizer, origin = (
-        _learnt(options, source, say) if from_run else _pretrained(options, scratch.seeded(source, seed), say, mesh)
-    )
+    if is_run(source):
+        model, tokenizer, origin = _learnt(options, source, say, mesh)
+    else:
+        model, tokenizer, origin = _pretrained(options, scratch.seeded(source, seed), say, mesh)
     if options.adapter:
         model = peft.with_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
         origin = f"{origin} with the adapter sha256 {peft.digest(options.adapter)[:16]}"
-    return with_lora(model, options.lora, seed=seed) if options.lora.rank else model, tokenizer, origin
+    model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
+    return model if mesh is None else _placed(model, mesh), tokenizer, origin
 
 
 def refuse_other_weights(then: str, now: str, where: Path) -> None:
@@ -78,25 +107,33 @@ def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None)
         param_dtype=options.dtype,
         compute_dtype=options.compute_dtype,
         remat=options.remat,
+        remat_keeps=options.remat_keeps,
         scan_layers=options.scan_layers,
+        quantize=options.quantize,
+        quantize_block=options.quantize_block,
         mesh=mesh,
         say=say,
     )
     return loaded.model, loaded.tokenizer, loaded.origin
 
 
-def _learnt(options: ModelOptions, folder: str, say: Say) -> tuple[Decoder, Tokenizer, str]:
+def _placed(model: Decoder, mesh: Mesh) -> Decoder:
+    """`model` with what was made beside its weights, adapters and sums with them, in its place on `mesh` too."""
+    graph, params = nnx.split(model)
+    return nnx.merge(graph, reshard(params, shardings(params, mesh)))
+
+
+def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """A run as a source: computed as `options` say, and without adapters of its own."""
     theirs = recipes.load_any(folder).model
-    held_as = replace(options, source=theirs.source, dtype=theirs.dtype, lora=theirs.lora, adapter=theirs.adapter)
-    model, tokenizer, origin = _trained(Path(folder), held_as, say)
-    graph, params = nnx.split(merged(model))
-    return nnx.merge(graph, jax.tree.map(lambda x: x.astype(options.dtype), params)), tokenizer, origin
+    held_as = replace(theirs, **{name: getattr(options, name) for name in COMPUTED})
+    model, tokenizer, origin = _trained(Path(folder), held_as, say, mesh)
+    return rebased(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
 
 
-def _trained(folder: Path, options: ModelOptions, say: Say) -> tuple[Decoder, Tokenizer, str]:
+def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """The run's model at its last checkpoint. The origin names the checkpoint by its digest, wherever the run lies."""
-    model, tokenizer, base = load_source(options, options.source, say, recipes.load_any(folder).seed)
+    model, tokenizer, base = load_source(options, options.source, say, recipes.load_any(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = saves.latest()
@@ -106,3 +143,7 @@ def _trained(folder: Path, options: ModelOptions, say: Say) -> tuple[Decoder, To
     refuse_other_weights(extra["model"], base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin
+
+
+COMPUTED = ("compute_dtype", "remat", "remat_keeps", "scan_layers")
+"""Settings of how a model is computed, whatever its weights are."""

@@ -281,7 +281,7 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
     path = make()
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(WeightsError, match="not a whole GGUF file"):
+    with pytest.raises(WeightsError, match="not a whole GGUF file" if keep else "the file is empty"):
         GGUF(path)
 
 

@@ -254,7 +254,7 @@ def test_a_shard_that_was_not_downloaded_is_named(folder: Path):
 def test_a_shard_cut_short_is_never_used(folder: Path, keep: int):
     shard = folder / "model-00003-of-00004.safetensors"
     shard.write_bytes(shard.read_bytes()[:keep])
-    with pytest.raises(WeightsError, match="not a whole safetensors file"):
+    with pytest.raises(WeightsError, match="not a whole safetensors file" if keep else "the file is empty"):
         weights.load(folder)
 
 

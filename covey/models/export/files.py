@@ -73,7 +73,7 @@ def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterat
 
     `vectors` is the type of norms and biases where it is another.
     """
-    state, linears = flatten(nnx.state(model)), projections(model)
+    state, linears = places(model), projections(model)
     for path in families.parameters(model.config):
         linear, held = linears.get(path.removesuffix(".kernel")), state[path]
         kind = dtype if held.ndim > 1 else vectors or dtype
@@ -82,9 +82,15 @@ def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterat
         del array  # before the next is made
 
 
+def places(model: Decoder) -> dict[str, Any]:
+    """What holds each parameter, by our path: it has a shape, and a kernel may be a quantised one."""
+    kernels = {f"{path}.kernel": linear.kernel for path, linear in projections(model).items()}
+    return flatten(nnx.state(model)) | kernels
+
+
 def sizes(model: Decoder, dtype: str) -> dict[str, int]:
     """Bytes of each parameter in `dtype`, in the order of `parameters`."""
-    state, width = flatten(nnx.state(model)), jnp.dtype(dtype).itemsize
+    state, width = places(model), jnp.dtype(dtype).itemsize
     return {path: state[path].size * width for path in families.parameters(model.config)}
 
 

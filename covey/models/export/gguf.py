@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from covey.errors import WeightsError
 from covey.models import families, weights
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare, new_folder, parameters
+from covey.models.export.files import Difference, compare, new_folder, parameters, places
 from covey.models.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, package, permute
 from covey.models.layers import rope_frequencies
-from covey.parallel.reshard import flatten
 from covey.tokenizer import Tokenizer
 
 FILE = "model.gguf"
@@ -82,7 +80,7 @@ def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> 
 
 def _described(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Name and shape of each tensor in the file's order, and whether it is in bfloat16."""
-    state, names = flatten(nnx.state(model)), families.names(model.config, NAMES)
+    state, names = places(model), families.names(model.config, NAMES)
     if _divisors(model.config) is not None:
         yield ROPE_FREQS, (model.config.head_dim // 2,), False
     for path in families.parameters(model.config):
