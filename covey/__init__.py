@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         EvalConfig,
         GRPOConfig,
         LoRAConfig,
+        MeshConfig,
         ModelOptions,
         OptimizerConfig,
         PPOConfig,
@@ -20,16 +21,25 @@ if TYPE_CHECKING:
         SFTConfig,
     )
     from covey.errors import CoveyError
+    from covey.models.export import write_hf, write_peft
+    from covey.models.lora import with_lora
+    from covey.parallel import make_mesh
     from covey.recipe import Recipe, SFTRecipe
+    from covey.rewards import RewardRunner
     from covey.rl.cluster import RLCluster
     from covey.rl.grpo import GRPOLearner
     from covey.rl.ppo import PPOLearner
     from covey.rl.roles import ClusterConfig, Role
+    from covey.run import open_model
+    from covey.safety import RewardSafetyConfig
+    from covey.train.checkpoint import Checkpointer
     from covey.train.sft import SFTLearner
+    from covey.train.trackers import Tracked, Trackers
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "ClusterConfig",
     "CoveyError",
     "DataConfig",
@@ -37,6 +47,7 @@ __all__ = [
     "GRPOConfig",
     "GRPOLearner",
     "LoRAConfig",
+    "MeshConfig",
     "ModelOptions",
     "OptimizerConfig",
     "PPOConfig",
@@ -44,11 +55,20 @@ __all__ = [
     "RLCluster",
     "RLTrainingConfig",
     "Recipe",
+    "RewardRunner",
+    "RewardSafetyConfig",
     "Role",
     "RolloutConfig",
     "SFTConfig",
     "SFTLearner",
     "SFTRecipe",
+    "Tracked",
+    "Trackers",
+    "make_mesh",
+    "open_model",
+    "with_lora",
+    "write_hf",
+    "write_peft",
 ]
 
 
@@ -63,6 +83,7 @@ def __dir__() -> list[str]:
 
 
 _HOMES = {
+    "Checkpointer": "covey.train.checkpoint",
     "ClusterConfig": "covey.rl.roles",
     "CoveyError": "covey.errors",
     "DataConfig": "covey.configs",
@@ -70,6 +91,7 @@ _HOMES = {
     "GRPOConfig": "covey.configs",
     "GRPOLearner": "covey.rl.grpo",
     "LoRAConfig": "covey.configs",
+    "MeshConfig": "covey.configs",
     "ModelOptions": "covey.configs",
     "OptimizerConfig": "covey.configs",
     "PPOConfig": "covey.configs",
@@ -77,10 +99,19 @@ _HOMES = {
     "RLCluster": "covey.rl.cluster",
     "RLTrainingConfig": "covey.configs",
     "Recipe": "covey.recipe",
+    "RewardRunner": "covey.rewards",
+    "RewardSafetyConfig": "covey.safety",
     "Role": "covey.rl.roles",
     "RolloutConfig": "covey.configs",
     "SFTConfig": "covey.configs",
     "SFTLearner": "covey.train.sft",
     "SFTRecipe": "covey.recipe",
+    "Tracked": "covey.train.trackers",
+    "Trackers": "covey.train.trackers",
+    "make_mesh": "covey.parallel",
+    "open_model": "covey.run",
+    "with_lora": "covey.models.lora",
+    "write_hf": "covey.models.export",
+    "write_peft": "covey.models.export",
 }
 """Public name → the module it lives in."""

@@ -24,10 +24,12 @@ import tokenizers
 
 from covey import templates
 from covey.errors import DataError, WeightsError
+from covey.files import check_given
 from covey.types import Message, Prompt
 
 END_TOKENS = (
-    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>",
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
+    "<eos>", "</s>",
 )  # fmt: skip
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 
@@ -233,6 +235,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     """A JSON object from a file; `missing` instead of an error when there is no file."""
     if missing is not None and not path.is_file():
         return missing
+    check_given(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -254,6 +257,7 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
             fix="save it with the model's tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
             where=str(path.parent),
         )
+    check_given(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -284,6 +288,7 @@ def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: in
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the config's template; of several named ones, `default`."""
     if (file := folder / "chat_template.jinja").is_file():
+        check_given(file)
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):

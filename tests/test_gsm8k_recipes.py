@@ -5,7 +5,6 @@ their families.
 import json
 import re
 import sys
-import zlib
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -13,24 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
-import tokenizers
 
 from covey import recipe, run
 from covey.algorithms import algorithm_of
-from covey.configs import CALCULATOR_MARKERS
 from covey.evaluate import PRESETS, sampling
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import learning_rate
-
-GOLDEN = Path(__file__).parent / "parity" / "golden"
-GEMMA_TEMPLATE = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' "
-    "+ m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
-)
-
 
 # --- the numbers
 
@@ -102,45 +89,6 @@ def test_the_page_shows_the_recipes_own_numbers(name: str) -> None:
 # --- the runs
 
 
-@pytest.fixture(scope="session")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GSM8K; one question of the training set is far too long."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    ask = lambda n: {"question": f"{n}+{n}?", "answer": f"{n}+{n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}  # noqa: E731
-    long = {"question": "How many? " * 200, "answer": "#### 1"}
-    for name, rows in (("train", [*map(ask, range(1, 12)), long]), ("test", list(map(ask, range(20, 26))))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
-    """`checkpoint(family)`: a tiny random model of the family, with a tokenizer that can spell."""
-
-    def write(family: str) -> Path:
-        described = json.loads((GOLDEN / "families.json").read_text())[family]
-        folder = tmp_path / family
-        folder.mkdir()
-        inner = tokenizers.Tokenizer.from_file(str(GOLDEN / "tiny-llama" / "tokenizer.json"))
-        inner.add_special_tokens([*CALCULATOR_MARKERS])
-        inner.save(str(folder / "tokenizer.json"))
-        size = inner.get_vocab_size()
-        config = described["config"] | {"vocab_size": size, "max_position_embeddings": 1024, "eos_token_id": 2}
-        config |= {"num_hidden_layers": 2, "layer_types": (config.get("layer_types") or [])[:2] or None}
-        (folder / "config.json").write_text(json.dumps(config))
-        vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
-        kept = {k: v for k, v in described["shapes"].items() if "layers.2" not in k and "layers.3" not in k}
-        shapes = {k: (size, v[1]) if k in vocabulary else tuple(v) for k, v in kept.items()}
-        draw = lambda name, shape: np.random.RandomState(zlib.crc32(name.encode())).normal(size=shape) * 0.2  # noqa: E731
-        tensors = {k: (draw(k, v) + float("norm" in k)).astype(np.float32) for k, v in shapes.items()}
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-        chatml = (GOLDEN / "tiny-llama" / "chat_template.jinja").read_text()
-        (folder / "chat_template.jinja").write_text(GEMMA_TEMPLATE if family == "gemma2" else chatml)
-        return folder
-
-    return write
-
-
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
@@ -168,7 +116,7 @@ def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, che
     ready = recipe.load("gsm8k-gemma2", [*SMALL, *settings])
     out = tmp_path / "run"
     summary = run.train(ready, out)
-    assert summary["data"] == {"prompts": 11, "dropped": 1}
+    assert summary["data"] == {"prompts": 11, "dropped": 1, "truncated": 0}
     figures = {"accuracy", "partial_accuracy", "format_accuracy"}
     for name in ("before", "after"):
         wanted = figures | {f"{preset}/{what}" for preset in ("standard", "liberal") for what in figures}
@@ -229,6 +177,7 @@ def test_gsm8k_nanochat_runs_and_goes_on(
     assert [row["learning_rate"] for row in metrics] == pytest.approx([0.001, 0.0005])
     assert all(0 <= row["eval/pass@1"] <= row["eval/pass@3"] <= 1 for row in metrics)
     assert "kl" not in metrics[0]
+    assert all(row["sampling/logp_difference/max"] < 1e-5 for row in metrics)  # of float32; see reading-order.md
     assert len(rows(out, "samples.jsonl")) == 2 * 2 * 4
     assert [step for name, step in board.seen if name == "reward"] == [1, 2]
     assert [step for name, step in board.seen if name == "eval/pass@3"] == [0, 1, 2, 2]

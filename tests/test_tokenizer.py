@@ -167,6 +167,14 @@ def test_stop_tokens_without_a_tokenizer_config(folder: Path):
     assert set(tokenizer.stop_ids) >= {0, 2, 5}
 
 
+@pytest.mark.parametrize("end", ["<|eot_id|>", "<end_of_turn>", "<|assistant_end|>"])
+def test_a_familys_end_of_turn_stops_even_where_no_file_names_it(folder: Path, end: str):
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens([end])
+    inner.save(str(folder / "tokenizer.json"))
+    assert inner.token_to_id(end) in Tokenizer.from_folder(folder).stop_ids
+
+
 def test_no_end_of_text_token_anywhere_is_an_error(folder: Path):
     for name in ("generation_config.json", "config.json"):
         change(folder, name, eos_token_id=None)

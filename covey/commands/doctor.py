@@ -105,6 +105,7 @@ EXTRAS = {
     "hub": ("huggingface_hub", "hf:org/name models"),
     "math": ("math_verify", "mathematical answers compared as mathematics"),
     "sentencepiece": ("sentencepiece", "models that come with tokenizer.model"),
+    "tfds": ("tensorflow_datasets", "GSM8K and others from TensorFlow Datasets"),
     "track": ("tensorboardX", "experiment trackers"),
 }
 """Extra → the module that shows it is there, and what it is for."""

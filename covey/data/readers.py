@@ -163,7 +163,7 @@ def _hub(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, An
 
 def _tfds(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
     """Through its random access, which needs no TensorFlow."""
-    tfds = _package("tensorflow_datasets", "pip install tensorflow-datasets", path)
+    tfds = _package("tensorflow_datasets", "pip install 'covey[tfds]'", path)
     try:
         return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
     except Exception as error:  # as above

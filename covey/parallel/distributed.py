@@ -10,7 +10,6 @@ call, in which a process can say that it has failed: so nobody waits for one tha
 """
 
 import os
-import pickle
 import signal
 import threading
 import zlib
@@ -26,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from covey.errors import CoveyError, RecipeError
+from covey.parallel import wire
 from covey.parallel.joining import ADDRESS, join
 from covey.parallel.reshard import mesh_of
 
@@ -100,10 +100,10 @@ def gathered(value: T, about: str) -> list[T]:
     """
     if count() == 1:
         return [value]
-    mine = pickle.dumps(value)
+    mine = wire.pack(value)
     with _uninterrupted():
         everyone = _meet(about, mine)
-    return [pickle.loads(data) for data in everyone]
+    return [wire.unpack(data) for data in everyone]
 
 
 def all_of(items: Sequence[T], about: str) -> list[T]:
@@ -246,18 +246,24 @@ def _over_processes(tree: Any) -> Mesh:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of an exchange: halfway through, the others would take the farewell for its rest."""
+    """A signal that Python handles waits for the end of an exchange: halfway through, the others would take the
+    farewell for its rest.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in handlers.items() if callable(handler)}
     held: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *at: held.append(at))
+    for number in handled:
+        signal.signal(number, lambda *at: held.append(at))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-    if held:
-        raise KeyboardInterrupt
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+    for number, frame in held:
+        handled[number](number, frame)
 
 
 def _meet(about: str, data: bytes = b"", failed: bool = False) -> list[bytes]:

@@ -1,19 +1,26 @@
 """What uses a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from covey.configs import ModelOptions, RolloutConfig
+from jax.sharding import Mesh
+
+from covey import recipe as recipes
+from covey.configs import RolloutConfig
 from covey.data import source as data_source
+from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.evaluate import Evaluation, Generates
 from covey.evaluate import evaluate as judge
-from covey.recipe import Recipe, SFTRecipe
+from covey.recipe import Recipe, SFTRecipe, is_run
+from covey.rewards import RewardRunner
 from covey.rl.rollout import RolloutWorker
-from covey.run.opening import open_model
+from covey.run.opening import Say, mesh_at_hand, open_model
+from covey.showing import printable
 from covey.tokenizer import Tokenizer
-from covey.train.progress import Progress, printable
+from covey.train.progress import Progress
 from covey.types import Group
 
 
@@ -21,17 +28,19 @@ def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
     """Evaluates the model or run at `source` on the held-out prompts of `ready`, prints and returns the figures."""
     held_out = data_source.load(ready.data).test
     with Progress(0) as progress:
-        model, tokenizer = open_model(source, ready.model, progress.phase)
+        mesh = mesh_at_hand(ready.model.mesh, progress.phase)
+        model, tokenizer = open_model(source, ready.model, progress.phase, mesh)
         worker = RolloutWorker(model, tokenizer, ready.rollout)
         progress.phase("sampling answers")
-        found = judge_held_out(worker, fitting(held_out, tokenizer, ready), ready, progress)
+        with RewardRunner(ready.reward_safety, progress.say) as runner:
+            found = judge_held_out(worker, fitting(held_out, tokenizer, ready).rows, ready, progress, runner)
         progress.evaluation(source, found.summary())
     return found.summary()
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
     """`samples` answers of the model or run at `source` to one user message."""
-    model, tokenizer = open_model(source, ModelOptions(), _quiet)
+    model, tokenizer = open_model(source, say=_quiet, mesh=_mesh_of(source, _aside))
     worker = RolloutWorker(model, tokenizer, rollout)
     (group,) = worker.generate([{"prompt": _as_chat(tokenizer, prompt)}], samples)
     return [completion.text for completion in group.completions]
@@ -39,7 +48,7 @@ def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> 
 
 def chat(source: str, rollout: RolloutConfig) -> None:
     """A conversation on the terminal; an empty line or end of input leaves it."""
-    model, tokenizer = open_model(source, ModelOptions(), lambda text: print(text, flush=True))
+    model, tokenizer = open_model(source, say=_say, mesh=_mesh_of(source, _say))
     limit = max(1, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
@@ -56,18 +65,17 @@ def chat(source: str, rollout: RolloutConfig) -> None:
         print(printable(answer, keep="\n\t"), flush=True)
 
 
-def fitting(rows: Sequence[Row], tokenizer: Tokenizer, ready: Recipe) -> Sequence[Row]:
-    """The rows whose prompt is not too long, where the recipe says to leave the others out; else all of them."""
-    if ready.training.too_long == "error":
-        return rows
-    most = ready.rollout.max_prompt_length
-    return [row for row in rows if len(tokenizer.encode_prompt(row["prompt"])) <= most]
+def fitting(rows: Sequence[Row], tokenizer: Tokenizer, ready: Recipe) -> FittedPrompts:
+    """The rows with prompts that are not too long, as the recipe says."""
+    return fit_prompts(rows, tokenizer, ready.rollout.max_prompt_length, ready.training.too_long)
 
 
-def judge_held_out(model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress) -> Evaluation:
+def judge_held_out(
+    model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress, runner: RewardRunner
+) -> Evaluation:
     """The evaluation that the recipe `ready` asks for."""
     weights = ready.grpo.reward_weights
-    return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress=progress.advance)
+    return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress.advance, runner)
 
 
 def answer_examples(
@@ -86,6 +94,11 @@ def answer_examples(
     return found.summary(), found.groups
 
 
+def _mesh_of(source: str, say: Say) -> Mesh | None:
+    """The mesh that the run at `source` was trained on; a model that is no run's is on one device."""
+    return mesh_at_hand(recipes.load_any(source).model.mesh, say) if is_run(source) else None
+
+
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:
     return [{"role": "user", "content": text}] if tokenizer.chat_template else text
 
@@ -97,5 +110,14 @@ def _read_line() -> str:
         return ""
 
 
-def _quiet(text: str) -> None:
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _aside(text: str) -> None:
     """For commands whose output is the answer alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quiet(text: str) -> None:
+    """The same, for what nobody needs to know."""

@@ -152,7 +152,7 @@ def test_any_data_set_of_the_hub_holds_prompts(install: Install) -> None:
 
 @pytest.mark.parametrize(("package", "path", "fix"), [
     ("datasets", "hf:openai/gsm8k", r"pip install 'covey\[hub\]'"),
-    ("tensorflow_datasets", "tfds:gsm8k", "pip install tensorflow-datasets"),
+    ("tensorflow_datasets", "tfds:gsm8k", r"pip install 'covey\[tfds\]'"),
 ])  # fmt: skip
 def test_a_missing_package_is_named_with_what_installs_it(install: Install, package: str, path: str, fix: str) -> None:
     install(package, None)

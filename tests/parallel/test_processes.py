@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +37,33 @@ GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 OWN = ("time/", "step_time", "tokens_per_second", "waste/")
 """Metrics that say how the work was done, not what came of it."""
 SETTINGS = [
-    "rewards=[first_letter,fragile:fragile]",
+    "rewards=[exact_answer,fragile:fragile]",
+    "model.compute_dtype=float32",
     "rollout.max_new_tokens=6",
-    "rollout.max_prompt_length=400",
     "rollout.slots=1",
+    "training.too_long=drop",
     "training.max_tokens_per_micro_batch=1",
-    "training.max_steps=4",
+    "training.max_steps=3",
     "training.prompts_per_step=2",
-    "training.checkpoint_every_n_steps=2",
-    "training.actor_optimizer.learning_rate=1e-3",
+    "training.checkpoint_every_n_steps=1",
     "grpo.num_generations=4",
     "evaluation.prompts=3",
+    "evaluation.samples=2",
+    "evaluation.pass_k=2",
 ]
 FRAGILE = """
-import os
-calls = 0
-def fragile(completions):
+import json, os
+me, calls = os.environ.get("JAX_PROCESS_ID", "alone"), 0
+def fragile(completions, question):
     global calls
     calls += 1
-    assert calls < int(os.environ.get("BREAKS_AT", 99)) or os.environ["JAX_PROCESS_ID"] != "1", "it broke"
+    with open(f"asked-{me}", "a") as file:
+        print(json.dumps(question), file=file)
+    assert calls < int(os.environ.get("BREAKS_AT", 99)) or me != "1", "it broke"
     return [len(set(c)) / 10 for c in completions]
 """
+MOMENTA = {"matrix": 0.95, "embedding": 0.8, "unembedding": 0.8}
+"""Kind of parameter → the decay of its first moment in the recipe."""
 
 # What the processes do.
 
@@ -197,9 +203,8 @@ def test_two_processes_are_one(tmp_path: Path, model: str) -> None:
     weights bit for bit.
     """
     out = tmp_path / "out"
-    alone, both = (launched([__file__, model, str(out)], n, out) for n in (1, 2))
-    ended(both, [0, 0])
-    ended(alone, [0])
+    for processes in (1, 2):  # in turn: what one has compiled, two need not
+        ended(launched([__file__, model, str(out)], processes, out), [0] * processes)
     one, first, second = (pickle.loads((out / name).read_bytes()) for name in ("1-0", "2-0", "2-1"))
     assert [len(groups) for groups in one["samples"]] == [4, 1]
     assert all(np.array_equal(first["weights"][name], second["weights"][name]) for name in one["weights"])
@@ -213,36 +218,59 @@ def test_two_processes_are_one(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_fails_together_and_goes_on_together(tmp_path: Path, model: str) -> None:
-    """A reward function that breaks in process 1 ends process 0 too, which says why; the resumed run is that of one
-    process that was never stopped.
+def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together(
+    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path
+) -> None:
+    """Each process has its own questions, and the first gradient is that of one process. A reward function that breaks
+    in process 1 ends process 0 too, which says why; the resumed run is that of one process that was never stopped.
     """
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "fragile.py").write_text(FRAGILE)
-    train = ["-m", "covey", "train", "quickstart", *SETTINGS, "--model.source", model, "--out"]
-    alone = launched([*train, str(straight)], 1, tmp_path / "here")
-    two = launched([*train, str(broken)], 2, tmp_path / "here", BREAKS_AT="5")
-    first, second = ended(two, [2, 2])
+    straight, broken, here = tmp_path / "straight", tmp_path / "broken", tmp_path / "here"
+    here.mkdir()
+    (here / "fragile.py").write_text(FRAGILE)
+    from_here = [f"--model.source={checkpoint('nanochat', layers=1)}", f"--data.path={problems}"]
+    train = ["-m", "covey", "train", "gsm8k-nanochat", *SETTINGS, *from_here, "--out"]
+    ended(launched([*train, str(straight)], 1, here), [0])
+    first, second = ended(launched([*train, str(broken)], 2, here, BREAKS_AT="4"), [2, 2])
     assert "process 1 has failed" in first
     assert "it broke" in first
     assert "the reward function" in second
-    ended(alone, [0])
     with Checkpointer(broken / "checkpoints", read_only=True) as saves:
-        assert saves.steps() == [2]
-    resumed = launched(["-m", "covey", "train", "--resume", str(broken)], 2, tmp_path / "here")
+        assert saves.steps() == [1, 2]
+    wanted, found = (first_gradient(folder) for folder in (straight, broken))
+    assert len(wanted) == len(state(straight, 1)["params"])
+    norm = rows(straight / "metrics.jsonl")[0]["grad_norm"]
+    assert norm > 0.01
+    assert np.sqrt(sum(np.sum(np.square(x)) for x in wanted.values())) == pytest.approx(norm, rel=1e-5)
+    assert close(wanted, found, 1e-5)
+    asked = {name: [set(row) for row in rows(here / f"asked-{name}")][1:] for name in ("alone", "0", "1")}
+    for both, one, other in zip(asked["alone"], asked["0"], asked["1"], strict=False):
+        assert both == one | other
+        assert len(one) == len(other) == 1
+        assert one != other
+
+    resumed = launched(["-m", "covey", "train", "--resume", str(broken)], 2, here)
     shown, quiet = ended(resumed, [0, 0])
-    assert "step 3/4" in shown
-    assert "step 3/4" not in quiet
+    assert "step 3/3" in shown
+    assert "step 3/3" not in quiet
     assert sorted(p.name for p in broken.iterdir()) == sorted(p.name for p in straight.iterdir())
     for name in ("samples.jsonl", "before.jsonl", "after.jsonl"):
         assert texts(straight / name) == texts(broken / name)
     metrics = [rows(folder / "metrics.jsonl") for folder in (straight, broken)]
-    assert [row["step"] for row in metrics[1]] == [1, 2, 3, 4]
+    assert [row["step"] for row in metrics[1]] == [1, 2, 3]
     assert all(alike(one, other) for one, other in zip(*metrics, strict=True))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (straight, broken)]
     assert all(alike(summaries[0][when], summaries[1][when]) for when in ("before", "after"))
-    assert close(*(held(folder) for folder in (straight, broken)), 1e-4)
+    assert close(*(state(folder, 3)["params"] for folder in (straight, broken)), 1e-4)
+
+
+def first_gradient(folder: Path) -> dict[str, np.ndarray]:
+    """Each parameter's, from what its first moment was after the first update."""
+    return {
+        name: x / (1 - decay)
+        for kind, decay in MOMENTA.items()
+        for name, x in state(folder, 1)["opt_state"].items()
+        if f".{kind}." in name and ".mu." in name
+    }
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -253,9 +281,10 @@ def texts(file: Path) -> list[Any]:
     return [(row["prompt"], row["text"], row["rewards"], row["finish"]) for row in rows(file)]
 
 
-def held(folder: Path) -> dict[str, np.ndarray]:
+def state(folder: Path, step: int) -> dict[str, dict[str, np.ndarray]]:
+    """What the checkpoint holds, part by part."""
     with Checkpointer(folder / "checkpoints", read_only=True) as saves:
-        return arrays(saves.restore(4)[0]["params"])
+        return {part: arrays(tree) for part, tree in saves.restore(step)[0].items()}
 
 
 if __name__ == "__main__":
