@@ -20,7 +20,7 @@ import numpy as np
 
 from covey.configs import EvalConfig, RolloutConfig
 from covey.parallel import distributed
-from covey.rewards.scoring import RewardFn, score
+from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import FinishReason, Group
 
 NOISE = 2**31 - 1
@@ -91,6 +91,7 @@ def evaluate(
     reward_fns: Sequence[RewardFn | str] = (),
     weights: Sequence[float] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    runner: RewardRunner | None = None,
 ) -> Evaluation:
     """Samples and judges `config.samples` completions for each of the first `config.prompts` examples; under each
     preset when there are several.
@@ -101,6 +102,7 @@ def evaluate(
         config: how many, sampled how, judged by which functions.
         rollout: the sampling settings that `config` does not replace.
         reward_fns, weights: the training reward, reported beside the accuracies.
+        runner: runs all these functions.
     """
     chosen = list(examples[: config.prompts or None])
 
@@ -108,7 +110,7 @@ def evaluate(
         how = sampling(replace(config, preset=preset), rollout)
         start, mine = distributed.share(chosen)
         groups = model.generate(mine, config.samples, step=NOISE, first=start, config=how, progress=progress)
-        return judge(groups, config, reward_fns, weights)
+        return judge(groups, config, reward_fns, weights, runner)
 
     first, *others = PRESETS if config.preset == "all" else (config.preset,)
     return replace(under(first), others={str(preset): under(preset) for preset in others})
@@ -119,11 +121,12 @@ def judge(
     config: EvalConfig,
     reward_fns: Sequence[RewardFn | str] = (),
     weights: Sequence[float] | None = None,
+    runner: RewardRunner | None = None,
 ) -> Evaluation:
     """What `groups` are worth, with those of the other processes; `config` names the functions that say so."""
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
-    judged = {what: _right(groups, name) for what, name in named.items() if name}
-    scored = score(groups, reward_fns, weights) if reward_fns else list(groups)
+    judged = {what: _right(groups, name, runner) for what, name in named.items() if name}
+    scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
     judged, scored = _of_all_processes(judged, scored)
     right = judged.get("accuracy", [])
     shares, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
@@ -181,9 +184,9 @@ def _share(right: Sequence[np.ndarray]) -> float | None:
     return float(np.mean([r.mean() for r in right])) if right else None
 
 
-def _right(groups: Sequence[Group], name: str) -> list[np.ndarray]:
+def _right(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
     """For each prompt, which of its completions the function `name` gives 1 or more: bool [G]."""
-    return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name]) if g.rewards is not None]
+    return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name], runner=runner) if g.rewards is not None]
 
 
 PRESETS: dict[str, dict[str, Any]] = {

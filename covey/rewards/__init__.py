@@ -1,5 +1,7 @@
 """Reward functions, and what runs them."""
 
-from covey.rewards.scoring import REWARDS, RewardFn, function_names, resolve, score
+from covey.rewards.calling import RewardFn
+from covey.rewards.runner import RewardRunner
+from covey.rewards.scoring import REWARDS, function_names, resolve, score
 
-__all__ = ["REWARDS", "RewardFn", "function_names", "resolve", "score"]
+__all__ = ["REWARDS", "RewardFn", "RewardRunner", "function_names", "resolve", "score"]

@@ -3,7 +3,8 @@
 `first_letter` pays for the letter and `sentence` for the shape. The accuracy of the task is
 `starts_with_letter`: the letter and every rule at once. Each rule shuts a way round the task that code can see:
 a list or a title for a sentence, a bare letter put in front ("B is for bread"), an echo of the request, a word
-said over and over, a sentence about something else.
+said over and over, a sentence about something else. A row without a letter or a topic gets nothing
+for it, whatever is said.
 """
 
 import re
@@ -33,7 +34,7 @@ def first_letter(
 ) -> list[float]:
     """1.0 when the first character is the letter as a capital, else 0.0; a quote or a star in front is wrong."""
     pairs = zip(texts(completions), letter, strict=True)
-    return [float(text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
+    return [float(_given(wanted) and text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
 
 
 def sentence(prompts: Sequence[Any], completions: Completions, topic: Sequence[str], **columns: Any) -> list[float]:
@@ -78,7 +79,8 @@ def _is_short(text: str, words: list[str], topic: str) -> bool:
 def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
     """Every word of the topic but its article occurs, in singular or plural or with a common ending."""
     said = {form for word in words for form in _stems(word)}
-    return all(_stems(word) & said for word in topic.lower().split() if word not in {"the", "a", "an"})
+    wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _given(topic) else []
+    return bool(wanted) and all(_stems(word) & said for word in wanted)
 
 
 def _has_real_words(text: str, words: list[str], topic: str) -> bool:
@@ -95,6 +97,11 @@ def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
     often = any(count > 2 and len(word) > 3 for word, count in Counter(lower).items())
     twice_running = any(a == b for a, b in pairwise(lower))
     return not often and not twice_running and len(set(lower)) >= LEAST_DISTINCT * len(lower)
+
+
+def _given(column: Any) -> bool:
+    """Whether a row has the text: None stands where other rows have the column."""
+    return isinstance(column, str) and column.strip() != ""
 
 
 def _is_word(word: str) -> bool:

@@ -113,6 +113,14 @@ def test_every_rule_is_needed_by_some_trick():
     assert set().union(*(rules for _, rules in TRICKS)) == set(RULES)
 
 
+@pytest.mark.parametrize("missing", [None, "", " ", 3, ["B"]])
+def test_a_row_without_letter_or_topic_scores_nothing_for_it(missing):
+    text = "Bees love the rain."
+    assert first_letter(["p"], [text], letter=[missing]) == [0.0]
+    assert broken_rules(text, missing) == ["about the topic"]
+    assert starts_with_letter(["p"], [text], letter=["B"], topic=[missing]) == [0.0]
+
+
 def test_the_letter_alone_is_not_the_task_nor_is_the_sentence():
     texts = ["Bees love rain.", "Bees love.", "Some bees love rain."]
     assert starts_with_letter(["p"] * 3, texts, letter=["B"] * 3, topic=["rain"] * 3) == [1.0, 0.0, 0.0]

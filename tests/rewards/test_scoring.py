@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import RecipeError, RewardError
-from covey.rewards import REWARDS, function_names, resolve, score, scoring
+from covey.rewards import REWARDS, function_names, resolve, runner, score
+from covey.rewards.calling import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
-from covey.rewards.scoring import ARGUMENTS
 from covey.types import Completion, FinishReason, Group
 
 
@@ -363,7 +363,7 @@ def test_what_only_the_whole_batch_raises_is_blamed_on_no_sample():
 def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
     """A judge that timed out would time out many times over."""
     calls = []
-    monkeypatch.setattr(scoring, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "SEARCH_SECONDS", 0.0)
 
     def broken(completions):
         calls.append(len(completions))

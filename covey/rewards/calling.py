@@ -1,0 +1,222 @@
+"""One call of a reward function: what it is passed, and what comes of it.
+
+A reward function is `fn(prompts, completions, **columns) -> list[float | None]`: one call for many samples, one number
+for each, None for "not scored by this one". It is passed only what its signature takes: the data columns, repeated for
+each sample, and what `ARGUMENTS` lists. It may be async. What comes back is checked, because a wrong length, a NaN or a
+truncated integer would train the model on nonsense without a word. Whether a mistake ends the run is `runner`'s affair:
+here it becomes an `Outcome`, in the run's own process and in a worker alike.
+"""
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from covey.errors import RecipeError, RewardError, nearest
+from covey.types import Completion, Group
+
+RewardFn = Callable[..., Any]
+"""`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function of that kind."""
+
+Samples = Sequence[tuple[Group, Completion]]
+
+RAISED, LOST, MISSHAPEN = "raised", "lost", "misshapen"
+"""Sorts of failures: the function raised, its process was killed or died, its result is no list of that length."""
+
+LONGEST_MESSAGE = 500
+"""Characters of an error's own text that are passed on; it may quote what a model wrote."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no numbers.
+
+    Attributes:
+        what: the rest of a sentence that begins with the function's name.
+        sort: one of the three above.
+        where, want, fix: as in `CoveyError`.
+        sample: the one that it is about, where the result itself tells.
+        error: what was raised, in this process.
+    """
+
+    what: str
+    sort: str
+    where: str = ""
+    want: str = ""
+    fix: str = ""
+    sample: int | None = None
+    error: BaseException | None = field(default=None, compare=False)
+
+    def like(self, other: "Failure") -> bool:
+        """Whether both are the same mistake: of one sort, in one line, the same exception."""
+        kinds = [failure.what.partition(":")[0] for failure in (self, other)]
+        return (self.sort, self.where) == (other.sort, other.where) and kinds[0] == kinds[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to.
+
+    Attributes:
+        values: float64 [n], NaN for None and for what is wrong; None when the call failed.
+        wrong: sample → its value as text, where that is no finite number.
+        failure: why there are no values.
+        seconds: how long it took.
+    """
+
+    values: np.ndarray | None
+    wrong: Mapping[int, str] = field(default_factory=dict)
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+
+def taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any]]:
+    """The arguments that the signature takes: those it names, and under `**columns` all but `BY_NAME`.
+
+    Raises:
+        RecipeError: it has no signature.
+        RewardError: it asks for something that no data column gives.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        what = f"{excerpt(function)} is no reward function"
+        raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
+    given = dict.fromkeys([*ARGUMENTS, *(column for group, _ in samples for column in group.columns)])
+    for p in parameters:
+        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in given)):
+            what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
+            want = "arguments passed by name: " + ", ".join(sorted(given))
+            raise RewardError(what, want=want, fix=nearest(p.name, given))
+    names = [p.name for p in parameters if p.name in given]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names += [key for key in given if key not in BY_NAME and key not in names]
+    return {key: _argument(key, samples) for key in names}
+
+
+def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> Outcome | Awaitable[Any]:
+    """What `function` makes of `count` samples; of an async function what `finished` has to wait for."""
+    try:
+        result = function(**arguments)
+        return result if inspect.isawaitable(result) else read(result, count)
+    except (Exception, SystemExit) as error:  # sys.exit() in a reward is no reason to end the run without a word
+        return raised(error)
+
+
+async def finished(result: Awaitable[Any], count: int) -> Outcome:
+    """The outcome of an async function."""
+    try:
+        return read(await result, count)
+    except (Exception, SystemExit) as error:
+        return raised(error)
+
+
+def read(result: Any, count: int) -> Outcome:
+    """The outcome of a function that returned `result` for `count` samples; iterating over it may raise."""
+    want = f"one finite number or None for each of the {count} completions"
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
+        return _misshapen(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
+    values = list(result)
+    if len(values) < count:
+        return _misshapen(f"returned {len(values)} values, none", want, sample=len(values))
+    if len(values) > count:
+        return _misshapen(f"returned {len(values)} values", want)
+    read = [number(value) for value in values]
+    wrong = {i: excerpt(value) for i, value in enumerate(values) if read[i] is None}
+    return Outcome(np.array([math.nan if n is None else n for n in read], np.float64), wrong)
+
+
+def number(value: Any) -> float | None:
+    """`value` as a float, NaN for None; None when it is no finite number. Scalars of NumPy and JAX count."""
+    if value is None:
+        return math.nan
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def raised(error: BaseException) -> Outcome:
+    """The outcome of a function that raised."""
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error)[:LONGEST_MESSAGE])
+    what = f"raised {type(error).__name__}: {text}"
+    return Outcome(None, failure=Failure(what, RAISED, where=_place(error), error=error))
+
+
+def told(name: str, what: str, sample: int | None, samples: Samples, failure: Failure | None = None) -> RewardError:
+    """The error that tells what went wrong, and for which sample."""
+    at = "" if sample is None else f"sample {sample}: {excerpt(samples[sample][1].text)}"
+    sort = failure.sort if failure else MISSHAPEN
+    if sort != MISSHAPEN:
+        first = excerpt(samples[0][1].text)
+        what = f"{what} (for {at or f'the batch of {len(samples)} that begins with {first}'})"
+    elif at:
+        what = f"{what} for {at}"
+    want = f"one finite number or None for each of the {len(samples)} completions" if failure is None else failure.want
+    place = {"fix": failure.fix, "where": failure.where} if failure else {}
+    return RewardError(f"the reward function {name!r} {what}", want=want, **place)
+
+
+def to_wire(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as JSON."""
+    values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
+    failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
+    return {"values": values, "wrong": {str(i): text for i, text in outcome.wrong.items()}, "failure": failure}
+
+
+def from_wire(message: Mapping[str, Any], count: int) -> Outcome:
+    """`to_wire`'s outcome. A worker may have been led astray: what it sends is read like any function's result."""
+    if (failed := message.get("failure")) is not None:
+        what, sort, where, want, fix = (str(failed[key]) for key in ("what", "sort", "where", "want", "fix"))
+        sample = failed["sample"] if failed["sample"] in range(count) else None
+        return Outcome(None, failure=Failure(what, sort, where, want, fix, sample))
+    outcome = read(message.get("values"), count)
+    wrong = {int(i): str(text) for i, text in message.get("wrong", {}).items() if int(i) < count}
+    return replace(outcome, wrong={**wrong, **outcome.wrong})
+
+
+def excerpt(value: Any) -> str:
+    """`value` as it may stand in a message: short, control characters escaped."""
+    text = repr(value if not isinstance(value, str) else value[:80])
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _misshapen(what: str, want: str, fix: str = "", sample: int | None = None) -> Outcome:
+    return Outcome(None, failure=Failure(what, MISSHAPEN, want=want, fix=fix, sample=sample))
+
+
+def _place(error: BaseException) -> str:
+    """The line of the reward function; "" when the call itself failed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
+
+
+def _argument(name: str, samples: Samples) -> list[Any]:
+    """One entry a sample, made anew for each function, which may change its own; a column that a group lacks is None
+    there.
+    """
+    of = ARGUMENTS.get(name, lambda group, completion: group.columns.get(name))
+    return [of(group, completion) for group, completion in samples]
+
+
+ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
+    "prompts": lambda group, completion: group.prompt,
+    "prompt_ids": lambda group, completion: group.prompt_tokens.tolist(),
+    "completions": lambda group, completion: completion.text,
+    "completion_ids": lambda group, completion: completion.tokens.tolist(),
+    "completion_messages": lambda group, completion: [{"role": "assistant", "content": completion.text}],
+}
+"""What a function may ask for beside the data columns, which cannot stand in for these."""
+BY_NAME = {"prompt_ids", "completion_messages"}
+"""Those that `**columns` does not bring along."""

@@ -1,0 +1,336 @@
+"""Runs reward functions, and keeps what goes wrong in one from ending a night's run: `RewardRunner`.
+
+In the run's own process, or in workers (`workers`), which are killed when a call takes too long. What fails is told as
+an error, or gets None or a number in its place, as the function's policy says; then each failure is counted, and a
+budget ends the run all the same. To know which sample it was, a batch for which a function fails is halved until only
+the guilty are left; the others are then scored in one call, as if the guilty had never been sampled.
+
+All of it may happen in any thread: nothing here depends on signals or on which thread is the main one.
+"""
+
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from covey.errors import RewardError
+from covey.recipe import validate
+from covey.rewards.calling import (
+    LOST,
+    MISSHAPEN,
+    Outcome,
+    RewardFn,
+    Samples,
+    call,
+    finished,
+    taken,
+    told,
+)
+from covey.rewards.workers import Worker, place_of, portable
+from covey.safety import RewardSafetyConfig
+
+SEARCH_SECONDS = 1.0
+"""A function that raised sooner is called again with fewer samples, to tell which of them it was."""
+MOST_LOST = 16
+"""Workers that such a search may cost."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The part of a recipe that a runner gets, under the name that `recipe.validate` knows."""
+
+    reward_safety: RewardSafetyConfig
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function and what it is to score."""
+
+    name: str
+    function: RewardFn
+    samples: Samples
+    arguments: Mapping[str, list[Any]]
+
+
+Attempt = Callable[[Sequence[int]], Outcome]
+"""Calls a function with some of its samples, by number."""
+
+
+class RewardRunner:
+    """Calls reward functions as `safety` says; to be closed, or used as a context, where it has workers.
+
+    Safe to use from any number of threads.
+
+    Args:
+        safety: the settings; when not given, calls are made in this process and the first mistake is raised.
+        say: is told of the first failure of each function.
+
+    Attributes:
+        failed: failures so far, by function: what the budget is compared with.
+
+    Raises:
+        RecipeError: settings that contradict each other.
+    """
+
+    def __init__(self, safety: RewardSafetyConfig | None = None, say: Callable[[str], None] | None = None):
+        self.safety = safety or RewardSafetyConfig()
+        if safety is not None:
+            validate(_Settings(safety))
+        self.failed: dict[str, int] = {}
+        self._say = say or logging.getLogger(__name__).warning
+        self._said: set[str] = set()
+        self._workers = [Worker() for _ in range(self.safety.workers)]
+        self._homes: dict[str, Worker] = {}
+        self._lock = threading.Lock()
+
+    def check(self, functions: Mapping[str, RewardFn]) -> None:
+        """Refuses functions that cannot be called as the settings say.
+
+        Raises:
+            RecipeError: one that a worker would not find.
+        """
+        for name, function in functions.items():
+            if self._is_apart(function):
+                place_of(name, function)
+
+    def run(
+        self, functions: Mapping[str, RewardFn], samples: Samples, failed: MutableMapping[str, int] | None = None
+    ) -> np.ndarray:
+        """What `functions`, by their names in metrics, give `samples`: float64 [F, B], NaN for None.
+
+        Functions in different workers run side by side, and so do async functions of this process.
+
+        Args:
+            failed: failures are added to it, by function; those without a policy are left out.
+
+        Raises:
+            RewardError: a function failed whose policy is to raise, or the budget is spent.
+        """
+        failed = {} if failed is None else failed
+        self._begin(functions, failed)
+        calls = [_Call(name, fn, samples, taken(name, fn, samples)) for name, fn in functions.items()]
+        apart = {one.name: self._home(one.name) for one in calls if self._is_apart(one.function)}
+        given_up = threading.Event()
+        with ThreadPoolExecutor(max(1, len(apart))) as threads:
+            futures = {
+                one.name: threads.submit(self._run_apart, one, apart[one.name], given_up, failed)
+                for one in calls
+                if one.name in apart
+            }
+            try:
+                columns = self._run_here([one for one in calls if one.name not in apart], failed)
+                columns |= _results(futures)
+            except BaseException:
+                given_up.set()
+                raise
+        return np.array([columns[name] for name in functions])
+
+    def policy(self, name: str) -> str:
+        """What becomes of failures of the function of this name, as in `RewardSafetyConfig.on_error`."""
+        given = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
+        return given.get(name, self.safety.on_error)
+
+    def close(self) -> None:
+        """Ends the workers. They also end with this object, and with the process."""
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> "RewardRunner":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _begin(self, functions: Iterable[str], failed: MutableMapping[str, int]) -> None:
+        """Those with a policy are counted from 0, in their order, whichever is done first."""
+        with self._lock:
+            for name in (name for name in functions if self.policy(name) != "raise"):
+                failed.setdefault(name, 0)
+                self.failed.setdefault(name, 0)
+
+    def _is_apart(self, function: RewardFn) -> bool:
+        return bool(self._workers) and not getattr(function, "in_process", False)
+
+    def _run_here(self, calls: Sequence[_Call], failed: MutableMapping[str, int]) -> dict[str, np.ndarray]:
+        """In this process. Coroutines get a thread of their own: in a notebook this one already runs a loop."""
+        columns: dict[str, np.ndarray] = {}
+        waiting: dict[str, tuple[_Call, Awaitable[Any]]] = {}
+        try:
+            for one in calls:
+                start = time.perf_counter()
+                outcome = call(one.function, one.arguments, len(one.samples))
+                if inspect.isawaitable(outcome):
+                    waiting[one.name] = one, outcome
+                    continue
+                outcome = replace(outcome, seconds=time.perf_counter() - start)
+                columns[one.name] = self._settled(one, outcome, _here(one), failed)
+        except BaseException:
+            for _, coroutine in waiting.values():
+                getattr(coroutine, "close", lambda: None)()
+            raise
+        for (one, _), outcome in zip(waiting.values(), _together(waiting.values()), strict=True):
+            columns[one.name] = self._settled(one, outcome, None, failed)
+        return columns
+
+    def _run_apart(
+        self, one: _Call, worker: Worker, given_up: threading.Event, failed: MutableMapping[str, int]
+    ) -> np.ndarray:
+        """In the function's worker."""
+        place, sent = place_of(one.name, one.function), portable(one.name, one.arguments)
+
+        def attempt(part: Sequence[int]) -> Outcome:
+            return worker.call(place, _part(sent, part), len(part), self.safety.timeout, given_up)
+
+        return self._settled(one, attempt(range(len(one.samples))), attempt, failed)
+
+    def _home(self, name: str) -> Worker:
+        """The function's worker: what it keeps between calls, it finds there."""
+        with self._lock:
+            return self._homes.setdefault(name, self._workers[len(self._homes) % len(self._workers)])
+
+    def _settled(
+        self, one: _Call, outcome: Outcome, attempt: Attempt | None, failed: MutableMapping[str, int]
+    ) -> np.ndarray:
+        """The numbers of a function, with those that its policy puts in the place of what failed."""
+        policy, everyone = self.policy(one.name), range(len(one.samples))
+        if policy == "raise" and (outcome.failure or outcome.wrong):
+            raise self._error(one, outcome, attempt) from (outcome.failure.error if outcome.failure else None)
+        values, lost, about = outcome.values, sorted(outcome.wrong), outcome
+        if outcome.failure:
+            guilty = [] if attempt is None else list(_search(outcome, attempt, everyone, same=False))
+            values, lost = _without(guilty, attempt, everyone)
+            about = replace(outcome, failure=replace(outcome.failure, sample=guilty[0])) if guilty else outcome
+        if policy != "raise":
+            self._count(one, about, lost, failed)
+        assert values is not None
+        values[lost] = np.nan if policy == "none" else self.safety.value
+        return values
+
+    def _error(self, one: _Call, outcome: Outcome, attempt: Attempt | None) -> RewardError:
+        """The error about the first sample for which the function fails in this way."""
+        failure = outcome.failure
+        if failure and attempt and failure.sample is None:
+            guilty = _search(outcome, attempt, range(len(one.samples)), same=True)
+            outcome = replace(outcome, failure=replace(failure, sample=next(guilty, None)))
+        return _told(one, outcome)
+
+    def _count(self, one: _Call, outcome: Outcome, lost: Sequence[int], failed: MutableMapping[str, int]) -> None:
+        """Adds the failures up, says the first of a function, and raises when there are more than the budget allows."""
+        with self._lock:
+            failed[one.name] += len(lost)
+            self.failed[one.name] += len(lost)
+            new, spent = bool(lost) and one.name not in self._said, sum(self.failed.values())
+            self._said |= {one.name} if lost else set()
+        if spent > self.safety.budget and lost:
+            raise self._over(one, outcome)
+        if new:
+            instead = "not scored by it" if self.policy(one.name) == "none" else f"given {self.safety.value:g}"
+            first = _told(one, outcome)
+            place = f"{first.where}: " if first.where else ""
+            self._say(f"{place}{first.what}; such samples are {instead}, and rewards/{one.name}/failed counts them")
+
+    def _over(self, one: _Call, outcome: Outcome) -> RewardError:
+        by = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)
+        last = _told(one, outcome)
+        what = f"{sum(self.failed.values())} failures of reward functions ({by}), the last: {last.what}"
+        fix = "mend the function; or a larger reward_safety.budget"
+        return RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=last.where)
+
+
+def _told(one: _Call, outcome: Outcome) -> RewardError:
+    if (failure := outcome.failure) is not None:
+        return told(one.name, failure.what, failure.sample, one.samples, failure)
+    first = min(outcome.wrong)
+    return told(one.name, f"gave {outcome.wrong[first]}", first, one.samples)
+
+
+def _search(outcome: Outcome, attempt: Attempt, part: Sequence[int], same: bool) -> Iterator[int]:
+    """The samples of `part` for which a function that failed for all of it fails even alone.
+
+    Nothing is looked for where the result had the wrong shape: calls with fewer samples might fit it by accident. Nor
+    where the function took long to raise: a judge that timed out would time out many times over.
+
+    Args:
+        same: only those for which it fails in the same way.
+    """
+    failure, lost = outcome.failure, 0
+    assert failure is not None
+    if failure.sort == MISSHAPEN or (failure.sort != LOST and outcome.seconds >= SEARCH_SECONDS):
+        return iter(())
+
+    def fails(some: Sequence[int]) -> bool:
+        nonlocal lost
+        if lost >= MOST_LOST:
+            return False
+        found = attempt(some).failure
+        lost += found is not None and found.sort == LOST
+        return found is not None and (not same or found.like(failure))
+
+    return _halved(fails, part)
+
+
+def _halved(fails: Callable[[Sequence[int]], bool], part: Sequence[int]) -> Iterator[int]:
+    if len(part) == 1:
+        yield part[0]
+        return
+    middle = len(part) // 2
+    for half in (part[:middle], part[middle:]):
+        if fails(half):
+            yield from _halved(fails, half)
+
+
+def _without(guilty: Sequence[int], attempt: Attempt | None, part: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+    """The values of all samples and those that have none, once the guilty ones are left out; all when it still fails,
+    or when none is guilty alone.
+    """
+    values, rest = np.full(len(part), np.nan), [i for i in part if i not in set(guilty)]
+    if attempt is None or not guilty or not rest:
+        return values, list(part)
+    outcome = attempt(rest)
+    if outcome.values is None:
+        return values, list(part)
+    values[rest] = outcome.values
+    return values, sorted([*guilty, *(rest[i] for i in outcome.wrong)])
+
+
+def _here(one: _Call) -> Attempt:
+    """Calls of a function in this process. It may have changed its lists, so they are made anew."""
+
+    def attempt(part: Sequence[int]) -> Outcome:
+        outcome = call(one.function, _part(taken(one.name, one.function, one.samples), part), len(part))
+        if isinstance(outcome, Outcome):
+            return outcome
+        getattr(outcome, "close", lambda: None)()
+        return Outcome(np.zeros(len(part)))
+
+    return attempt
+
+
+def _part(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str, list[Any]]:
+    return {key: [values[i] for i in part] for key, values in arguments.items()}
+
+
+def _together(waiting: Any) -> list[Outcome]:
+    """The outcomes of async functions, awaited side by side."""
+    waiting = list(waiting)
+    if not waiting:
+        return []
+
+    import asyncio  # late: it would take a good part of the time in which the command answers a typo
+
+    async def gathered() -> list[Outcome]:
+        return await asyncio.gather(*(finished(result, len(one.samples)) for one, result in waiting))
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, gathered()).result()
+
+
+def _results(futures: Mapping[str, "Future[np.ndarray]"]) -> dict[str, np.ndarray]:
+    """In order, so that of several errors the same one is raised each time."""
+    return {name: future.result() for name, future in futures.items()}

@@ -1,0 +1,295 @@
+"""Worker processes: what a reward function does there, the run survives.
+
+A worker is started when it is first needed. One that takes too long, dies or answers nonsense is killed with everything
+it has started, and the next call starts another. What goes there and comes back is JSON: a function is named by its
+module, never sent, and nothing is unpickled.
+"""
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey.errors import RecipeError, RewardError
+from covey.rewards import child
+from covey.rewards.calling import LOST, Failure, Outcome, RewardFn, excerpt, from_wire
+
+START_SECONDS = 300.0
+"""Most time for starting a worker and importing a function's module, which `timeout` does not count."""
+LARGEST_ANSWER = 1 << 26
+"""Bytes."""
+LOOK_SECONDS = 0.2
+"""How often a waiting thread looks whether it is still needed."""
+EXIT_SECONDS = 5.0
+"""How long the exit code of a worker that died is waited for."""
+
+
+class GivenUp(Exception):  # noqa: N818
+    """The call is no longer wanted, or the workers are closed."""
+
+
+class Worker:
+    """A process that calls reward functions, one call at a time, and its successors.
+
+    Safe to use from any number of threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._loaded: set[str] = set()
+        self._closed, self._numbers = False, itertools.count()
+
+    @property
+    def pid(self) -> int | None:
+        """The process group, which is a session too; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def call(
+        self,
+        place: str,
+        arguments: Mapping[str, list[Any]],
+        count: int,
+        timeout: float,
+        given_up: threading.Event,
+    ) -> Outcome:
+        """What the function at `place` makes of `count` samples.
+
+        Args:
+            place: `module:function`.
+            arguments: JSON-able.
+            timeout: seconds; 0 is no limit.
+            given_up: set when nobody waits for the outcome any more.
+
+        Raises:
+            RecipeError: the worker cannot import the function.
+            GivenUp: `given_up` is set, and the worker killed; or it was closed.
+        """
+        with self._lock:
+            if self._closed or given_up.is_set():
+                raise GivenUp("the workers are closed" if self._closed else "")
+            try:
+                self._load(place, given_up)
+                start = time.monotonic()
+                job = {"function": place, "arguments": arguments, "count": count}
+                outcome = _outcome(self._asked(job, timeout or None, given_up), count)
+                return replace(outcome, seconds=time.monotonic() - start)
+            except _Lost as lost:
+                self._end()
+                return Outcome(None, failure=Failure(lost.what, LOST, fix=lost.fix))
+            except RecipeError:
+                raise
+            except BaseException:  # an answer may still be on its way, which would be taken for the next one
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """Kills the process and whatever it has started; a call in another thread comes to nothing."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _load(self, place: str, given_up: threading.Event) -> None:
+        if self._process is None:
+            self._process, self._loaded = _Process(), set()
+        if place not in self._loaded:
+            answer = self._asked({"function": place}, START_SECONDS, given_up)
+            if "refused" in answer:
+                raise RecipeError(**answer["refused"])
+            self._loaded.add(place)
+
+    def _asked(self, job: Mapping[str, Any], seconds: float | None, given_up: threading.Event) -> dict[str, Any]:
+        assert self._process is not None
+        job = {**job, "number": next(self._numbers)}
+        limit = None if seconds is None else time.monotonic() + seconds
+        try:
+            answer = self._process.asked(json.dumps(job).encode(), limit, given_up)
+        except TimeoutError:
+            raise _Lost(f"took longer than {seconds:g} s and was killed", "a longer reward_safety.timeout") from None
+        except (EOFError, BrokenPipeError):
+            raise _Lost(f"ended its worker process ({self._process.ending()})") from None
+        try:
+            found = json.loads(answer)
+            if found["number"] == job["number"]:  # else somebody else wrote to the pipe
+                return found
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        raise _Lost(f"had its worker answer nonsense: {excerpt(answer[:80])}")
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _Lost(Exception):  # noqa: N818
+    def __init__(self, what: str, fix: str = ""):
+        self.what, self.fix = what, fix
+
+
+def _outcome(answer: Mapping[str, Any], count: int) -> Outcome:
+    try:
+        return from_wire(answer, count)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        raise _Lost(f"had its worker answer nonsense: {excerpt(answer)}") from None
+
+
+class _Process:
+    """One process group with its two pipes. It ends at the latest with this object, or with the run."""
+
+    def __init__(self) -> None:
+        jobs, self._jobs = os.pipe()
+        self._results, results = os.pipe()
+        for descriptor in (self._jobs, self._results):
+            os.set_blocking(descriptor, False)
+        command = [sys.executable, "-P", str(Path(child.__file__)), str(jobs), str(results), json.dumps(sys.path)]
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(jobs, results),
+                start_new_session=True,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the run holds the devices
+            )
+        finally:
+            os.close(jobs)
+            os.close(results)
+        self.pid = self._popen.pid
+        self.end = weakref.finalize(self, _end, self._popen, self._jobs, self._results)
+
+    def asked(self, message: bytes, limit: float | None, given_up: threading.Event) -> bytes:
+        """The answer to `message`.
+
+        Raises:
+            TimeoutError: it is not there at `limit`.
+            EOFError, BrokenPipeError: nobody is left to give it.
+            ValueError: it is far too long.
+        """
+        rest = memoryview(child.LENGTH.pack(len(message)) + message)
+        while rest:
+            _wait(self._jobs, select.POLLOUT, limit, given_up)
+            with suppress(BlockingIOError):
+                rest = rest[os.write(self._jobs, rest) :]
+        (length,) = child.LENGTH.unpack(self._read(child.LENGTH.size, limit, given_up))
+        if length > LARGEST_ANSWER:
+            raise EOFError
+        return self._read(length, limit, given_up)
+
+    def _read(self, size: int, limit: float | None, given_up: threading.Event) -> bytes:
+        parts = b""
+        while len(parts) < size:
+            _wait(self._results, select.POLLIN, limit, given_up)
+            with suppress(BlockingIOError):
+                part = os.read(self._results, size - len(parts))
+                if not part:
+                    raise EOFError
+                parts += part
+        return parts
+
+    def kill(self) -> None:
+        """Kills the group; `end` also tidies up."""
+        _kill(self._popen)
+
+    def ending(self) -> str:
+        """How a process that is gone has ended."""
+        try:
+            code = self._popen.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+        names = {128 + s.value: s.name for s in signal.Signals}
+        return names.get(code, f"exit code {code}")
+
+
+def _wait(pipe: int, event: int, limit: float | None, given_up: threading.Event) -> None:
+    """Until there is something to do at `pipe`, an end of file included."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    while True:
+        left = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit - time.monotonic())
+        if poll.poll(max(0, left * 1000)):
+            return
+        if given_up.is_set():
+            raise GivenUp
+        if limit is not None and time.monotonic() >= limit:
+            raise TimeoutError
+
+
+def _end(process: "subprocess.Popen[bytes]", *pipes: int) -> None:
+    _kill(process)
+    process.wait()
+    for pipe in pipes:
+        os.close(pipe)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Nothing is done once the keeper was waited for: it left nobody, and its number may be another's by now."""
+    if process.returncode is None:
+        child.end_descendants(process.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def place_of(name: str, function: RewardFn) -> str:
+    """The `module:function` under which a worker finds `function`.
+
+    Raises:
+        RecipeError: it has none: it was made inside a function, or belongs to a script.
+    """
+    inner = function.func if isinstance(function, partial) else function
+    home = getattr(inner, "__module__", None) or type(inner).__module__
+    module = None if home == "__main__" else sys.modules.get(home)
+    for attribute, value in list(vars(module).items()) if module else ():
+        if value is function:
+            return f"{home}:{attribute}"
+    what = f"the reward function {name!r} cannot be called in a worker process, which would not find it"
+    want = "a function at the top of a module that can be imported, not a lambda, a local one or one of a script"
+    fix = f"put it into a file of its own; or workers 0; or {name}.in_process = True, to call just this one here"
+    raise RecipeError(what, want=want, fix=fix, where="reward_safety.workers")
+
+
+def portable(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The arguments as JSON can hold them: arrays and tuples become lists.
+
+    Raises:
+        RewardError: one holds something else; its column is named.
+    """
+    found = {}
+    for column, values in arguments.items():
+        try:
+            found[column] = _plain(values)
+        except (TypeError, RecursionError) as error:
+            what = f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}"
+            want = "text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists"
+            fix = f"leave {column!r} out of the function's arguments, or reward_safety.workers 0"
+            raise RewardError(what, want=want, fix=fix) from None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"a mapping with the key {excerpt(odd[0])}")
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    raise TypeError(f"{excerpt(value)} ({type(value).__name__})")

@@ -1,0 +1,33 @@
+"""The settings of what guards a run against its own reward functions (`rewards.runner`).
+
+No JAX here, as in `configs`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OnRewardError = Literal["raise", "none", "value"]
+
+
+@dataclass(frozen=True)
+class RewardSafetyConfig:
+    """What a run does about reward functions that raise, hang, die or give something else than a finite number."""
+
+    workers: int = 0
+    """Processes in which reward functions are called, each function always in the same; 0 calls them in the run itself,
+    which cannot stop one that hangs.
+    """
+    timeout: float = 0.0
+    """Seconds that a call of a function may take before its worker is killed, with all that it has started, and
+    replaced; 0 is no limit. Needs workers.
+    """
+    on_error: OnRewardError = "raise"
+    """What becomes of a sample for which a function fails: the run stops, the function counts as not having scored it
+    (none), or it scores `value`.
+    """
+    on_error_of: dict[str, OnRewardError] = field(default_factory=dict)
+    """The same for single functions, by name: {judge: none}."""
+    value: float = 0.0
+    """The number that value stands for."""
+    budget: int = 100
+    """Failures, over all functions and the whole run, that none and value let pass; one more stops the run."""
