@@ -60,7 +60,7 @@ class _Work:
         graph, self.trainable, self.frozen = parts
         self.lengths = [len(c.tokens) for g in groups for c in g.completions]
         self.rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
-        self.batches = list(micro_batches(self.rows, rows_together(self.rows.tokens.shape[1], MICRO_BATCH)))
+        self.batches = list(micro_batches(self.rows, rows_together(*self.rows.tokens.shape, MICRO_BATCH)))
         program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,), compiler_options=compiler_options())
         lowered = program.lower(self.trainable, self.frozen, self._zeros(), self.batches[0])
         self.program = lowered.compile()

@@ -40,7 +40,7 @@ def _trainer(settings: Settings, remat: bool) -> RLTrainer:
 
 def _parts(groups: list[Group], packing: Any) -> list[Part]:
     rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
-    size = rows_together(rows.tokens.shape[1], MICRO_BATCH)
+    size = rows_together(*rows.tokens.shape, MICRO_BATCH)
     pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), size))
     samples = sum(len(g.completions) for g in groups)
     return [Part(piece, samples / len(pieces)) for piece in pieces]

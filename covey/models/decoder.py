@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
-from covey.models.layers import MLP, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate
+from covey.models.layers import MLP, PRODUCT, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate
 from covey.parallel.sharding import row_count, row_sharding
 
 
@@ -82,6 +82,7 @@ class Decoder(nnx.Module):
         param_dtype: type of the weights in memory.
         compute_dtype: type of the operands of products.
         remat: recompute layers in the backward pass.
+        remat_keeps: see `configs.ModelOptions`.
         scan_layers: run layers as a scan when there is no cache.
     """
 
@@ -93,10 +94,11 @@ class Decoder(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike = jnp.float32,
         remat: bool = True,
+        remat_keeps: str = "products",
         scan_layers: bool = False,
     ):
         self.config, self.dtype = config, jnp.dtype(compute_dtype)
-        self.remat, self.scan_layers = remat, scan_layers
+        self.remat, self.remat_keeps, self.scan_layers = remat, remat_keeps, scan_layers
         table = partial(Embedding, config, param_dtype=param_dtype, rngs=rngs)
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
@@ -125,7 +127,7 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             window = c.window(index)
             rope = ropes[c.local_rope_theta is not None and window is not None]
-            run = _rematerialised(layer) if self.remat and cache is None else layer
+            run = _rematerialised(layer, self.remat_keeps) if self.remat and cache is None else layer
             x, new = run(x, rope, attend, None if cache is None else cache[index], window)
             x = self._over_rows(x)
             caches.append(new)
@@ -171,7 +173,8 @@ class Decoder(nnx.Module):
             out, _ = nnx.merge(graph, state)(x, rope, attend, None, None if c.windows is None else span)
             return self._over_rows(out), None
 
-        return jax.lax.scan(jax.checkpoint(body) if self.remat else body, x, (stacked, local, spans))[0]
+        run = jax.checkpoint(body, policy=KEPT[self.remat_keeps]) if self.remat else body
+        return jax.lax.scan(run, x, (stacked, local, spans))[0]
 
 
 def head_logits(
@@ -186,12 +189,16 @@ def head_logits(
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _rematerialised(layer: Layer) -> Any:
-    """`layer` as a call that keeps only its input for the backward pass."""
+def _rematerialised(layer: Layer, keeps: str) -> Any:
+    """`layer` as a call that keeps only its input, and what `keeps` says, for the backward pass."""
     graph, state = nnx.split(layer)
 
     def run(x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         inner = lambda state, x, rope: nnx.merge(graph, state)(x, rope, attend, cache, window)  # noqa: E731
-        return jax.checkpoint(inner)(state, x, rope)
+        return jax.checkpoint(inner, policy=KEPT[keeps])(state, x, rope)
 
     return run
+
+
+KEPT: dict[str, Any] = {"nothing": None, "products": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
+"""What a recomputed layer keeps beside its input."""

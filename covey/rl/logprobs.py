@@ -4,7 +4,11 @@ vocabulary.
 The forward keeps a running maximum and running sums over the vocabulary's blocks (the online softmax of Milakov &
 Gimelshein, 2018); the backward computes each block again from the log-normaliser. Memory holds a few blocks, whatever
 the number of tokens and the size of the vocabulary. Temperature, soft-cap and the weights' type are inside, and nothing
-outside needs to know. This is the only path.
+outside needs to know.
+
+A head that is not trained, as under adapters, asks the backward for the hidden states' gradient alone. That is a mean
+of the head's rows under the softmax, so the forward adds it up beside the other sums, and no block is computed again:
+two products in place of three.
 
 Scored tokens stand at the front of each row; chunks behind the last of them are never computed, in either direction.
 """
@@ -19,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.decoder import Decoder, head_logits
+from covey.models.lora import has_lora
 from covey.rl.rows import Rows, tree_attention
 
 CHUNK = 1024
@@ -44,18 +49,23 @@ class Head(NamedTuple):
     block: int = BLOCK
 
 
-def row_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenScores:
+def row_scores(
+    graph: Any, params: Any, rows: Rows, temperature: float, *, entropy_gradient: bool = True
+) -> TokenScores:
     """Log-probs and entropies of the scored tokens of `rows`, the log-softmax taken of logits / temperature.
 
     Args:
-        graph, params: the decoder as `nnx.split` gives it.
+        graph, params: the decoder as `nnx.split` gives it. One with adapters passes no gradient to its head, which is
+            not trained then.
         temperature: the rollout's; 0 (greedy) counts as 1.
+        entropy_gradient: whether entropies pass one. Without adapters they always do: it costs nothing there.
     """
     model = nnx.merge(graph, params)
     picked = picked_hidden(model, rows)
     head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
     scored = rows.scored.sum(axis=1).max()
-    logps, entropy = chunked_scores(head, model.head_weight, picked, rows.target, scored)
+    scores = partial(frozen_scores, head, entropy_gradient) if has_lora(model) else partial(chunked_scores, head)
+    logps, entropy = scores(model.head_weight, picked, rows.target, scored)
     keep = rows.scored
     return TokenScores(jnp.where(keep, logps, 0.0), jnp.where(keep, entropy, 0.0))
 
@@ -82,39 +92,59 @@ def chunked_scores(
 
 
 def _forward(head: Head, weight: Array, hidden: Array, target: Array, scored: Array) -> tuple[Any, Any]:
+    blank = jnp.zeros(target.shape, jnp.float32)
+    chunk = partial(_normalise, head, weight)
+    logps, entropy, total = _by_chunks(head, hidden, target, scored, chunk, (blank, blank, blank))
+    return (logps, entropy), (weight, hidden, target, scored, total, entropy)
+
+
+def _by_chunks(head: Head, hidden: Array, target: Array, scored: Array, chunk: Any, blank: Any) -> Any:
+    """What `chunk(hidden, target)` gives, chunk after chunk of the scored columns; as in `blank` behind them."""
     step = _step(head, hidden)
 
-    def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
-        part = _normalise(head, weight, _cut(hidden, i, step), _cut(target, i, step))
-        return tuple(_paste(whole, new, i, step) for whole, new in zip(out, part, strict=True))
+    def body(i: Array, out: Any) -> Any:
+        return jax.tree.map(lambda whole, new: _paste(whole, new, i, step), out, chunk(*_both(i)))
 
-    blank = jnp.zeros(target.shape, jnp.float32)
-    logps, entropy, total = jax.lax.fori_loop(0, -(-scored // step), body, (blank, blank, blank))
-    return (logps, entropy), (weight, hidden, target, scored, total, entropy)
+    _both = lambda i: (_cut(hidden, i, step), _cut(target, i, step))  # noqa: E731
+    return jax.lax.fori_loop(0, -(-scored // step), body, blank)
+
+
+class _Sums(NamedTuple):
+    """What is known of the softmax of each token after some blocks of the vocabulary; all relative to exp(top)."""
+
+    top: Array
+    mass: Array
+    weighted: Array
+    chosen: Array
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> "_Sums":
+        zero = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape, -jnp.inf), zero, zero, zero)
+
+    def plus(self, logits: Array, fresh: Array, hit: Array) -> tuple["_Sums", Array, Array]:
+        """With one block more; that block's exp(logit − top), and by how much what was known shrinks."""
+        top = jnp.maximum(self.top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
+        share = jnp.where(fresh, jnp.exp(logits - top[..., None]), 0.0)
+        shrink = jnp.exp(self.top - top)
+        mass = self.mass * shrink + share.sum(-1)
+        weighted = self.weighted * shrink + (share * logits).sum(-1)
+        return _Sums(top, mass, weighted, self.chosen + jnp.where(hit, logits, 0.0).sum(-1)), share, shrink
+
+    def scores(self) -> tuple[Array, Array, Array]:
+        """Log-probs, entropies, log-normalisers."""
+        total = self.top + jnp.log(self.mass)
+        return self.chosen - total, total - self.weighted / self.mass, total
 
 
 def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple[Array, Array, Array]:
     """Log-probs, entropies and log-normalisers of one chunk of tokens, block by block over the vocabulary."""
 
-    def body(b: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, mass, weighted, chosen = carry
+    def body(b: Array, sums: _Sums) -> _Sums:
         (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
-        share = jnp.where(fresh, jnp.exp(logits - new_top[..., None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        hit = fresh & (column == target[..., None])
-        return (
-            new_top,
-            mass * shrink + share.sum(-1),
-            weighted * shrink + (share * logits).sum(-1),
-            chosen + jnp.where(hit, logits, 0.0).sum(-1),
-        )
+        return sums.plus(logits, fresh, fresh & (column == target[..., None]))[0]
 
-    none = jnp.zeros(target.shape, jnp.float32)
-    start = (jnp.full(target.shape, -jnp.inf), none, none, none)
-    top, mass, weighted, chosen = jax.lax.fori_loop(0, _blocks(head, weight), body, start)
-    total = top + jnp.log(mass)
-    return chosen - total, total - weighted / mass, total
+    return jax.lax.fori_loop(0, _blocks(head, weight), body, _Sums.none(target.shape)).scores()
 
 
 def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -166,17 +196,94 @@ def _block_backward(head: Head, weight: Array, x: _Chunk, b: Array, carry: tuple
 chunked_scores.defvjp(_forward, _backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def frozen_scores(
+    head: Head,
+    entropy_gradient: bool,
+    weight: Float[Array, "V D"],
+    hidden: Float[Array, "R M D"],
+    target: Int[Array, "R M"],
+    scored: Int[Array, ""],
+) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
+    """`chunked_scores` for a head that is not trained: `weight` gets no gradient, and hidden states that of the
+    log-probs, and of the entropies only with `entropy_gradient`.
+    """
+    return _forward(head, weight, hidden, target, scored)[0]
+
+
+def _frozen_forward(
+    head: Head, entropy_gradient: bool, weight: Array, hidden: Array, target: Array, scored: Array
+) -> tuple[Any, Any]:
+    blank = jnp.zeros(target.shape, jnp.float32)
+    slopes = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
+    chunk = partial(_with_slopes, head, entropy_gradient, weight)
+    scores, slopes = _by_chunks(head, hidden, target, scored, chunk, ((blank, blank), slopes))
+    return scores, (slopes, jnp.zeros((), hidden.dtype))
+
+
+def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Array, target: Array) -> Any:
+    """Log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
+
+    With z the scaled logits, s = ∂z/∂(w·h) and L the log-normaliser, the gradients are s·w of the target − E[s·w], and
+    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums.
+    """
+
+    def body(b: Array, carry: tuple[_Sums, tuple[Array, ...]]) -> tuple[_Sums, tuple[Array, ...]]:
+        sums, means = carry
+        (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
+        sums, share, shrink = sums.plus(logits, fresh, fresh & (column == target[..., None]))
+        share = share * _slope(head, logits)
+        part = _block_of(head, weight, b)
+        products = [_mixed(head, of, part) for of in (share, share * logits)[: len(means)]]
+        return sums, tuple(m * shrink[..., None] + p for m, p in zip(means, products, strict=True))
+
+    start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
+    sums, means = jax.lax.fori_loop(0, _blocks(head, weight), body, (_Sums.none(target.shape), start))
+    logps, entropy, total = sums.scores()
+    means = [m / sums.mass[..., None] for m in means]
+    own = _slope(head, sums.chosen)[..., None] * weight[target].astype(jnp.float32)
+    slopes = (own - means[0], *((total - entropy)[..., None] * means[0] - m for m in means[1:]))
+    return (logps, entropy), slopes
+
+
+def _slope(head: Head, logits: Array) -> Array:
+    """∂z/∂(w·h) where the scaled logit is z: 1 / temperature, and less where the soft-cap bends."""
+    bent = 1.0 if head.softcap is None else 1.0 - jnp.square(logits * head.temperature / head.softcap)
+    return jnp.asarray(bent / head.temperature, jnp.float32)
+
+
+def _mixed(head: Head, share: Array, rows: Array) -> Array:
+    """share · rows, [..., block] × [block, D], accumulated in float32."""
+    precision = jax.lax.Precision.HIGHEST if jnp.dtype(head.dtype) == jnp.float32 else None
+    contract = (((share.ndim - 1,), (0,)), ((), ()))
+    operands = (share.astype(head.dtype), rows.astype(head.dtype))
+    return jax.lax.dot_general(*operands, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _frozen_backward(head: Head, entropy_gradient: bool, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
+    slopes, like = saved
+    grad = sum(g[..., None] * slope for g, slope in zip(grads, slopes, strict=False))
+    return None, jnp.asarray(grad, like.dtype), None, None
+
+
+frozen_scores.defvjp(_frozen_forward, _frozen_backward)
+
+
 def _block_with_pull(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
     """Scaled logits of vocabulary block `b` with their pull-back, each one's token, and whether no earlier block had
     it.
 
     The last block is moved back to end with the vocabulary, so that all are of one size.
     """
-    start, size = _block_start(head, weight, b), min(head.block, weight.shape[0])
-    part = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=0)
+    start, part = _block_start(head, weight, b), _block_of(head, weight, b)
     scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
-    column = start + jnp.arange(size)
+    column = start + jnp.arange(part.shape[0])
     return jax.vjp(scaled, part, hidden), (column, column >= b * head.block)
+
+
+def _block_of(head: Head, weight: Array, b: Array) -> Array:
+    size = min(head.block, weight.shape[0])
+    return jax.lax.dynamic_slice_in_dim(weight, _block_start(head, weight, b), size, axis=0)
 
 
 def _block_start(head: Head, weight: Array, b: Array) -> Array:

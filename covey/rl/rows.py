@@ -25,7 +25,7 @@ from covey.types import Group
 
 Tree = TypeVar("Tree")
 
-ROW_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)
+ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Row lengths; above the last, multiples of it."""
 
 
@@ -143,9 +143,12 @@ def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
         yield jax.tree.map(partial(cut, start), tree)
 
 
-def padding_waste(rows: Rows) -> float:
-    """Share of input positions that hold padding."""
-    return float(np.mean(rows.group == 0))
+def padding_waste(rows: Rows, together: int = 1) -> float:
+    """Share of input positions that hold padding, those of the rows that fill up the last micro-batch of `together`
+    rows with them.
+    """
+    count, length = rows.group.shape
+    return 1.0 - float((rows.group > 0).sum()) / (-(-count // together) * together * length)
 
 
 def _pieces(groups: Sequence[Group], row_length: int, packing: str) -> Iterator[_Piece]:
@@ -190,15 +193,20 @@ def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int, micro_batch
     lengths = [b for b in ROW_BUCKETS if smallest <= b <= largest] or [smallest]
 
     def cost(length: int) -> float:
-        count, together = len(_first_fit(pieces, length)), rows_together(length, micro_batch)
+        count = len(_first_fit(pieces, length))
+        together = rows_together(count, length, micro_batch)
         return -(-count // together) * together * length * (1 + length / 4096)
 
     return min(lengths, key=cost)
 
 
-def rows_together(length: int, micro_batch: int, ways: int = 1) -> int:
-    """Rows of `length` tokens in a micro-batch of about `micro_batch` tokens: a multiple of `ways`, never 0."""
-    return max(micro_batch // (length * ways), 1) * ways
+def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
+    """How many of `count` rows of `length` tokens make a micro-batch of at most `micro_batch` tokens: a multiple of
+    `ways`, never 0. Of a few sizes, so that few shapes occur, the one that leaves least to fill up.
+    """
+    most, needed = max(micro_batch // (length * ways), 1), -(-count // ways)
+    sizes = {most, -(-3 * most // 4), -(-most // 2), 1 << max(needed - 1, 0).bit_length()}
+    return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * ways
 
 
 def _first_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:

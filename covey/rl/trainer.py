@@ -92,19 +92,16 @@ def parts(batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | No
 
 
 def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
-    """Rows computed together: about `max_tokens`, a share for each device of `mesh`, and hardly more than there are:
-    counts that double keep the number of shapes small.
-    """
+    """Rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
     count, length = rows.tokens.shape
-    ways = row_ways(mesh)
-    needed = ways << (-(-count // ways) - 1).bit_length()
-    return min(rows_together(length, max_tokens, ways), needed)
+    return rows_together(count, length, max_tokens, row_ways(mesh))
 
 
 def _policy_loss(
     algorithm: Algorithm, temperature: float, surrogate: Surrogate | None, graph: Any, params: Any, batch: RowBatch
 ) -> tuple[Array, Shares]:
-    scores = row_scores(graph, params, batch.rows, temperature)
+    bonus = bool(algorithm.entropy_bonus)
+    scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bonus)
     return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.owner, batch.inputs, surrogate)
 
 

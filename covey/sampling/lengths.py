@@ -15,7 +15,7 @@ def check_length(size: int, config: RolloutConfig, which: str) -> None:
         raise DataError(
             f"{which} has {size} tokens",
             want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
-            fix=f"raise it (--rollout.max-prompt-length {size}) or shorten the prompt",
+            fix=f"--rollout.max-prompt-length {size}; a shorter prompt; or --training.too-long drop or truncate",
         )
     needed = size + config.max_new_tokens
     if config.kv_cache_size is not None and needed > config.kv_cache_size:
@@ -56,3 +56,14 @@ def bucket(length: int, smallest: int = 64) -> int:
 def power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def few_above(count: int) -> int:
+    """The smallest number that is at least `count` among the powers of two and, from 4 on, three quarters of them.
+
+    >>> [few_above(n) for n in (1, 3, 5, 6, 7, 13, 24, 25)]
+    [1, 3, 6, 6, 8, 16, 24, 32]
+    """
+    whole = power_of_two(count)
+    part = 3 * whole // 4
+    return part if part >= max(count, 3) else whole

@@ -26,7 +26,7 @@ from covey.configs import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling import steps
 from covey.sampling.cache import NOTHING, Prefix, empty_slots, keep_slots, resize_time
-from covey.sampling.lengths import bucket, check_length, power_of_two
+from covey.sampling.lengths import bucket, check_length, few_above, power_of_two
 from covey.sampling.logits import Warp
 from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
@@ -315,9 +315,9 @@ class _Run:
             self.time = time
 
     def _shrink(self) -> None:
-        """Fewer slots once nothing waits and at most half of them are in use."""
+        """Fewer slots once nothing waits and at most three quarters of them are in use."""
         live = [slot for slot, held in enumerate(self.held) if held is not None]
-        size = max(power_of_two(len(live)), SMALLEST_BATCH)
+        size = max(few_above(len(live)), SMALLEST_BATCH)
         if self.waiting or size >= len(self.held):
             return
         rows = np.array((live + [s for s in range(len(self.held)) if s not in live])[:size])

@@ -31,7 +31,7 @@ def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, "
 
     A `LossFn`: the trainer divides by the number of scored tokens of the whole step.
     """
-    scores = row_scores(graph, params, rows, temperature=1.0)
+    scores = row_scores(graph, params, rows, temperature=1.0, entropy_gradient=False)
     count = rows.scored.sum().astype(jnp.float32)
     return -scores.logps.sum(), {"entropy": Mean(jax.lax.stop_gradient(scores.entropy).sum(), count)}
 
@@ -99,9 +99,14 @@ def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
 
 def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[Part]:
     """`rows` in micro-batches on the devices that hold `like`, each with its number of scored tokens."""
-    size = rows_together(rows.tokens.shape[1], config.max_tokens_per_micro_batch, row_ways(mesh))
-    for part in micro_batches(rows, size):
+    for part in micro_batches(rows, at_a_time(rows, config, mesh)):
         yield Part(put_rows(part, like), float(part.scored.sum()))
+
+
+def at_a_time(rows: Rows, config: SFTConfig, mesh: Mesh | None = None) -> int:
+    """How many rows make a micro-batch."""
+    count, length = rows.tokens.shape
+    return rows_together(count, length, config.max_tokens_per_micro_batch, row_ways(mesh))
 
 
 class HeldOutLoss:

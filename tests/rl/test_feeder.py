@@ -9,11 +9,13 @@ import pytest
 
 from covey.algorithms import algorithm_of
 from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
-from covey.rl.feeder import Clock, Feeder, tokens_in_loss
+from covey.rewards import RewardRunner
+from covey.rl.feeder import Clock, Feeder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.roles import ClusterConfig
 from covey.rl.trainer import TrainBatch
+from covey.safety import RewardSafetyConfig
 from covey.sampling.sampler import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -34,6 +36,9 @@ class Fake:
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
         self.asked: list[tuple[int, list[str]]] = []
 
+    def rows_at_a_time(self, rows: Any) -> int:
+        return 1
+
     def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:
         self.asked.append((first, [e["prompt"] for e in examples]))
         return [Group(e["prompt"], np.ones(2, np.int32), e["completions"], {"points": e["points"]}) for e in examples]
@@ -53,6 +58,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
     """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the feeder that made them."""
 
     def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Feeder]:
+        runner = settings.pop("runner", RewardRunner())
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         training, algorithm = RLTrainingConfig(prompts_per_step=len(rows)), algorithm_of(config)
         stock = list(spare)
@@ -70,6 +76,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
             sizes=stage_sizes(training, G),
             estimate=lambda x, beta: group_advantages(x, algorithm, beta),
             beta=algorithm.beta,
+            runner=runner,
         )
         return list(feeder.feed(rows, take, 0, Clock())), feeder
 
@@ -110,6 +117,22 @@ def test_a_step_whose_completions_are_all_masked_weighs_nothing(fed: Callable) -
     cut_off = completion(10, cut_off=True), completion(10, cut_off=True)
     (batch,), _ = fed([row("a", (0.0, 1.0), cut_off)], mask_truncated=True)
     assert not batch.inputs.weight.any()
+
+
+# --- what fails
+
+
+def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable) -> None:
+    """The counts of a step, not of the run; those of several processes are added."""
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    for _ in range(2):
+        (batch,), feeder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
+        assert feeder.log.failed == {"in_order": 1}
+        assert np.isnan(batch.groups[0].rewards[1])
+        assert batch.groups[0].advantages[1] == 0
+    assert runner.failed == {"in_order": 2}
+    other = StepLog(feeder.log.groups, feeder.log.numbers, failed={"in_order": 3, "another": 0})
+    assert StepLog.of_all([feeder.log, other]).failed == {"in_order": 4, "another": 0}
 
 
 # --- dynamic sampling

@@ -1,5 +1,7 @@
 """The chunked head: the numbers of the plain one, without its memory."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from scipy import special
 
 from covey.models.decoder import head_logits
-from covey.rl.logprobs import Head, chunked_scores
+from covey.rl.logprobs import Head, chunked_scores, frozen_scores
 
 R, M, D, V = 2, 64, 16, 301
 COUNT = 50
@@ -61,6 +63,36 @@ def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
     plain = jax.grad(lambda w, x: loss(lambda w, x: plain_scores(head, w, x, target), w, x), (0, 1))
     for one, other in zip(chunked(weight, hidden), plain(weight, hidden), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+@pytest.mark.parametrize(("softcap", "temperature", "block"), [(None, 1.0, 64), (5.0, 0.8, 300), (30.0, 1.3, 4096)])
+def test_a_frozen_head_gives_the_same_and_passes_the_same_gradient_on(
+    softcap: float | None, temperature: float, block: int, entropy_gradient: bool
+) -> None:
+    """To hidden states; the entropy's only when asked for, and its own weights none."""
+    weight, hidden, target = arrays()
+    rng = np.random.default_rng(1)
+    g, h = (jnp.asarray(rng.normal(size=(R, M)), jnp.float32) * (jnp.arange(M) < COUNT) for _ in range(2))
+    head = Head(temperature, softcap, jnp.float32, 16, block)
+    frozen = partial(frozen_scores, head, entropy_gradient)
+    for one, other in zip(
+        frozen(weight, hidden, target, jnp.int32(COUNT)),
+        chunked_scores(head, weight, hidden, target, jnp.int32(COUNT)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+    def loss(score, hidden, h):  # type: ignore[no-untyped-def]
+        logps, entropy = score(hidden)
+        return jnp.sum(g * logps + h * entropy)
+
+    got = jax.grad(lambda x: loss(lambda x: frozen(weight, x, target, jnp.int32(COUNT)), x, h))(hidden)
+    kept = h if entropy_gradient else jnp.zeros_like(h)
+    want = jax.grad(lambda x: loss(lambda x: plain_scores(head, weight, x, target), x, kept))(hidden)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    none = jax.grad(lambda w: loss(lambda x: frozen(w, x, target, jnp.int32(COUNT)), hidden, h))(weight)
+    assert not none.any()
 
 
 def test_chunks_behind_the_last_scored_token_are_not_computed() -> None:

@@ -127,7 +127,25 @@ def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
 
 
 def test_rows_together_is_a_multiple_of_the_devices() -> None:
-    assert [rows_together(256, 1024, ways) for ways in (1, 2, 3, 4, 8)] == [4, 4, 3, 4, 8]
+    assert [rows_together(24, 256, 1024, ways) for ways in (1, 2, 3, 4, 8)] == [4, 4, 3, 4, 8]
+
+
+def test_micro_batches_come_out_even_with_few_sizes() -> None:
+    """The trap: 8 rows, 3 at a time, compute 9."""
+    assert rows_together(8, 320, 1024) == 2
+    assert rows_together(3, 64, 1024) == 4
+    for most in (1, 2, 3, 4, 8, 16):
+        sizes = [rows_together(count, 64, 64 * most) for count in range(1, 100)]
+        assert max(sizes) == most
+        assert len(set(sizes)) <= 4 + most.bit_length()
+        for count, size in enumerate(sizes, start=1):
+            assert -(-count // size) * size <= -(-count // most) * most
+
+
+def test_the_rows_that_fill_up_the_last_micro_batch_are_padding_too() -> None:
+    rows = pack(random_groups([(32, [33])] * 3), 64, "dense")
+    assert padding_waste(rows) == pytest.approx(0, abs=0.01)
+    assert padding_waste(rows, together=2) == pytest.approx(1 / 4, abs=0.01)
 
 
 def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, groups_of: Callable) -> None:
