@@ -1,0 +1,271 @@
+"""`python -m benchmarks.peers [options]`: the same GRPO steps through Covey, google-tunix and TRL, in turn.
+
+Each library runs in a process and an environment of its own (`make bench-peers` makes them), on the same checkpoint. In
+every round each takes one step, and every other round they go backwards, so that whatever else the machine does falls
+on all; only one computes at a time. The first step, which compiles, is told apart. A ratio is the median of the rounds'
+own ratios of seconds per completion token.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from benchmarks.common import machine, short, spread_of
+from benchmarks.peers.checkpoint import write
+from benchmarks.peers.work import SHAPES, Work
+
+ROOT = Path(__file__).parents[2]
+OURS = "covey"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One row of the table: a worker, the interpreter it runs in (from the repository's root), and what it is told."""
+
+    worker: str
+    python: str
+    options: Mapping[str, Any]
+
+
+class PeerError(Exception):
+    """A worker that cannot run, with what to do about it."""
+
+
+class Runner:
+    """A worker's process, asked for one step at a time.
+
+    Args:
+        name: a row of `PEERS`.
+        python: interpreter of its environment.
+        work, folder: what to do, and the checkpoint.
+        log: takes what its library prints.
+    """
+
+    def __init__(self, name: str, python: str, work: Work, folder: Path, log: Path):
+        self.name, self.log, self.steps = name, log, list[dict[str, Any]]()
+        peer = PEERS[name]
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, "-m", f"benchmarks.peers.{peer.worker}"],
+                cwd=ROOT,
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        asked = {"work": work.json(), "folder": str(folder), "options": dict(peer.options)}
+        self.facts = self._answer(asked)
+
+    def step(self) -> dict[str, Any]:
+        """Has it take a step, and returns what it measured; `steps` gathers them."""
+        self.steps.append(self._answer("step"))
+        return self.steps[-1]
+
+    def close(self) -> None:
+        """Ends the process."""
+        with suppress(BrokenPipeError):
+            self._pipe(self._process.stdin).close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._pipe(self._process.stdout).close()
+
+    def _answer(self, request: Any) -> dict[str, Any]:
+        with suppress(BrokenPipeError):  # it has ended, and its log says why
+            print(json.dumps(request), file=self._pipe(self._process.stdin), flush=True)
+        line = self._pipe(self._process.stdout).readline()
+        if not line:
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+            raise PeerError(f"{self.name} ended with {self._process.wait()}; the last that it said:\n{last}")
+        return json.loads(line)
+
+    @staticmethod
+    def _pipe(stream: IO[str] | None) -> IO[str]:
+        assert stream is not None
+        return stream
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures what `words` (the command line by default) ask for."""
+    asked = _parser().parse_args(words)
+    work = Work.of(asked.size, asked.mode, asked.lengths)
+    pythons = {name: getattr(asked, f"{PEERS[name].python}_python") for name in asked.peers}
+    try:
+        tell(compare(work, SHAPES[asked.size], asked.rounds, pythons), work)
+    except PeerError as error:
+        print(f"benchmarks.peers: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def compare(work: Work, shape: Mapping[str, Any], rounds: int, pythons: Mapping[str, str]) -> dict[str, Any]:
+    """The figures of each peer, by name.
+
+    Args:
+        work: what a step is.
+        shape: of the model.
+        rounds: timed steps of each, after the first.
+        pythons: the interpreter for each peer that takes part.
+    """
+    for name, python in pythons.items():
+        _check(name, python)
+    with _runners(work, shape, pythons) as runners:
+        for number in range(-1, rounds):
+            for runner in runners[:: 1 if number % 2 else -1]:
+                _show(number, runner.name, runner.step())
+        return {runner.name: _figures(runner, runners) for runner in runners}
+
+
+@contextmanager
+def _runners(work: Work, shape: Mapping[str, Any], pythons: Mapping[str, str]) -> Iterator[list[Runner]]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+        write(folder / "model", shape, work.stop_probability)
+        runners = []
+        for name, python in pythons.items():
+            runner = Runner(name, python, work, folder / "model", folder / f"{name}.log")
+            stack.callback(runner.close)
+            runners.append(runner)
+            print(f"{name}: ready after {runner.facts['setup']:.1f} s", file=sys.stderr, flush=True)
+        yield runners
+
+
+def _check(name: str, python: str) -> None:
+    if not Path(python).is_file():
+        raise PeerError(
+            f"{name} has no environment: {python} is not there.\n"
+            f"  make bench-peers  makes it; or leave {name} out of --peers, or name another with "
+            f"--{PEERS[name].python}-python"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Without a cache of compiled programs: a first step compiles, in every library."""
+    return {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"JAX_PLATFORMS": "cpu"}
+
+
+def _show(number: int, name: str, step: Mapping[str, Any]) -> None:
+    kind = f"round {number + 1}" if number >= 0 else "first step"
+    tokens, others = sum(step["lengths"]), step["others"]
+    print(
+        f"{kind}: {name} {step['seconds']:.2f} s, {tokens} tokens, others use {others:.1f} cores",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
+    first, *steps = runner.steps
+    spent, ours = _per_token(steps), next((_per_token(r.steps[1:]) for r in runners if r.name == OURS), None)
+    phases = {p: np.median([s["phases"].get(p, 0.0) for s in steps]) for p in ("rollout", "logps")}
+    rest = np.median([s["seconds"] - sum(s["phases"].values()) for s in steps])
+    return {
+        "setup": runner.facts["setup"],
+        "first_step": short(first["seconds"]),
+        "seconds": spread_of([s["seconds"] for s in steps]),
+        **{name: short(value) for name, value in {**phases, "update": rest}.items()},
+        "tokens": spread_of([sum(s["lengths"]) for s in steps]),
+        "seconds_per_1000": spread_of([1000 * x for x in spent]),
+        "times_covey": None if ours is None else spread_of([x / y for x, y in zip(spent, ours, strict=True)]),
+        "peak_gib": max(s["peak_gib"] for s in (runner.facts, *runner.steps)),
+        "peak_gib_warm": max(s["peak_gib"] for s in steps),
+        "compiled": sum(s["compiled"] for s in steps),
+        "cpu_seconds": short(np.median([s["cores"] * s["seconds"] for s in steps])),
+        "others": short(np.median([s["others"] for s in steps])),
+        **{name: runner.facts[name] for name in ("parameters", "trainable", "versions")},
+        "steps": runner.steps,
+    }
+
+
+def _per_token(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [s["seconds"] / sum(s["lengths"]) for s in steps]
+
+
+def tell(results: Mapping[str, Mapping[str, Any]], work: Work) -> None:
+    """Prints the table, and last the line of JSON."""
+    print(
+        f"\npeers: {work.size}, {work.mode}, {work.lengths}: {work.prompts} prompts × {work.samples}, prompts of "
+        f"{work.prompt_length} tokens, at most {work.max_new_tokens} new ones"
+    )
+    rows = [[""] + [title for title, _ in COLUMNS]]
+    rows += [[name] + [_cell(result[key]) for _, key in COLUMNS] for name, result in results.items()]
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+        if row is rows[0]:
+            print("|" + "---|" * len(row))
+    print(json.dumps({"part": "peers", "work": work.json(), "results": results, "machine": machine()}), flush=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        low, middle, high = (_cell(value[name]) for name in ("low", "median", "high"))
+        return middle if low == high else f"{middle} ({low}-{high})"
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--size", default="tiny", choices=list(SHAPES))
+    parser.add_argument("--mode", default="lora", choices=["lora", "full"], help="what is trained")
+    parser.add_argument("--lengths", default="fixed", choices=["fixed", "ragged"], help="of completions")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps of each after the first")
+    parser.add_argument("--peers", type=_names, default=list(DEFAULT), metavar="NAMES", help=",".join(PEERS))
+    for name, path in PYTHONS.items():
+        parser.add_argument(f"--{name}-python", default=path, metavar="PATH", help="interpreter of its environment")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"no peer is called {unknown[0]}; there are {', '.join(PEERS)}")
+    return names
+
+
+PYTHONS = {
+    "covey": sys.executable,
+    "tunix": str(ROOT / ".venv-tunix/bin/python"),
+    "trl": str(ROOT / ".venv-parity/bin/python"),
+}
+"""Environment → its interpreter."""
+
+PEERS = {
+    "covey": Peer("covey_worker", "covey", {}),
+    "tunix": Peer("tunix_worker", "tunix", {}),
+    "tunix-exact": Peer("tunix_worker", "tunix", {"max_prompt_length": 64}),
+    "trl": Peer("trl_worker", "trl", {}),
+}
+"""tunix-exact is told the prompts' exact length as their maximum, which a user seldom knows."""
+
+DEFAULT = ("covey", "tunix", "tunix-exact", "trl")
+
+COLUMNS = (
+    ("first step s", "first_step"),
+    ("step s", "seconds"),
+    ("rollout", "rollout"),
+    ("log-probs", "logps"),
+    ("update and rest", "update"),
+    ("tokens", "tokens"),
+    ("s per 1000 tokens", "seconds_per_1000"),
+    ("× Covey", "times_covey"),
+    ("processor s", "cpu_seconds"),
+    ("compiled later", "compiled"),
+    ("peak GiB", "peak_gib"),
+    ("cores of others", "others"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What the workers share: the line to the driver and the clock of a step. Standard library alone.
+
+A worker is one process in its library's environment. It gets the work as a line of JSON, says when it is set up, and
+then takes a step for each line that comes; in between it waits and computes nothing. What its library prints goes to
+standard error.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.work import Work
+
+
+class Steps:
+    """Times the steps of a training loop that belongs to a library, and that calls `turn` between two of them.
+
+    Attributes:
+        work: what to do.
+        folder: the checkpoint.
+        options: what sets one variant of a library apart from another.
+        lengths: tokens of each completion of the step, the stop token included; the worker puts them here.
+        phases, compiled: seconds of the step's phases, and of each program that it compiled.
+    """
+
+    def __init__(self) -> None:
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        asked = json.loads(sys.stdin.readline())
+        self.work, self.folder, self.options = Work(**asked["work"]), asked["folder"], asked["options"]
+        self.lengths: Sequence[int] = ()
+        self.phases: dict[str, float] = {}
+        self.compiled: list[float] = []
+        self._began = time.perf_counter()
+        self._at: dict[str, float] | None = None
+
+    def ready(self, parameters: int, trainable: int, packages: Sequence[str]) -> None:
+        """Tells that the model is loaded and the next thing is a step."""
+        self._tell(
+            setup=round(time.perf_counter() - self._began, 2),
+            parameters=parameters,
+            trainable=trainable,
+            versions={name: version(name) for name in packages},
+            peak_gib=peak_gib(),
+        )
+
+    def turn(self) -> None:
+        """Between steps: tells about the one that is over, and waits for the word to take the next."""
+        if self._at is not None:
+            self._tell(**self._measured())
+        if json.loads(sys.stdin.readline() or "null") != "step":
+            os._exit(0)  # in the middle of a library's loop, maybe with threads of its own
+        self.phases, self.compiled = {}, []
+        forget_peak()
+        self._at = _clocks()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds what is done inside to a phase of the step."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def phased(self, name: str, function: Callable[..., Any], wait: Callable[[Any], Any] = lambda x: x) -> Any:
+        """`function` as one that counts as that phase; `wait` blocks until what it returned is there."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return wait(function(*args, **kwargs))
+
+        return timed
+
+    def heard(self, event: str, seconds: float, **_: Any) -> None:
+        """A listener for `jax.monitoring`: notes what is compiled."""
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.compiled.append(seconds)
+
+    def _measured(self) -> dict[str, Any]:
+        assert self._at is not None
+        now = _clocks()
+        spent = {name: now[name] - self._at[name] for name in now}
+        return {
+            "seconds": spent["wall"],
+            "phases": self.phases,
+            "compiled": len(self.compiled),
+            "compile_seconds": sum(self.compiled),
+            "lengths": list(map(int, self.lengths)),
+            "peak_gib": peak_gib(),
+            "cores": spent["own"] / spent["wall"],
+            "others": max(spent["machine"] - spent["own"], 0.0) / spent["wall"],
+        }
+
+    def _tell(self, **facts: Any) -> None:
+        print(json.dumps(facts), file=self._replies, flush=True)
+
+
+def _clocks() -> dict[str, float]:
+    """Seconds: of the wall, of this process on all cores, and of everything on the machine (where that is told)."""
+    stat = Path("/proc/stat")
+    times = [int(n) for n in stat.read_text().split("\n", 1)[0].split()[1:9]] if stat.is_file() else [0] * 8
+    busy = (sum(times) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")
+    return {"wall": time.perf_counter(), "own": time.process_time(), "machine": busy}
+
+
+def peak_gib() -> float:
+    """The most memory that was resident since `forget_peak`; NaN where the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return round(int(line.split()[1]) / 2**20, 3)
+    return float("nan")
+
+
+def forget_peak() -> None:
+    """Counts the peak from now on, so that each step has its own."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
