@@ -5,6 +5,8 @@ OUT ?=
 ARGS ?=
 # CPU builds of torch lie on an index of their own on most machines: TORCH="torch --index-url ..." as its site says.
 TORCH ?= torch==2.13.0
+# Its JAX is that for CPU, of the version that Covey is measured with.
+TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
 # Tests compile on one core each; a file stays with one worker, because its tests share what was compiled.
 WORKERS ?= -n auto --dist loadfile
 
@@ -17,13 +19,18 @@ DEV := -e '.[gguf,dev]'
 ORACLE := -e '.[gguf,parity]'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-quick lint bench parity clean
+.PHONY: help quickstart tiny install test test-quick lint bench bench-peers parity clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 quickstart: .venv/ready ## install, then train a small model: a few minutes on 2 cores (OUT=folder ARGS="--seed 1")
 	$(BIN)/covey train quickstart $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+tiny: .venv/ready ## install, then teach a model made from scratch to add, and let it improve itself (OUT=folder ARGS="--seed 1")
+	@out="$(OUT)"; n=1; while [ -z "$$out" ]; do [ -e runs/tiny-$$n ] || out=runs/tiny-$$n; n=$$((n + 1)); done; \
+	$(BIN)/covey sft sft-tiny --out "$$out/sft" $(ARGS) && \
+	$(BIN)/covey train arithmetic-tiny --model.source "$$out/sft" --out "$$out/rl" $(ARGS)
 
 install: .venv/ready ## make .venv with Covey in it (jax for CPU)
 
@@ -41,14 +48,17 @@ lint: .venv/ready-dev ## ruff, mypy, and the contract on imports
 bench: .venv/ready ## measure; each part ends in one line of JSON
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: .venv/ready .venv-tunix/ready .venv-parity/ready ## the same GRPO steps through Covey, google-tunix and TRL, in turn
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
 parity: .venv-parity/ready ## golden numbers again, and round trips, with torch, transformers, PEFT, TRL (ARGS="--gguf FILE")
 	.venv-parity/bin/python tests/parity/make_golden.py $(ARGS)
 	.venv-parity/bin/python tests/parity/make_heads_golden.py
 	.venv-parity/bin/python tests/parity/make_trl_golden.py
 	.venv-parity/bin/python tests/parity/live_round_trip.py
 
-clean: ## remove both environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-parity .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+clean: ## remove all environments, caches and build outputs; runs/ stays
+	rm -rf .venv .venv-parity .venv-tunix .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -62,6 +72,11 @@ clean: ## remove both environments, caches and build outputs; runs/ stays
 .venv-parity/ready: $(WANT) | .venv-parity/bin/pip
 	$(call install,.venv-parity,$(TORCH))
 	$(call install,.venv-parity,$(ORACLE))
+	@touch $@
+
+# A peer has versions of its own. TRL is the one of .venv-parity, with torch.
+.venv-tunix/ready: | .venv-tunix/bin/pip
+	$(if $(UV),uv pip install --python .venv-tunix/bin/python,.venv-tunix/bin/python -m pip install) $(TUNIX)
 	@touch $@
 
 # An environment that could not be made in full is removed, so that the next call starts afresh.

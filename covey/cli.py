@@ -2,7 +2,7 @@
 
 `parse` turns the words into a call without making it, reading recipes but nothing that needs JAX; so help and mistakes
 are answered at once. Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a mistake in what was given,
-130 stopped with Ctrl-C.
+75 training was stopped by a signal and can go on, 130 stopped with Ctrl-C.
 """
 
 import io
@@ -16,10 +16,14 @@ from covey import __version__, recipe, strictyaml
 from covey.commands import help
 from covey.commands.checks import check_run, check_source, has_checkpoint, new_run_folder, resume_command
 from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
-from covey.errors import CoveyError, nearest
+from covey.errors import CoveyError, Stopped, nearest
 from covey.overrides import apply, split
+from covey.showing import printable
 
 Action = Callable[[], int]
+
+STOPPED = 75
+"""Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, try again later."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,14 +37,21 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CoveyError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error), keep="\n"), file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"\nstopped by {stopped.signal}{_saved(stopped.step)}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _saved(step: int | None) -> str:
+    return "" if step is None else f"; step {step} is saved"
 
 
 def parse(words: Sequence[str]) -> Action:
@@ -152,12 +163,17 @@ def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
                 distributed.refuse_several("covey sft")
                 run.train_sft(ready, out)
             else:
-                run.train(ready, distributed.agreed(out, "run folder"))
+                out = distributed.agreed(out, "run folder")
+                run.train(ready, out)
     except KeyboardInterrupt:
-        if has_checkpoint(out):
-            print(f"\ngo on with: {resume_command(out)}", file=sys.stderr)
+        _tell_how_to_go_on(out)
         raise
     return 0
+
+
+def _tell_how_to_go_on(run: Path) -> None:
+    if has_checkpoint(run):
+        print(f"\ngo on with: {resume_command(run)}", file=sys.stderr)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
@@ -168,12 +184,16 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
     from covey import run
     from covey.parallel import distributed
 
-    with distributed.start():
-        if kind is recipe.SFTRecipe:
-            distributed.refuse_several("covey sft")
-            run.resume_sft(Path(folder))
-        else:
-            run.resume(Path(folder))
+    try:
+        with distributed.start():
+            if kind is recipe.SFTRecipe:
+                distributed.refuse_several("covey sft")
+                run.resume_sft(Path(folder))
+            else:
+                run.resume(Path(folder))
+    except KeyboardInterrupt:
+        _tell_how_to_go_on(Path(folder))
+        raise
     return 0
 
 
@@ -195,7 +215,6 @@ def _evaluate(source: str, ready: recipe.Recipe | recipe.SFTRecipe | None, token
 def _generate(source: str, prompt: str, options: GenerateOptions) -> int:
     check_source(source)
     from covey import run
-    from covey.train.progress import printable
 
     answers = run.generate(source, prompt, options.n, options.rollout)
     for number, text in enumerate(answers, start=1):

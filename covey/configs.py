@@ -56,8 +56,16 @@ class ModelOptions:
     """Type of the operands of matrix products; they always accumulate in float32."""
     remat: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    remat_keeps: Literal["nothing", "products"] = "products"
+    """What recomputed layers keep nonetheless: the results of their projections, nearly all of the work, or nothing."""
     scan_layers: bool = False
     """Train with a scan over stacked layers: compiles faster, runs slower on CPU. Decoding always unrolls."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Under adapters: hold the projections of the base, which nothing trains, in 8 bits with a scale a column, or in 4
+    bits with a scale a block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.
+    """
+    quantize_block: int = 64
+    """nf4: inputs of a projection that share a scale; even, and a divisor of the inputs of each."""
     adapter: str | None = None
     """A folder with a PEFT adapter (adapter_config.json), which is put on the model and trained on; then lora.rank is
     0, since it brings its own.
@@ -93,7 +101,7 @@ class RolloutConfig:
     """How completions are sampled."""
 
     max_prompt_length: int = 256
-    """Longest prompt in tokens; a longer one is an error, never cut silently."""
+    """Longest prompt in tokens; training.too_long says what becomes of a longer one."""
     max_new_tokens: int = 512
     """Most tokens a completion may have, the stop token included."""
     temperature: float = 1.0
@@ -251,9 +259,9 @@ class RLTrainingConfig:
     """Passes over the training data when max_steps is not set."""
     prompts_per_step: int = 8
     """Prompts in a rollout batch: P. Each is sampled num_generations times."""
-    too_long: Literal["error", "drop"] = "error"
-    """What becomes of a prompt longer than rollout.max_prompt_length: the run is refused, or its row is left out, of
-    training and of evaluation, and counted in summary.json.
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What becomes of a prompt longer than rollout.max_prompt_length: the run is refused, its row is left out, or its
+    beginning is cut off (of a chat that of the longest message), in training and evaluation. summary.json counts both.
     """
     actor_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
@@ -276,6 +284,14 @@ class RLTrainingConfig:
     """Checkpoints during training; one is always written at the end."""
     max_to_keep: int = 4
     """Checkpoints kept."""
+    keep_best: str = ""
+    """A metric, such as eval/accuracy: the checkpoint at which it was best is kept beside the latest."""
+    skip_nonfinite: int = 0
+    """Updates with a loss or gradient that is no finite number that may be left out before the run stops; the batch of
+    each is kept in the folder bad/.
+    """
+    watchdog_seconds: float = 1800.0
+    """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""
     show: tuple[str, ...] = ("kl",)
     """Metrics on the progress line, besides the reward."""
     packing: Literal["groups", "dense"] = "groups"
@@ -363,6 +379,14 @@ class SFTConfig:
     """Checkpoints during training; one is always written at the end."""
     max_to_keep: int = 4
     """Checkpoints kept."""
+    keep_best: str = ""
+    """A metric, such as eval/accuracy: the checkpoint at which it was best is kept beside the latest."""
+    skip_nonfinite: int = 0
+    """Updates with a loss or gradient that is no finite number that may be left out before the run stops; the batch of
+    each is kept in the folder bad/.
+    """
+    watchdog_seconds: float = 1800.0
+    """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""
     show: tuple[str, ...] = ("perplexity",)
     """Metrics on the progress line, besides the loss."""
 

@@ -49,6 +49,19 @@ class NumbersError(CoveyError):
     """A loss or a gradient that is no finite number."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was asked to end by a signal, and has ended in order.
+
+    Args:
+        signal: the signal's name.
+        step: the step that was saved; None when nothing was trained yet, or everything already saved.
+    """
+
+    def __init__(self, signal: str, step: int | None = None):
+        self.signal, self.step = signal, step
+        super().__init__(signal)
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`"did you mean 'x'?"` for the closest of `choices`, or the list of them when nothing is close.
 

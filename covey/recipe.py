@@ -27,6 +27,7 @@ from covey.configs import (
 from covey.errors import RecipeError, nearest
 from covey.overrides import apply
 from covey.ranges import Problem, out_of_range
+from covey.safety import RewardSafetyConfig
 
 BUILT_IN = Path(__file__).parent / "recipes"
 
@@ -67,6 +68,7 @@ class Recipe(AnyRecipe):
     """Reward functions by name; their weighted sum is the reward."""
     reward_model: str | None = None
     """A sequence-classification checkpoint whose score is one more reward, weighed last."""
+    reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
     critic: str | None = None
     """ppo: the checkpoint of the critic; a copy of the model with a new head when not set."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -215,6 +217,7 @@ def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
     found = [*out_of_range(settings)]
     grpo = getattr(settings, "grpo", None)
     found += [(f"grpo.{name}", what, want) for name, what, want in (algorithms.problems(grpo) if grpo else ())]
+    found += _unsafe(getattr(settings, "reward_safety", RewardSafetyConfig()))
     found += _contradictions(settings) if isinstance(settings, Recipe) else ()
     found += _no_examples(settings) if isinstance(settings, SFTRecipe) else ()
     found += _general_contradictions(settings) if isinstance(settings, Recipe | SFTRecipe) else ()
@@ -239,8 +242,29 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield "grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a share of them"
     if recipe.critic is not None and not algorithms.algorithm_of(grpo).has_critic:
         yield "critic", f"critic is set, and {grpo.algorithm} has none", "null, or grpo.algorithm ppo"
+    copied = algorithms.algorithm_of(grpo).has_critic and recipe.critic is None and recipe.model.adapter
+    if copied and recipe.model.quantize != "none":
+        what = "the critic would be a copy of the base, all of it trained, and a quantised base cannot be"
+        yield "critic", what, "a checkpoint for it, or model.quantize none"
     if rollout.temperature == 0:
         yield "rollout.temperature", "rollout.temperature is 0: all samples of a group would be the same", "more than 0"
+    yield from _unknown_functions(recipe)
+
+
+def _unsafe(safety: RewardSafetyConfig) -> Iterator[Problem]:
+    if safety.timeout and not safety.workers:
+        what = f"reward_safety.timeout is {safety.timeout:g}, and reward_safety.workers is 0"
+        yield "reward_safety.timeout", what, "workers of 1 or more: a call in the run's own process cannot be stopped"
+
+
+def _unknown_functions(recipe: Recipe) -> Iterator[Problem]:
+    """Functions that a policy is given for and the recipe does not name."""
+    judges = (recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format)
+    named = {*recipe.rewards, *filter(None, judges), *(["reward_model"] if recipe.reward_model else [])}
+    for name in recipe.reward_safety.on_error_of:
+        if name not in named | {other.rpartition(":")[2] for other in named}:
+            what = f"reward_safety.on_error_of names {name!r}, which is none of the recipe's reward functions"
+            yield "reward_safety.on_error_of", what, nearest(name, named)
 
 
 def _no_examples(recipe: SFTRecipe) -> Iterator[Problem]:
@@ -267,7 +291,19 @@ def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         yield "model.adapter", what, "model.lora.rank 0 beside an adapter"
     if lora.rank > 0 and not lora.targets:
         yield "model.lora.targets", "model.lora.targets is empty: nothing would be trained", "at least one projection"
+    yield from _quantised_contradictions(recipe.model)
     yield from _evaluation_contradictions(recipe.evaluation)
+
+
+def _quantised_contradictions(model: ModelOptions) -> Iterator[Problem]:
+    if model.quantize != "none" and not (model.lora.rank or model.adapter):
+        what = f"model.quantize is {model.quantize} without adapters, and a quantised base cannot be trained"
+        yield "model.quantize", what, "none; or adapters: a model.lora.rank above 0, or model.adapter"
+    if model.quantize != "nf4" and model.quantize_block != ModelOptions.quantize_block:
+        what = f"model.quantize_block is {model.quantize_block}, and model.quantize is {model.quantize}"
+        yield "model.quantize_block", what, f"model.quantize nf4; else {ModelOptions.quantize_block}, its default"
+    if model.quantize_block % 2:
+        yield "model.quantize_block", f"model.quantize_block is {model.quantize_block}", "an even number"
 
 
 def _evaluation_contradictions(config: EvalConfig) -> Iterator[Problem]:

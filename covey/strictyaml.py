@@ -122,7 +122,7 @@ def leaves(cls: Any, prefix: str = "") -> dict[str, Any]:
 
 def places(item: Item, prefix: str = "") -> dict[str, str]:
     """Dotted name → where it was given, for every value in the tree."""
-    if not isinstance(item.value, dict):
+    if not isinstance(item.value, dict) or not item.value:
         return {prefix.rstrip("."): item.where}
     return {k: v for name, entry in item.value.items() for k, v in places(entry, f"{prefix}{name}.").items()}
 
@@ -187,6 +187,8 @@ class _Builder:
             return self.convert_fields(inner, Item(value or {}, item.where), path)
         if get_origin(inner) is tuple and isinstance(value, list):
             return tuple(self.convert(get_args(inner)[0], child, path) for child in value)
+        if get_origin(inner) is dict and isinstance(value, dict):
+            return {n: self.convert(get_args(inner)[1], child, f"{path}.{n}") for n, child in value.items()}
         if get_origin(inner) is Literal and any(value == a and type(value) is type(a) for a in get_args(inner)):
             return value
         if inner is float and type(value) in (int, float) and math.isfinite(value):
@@ -231,6 +233,8 @@ def describe(kind: Any) -> str:
         words = ", ".join(str(a) for a in get_args(inner))
     elif get_origin(inner) is tuple:
         words = f"a list [a, b] of: {describe(get_args(inner)[0])}"
+    elif get_origin(inner) is dict:
+        words = f"a mapping {{name: value}} of: {describe(get_args(inner)[1])}"
     else:
         words = _WORDS.get(inner, "a mapping (name: value)")
     return words + (" (or null)" if optional else "")

@@ -249,6 +249,8 @@ def settings_of(kind, name=""):
         )
     if get_origin(kind) is tuple:
         return st.lists(settings_of(get_args(kind)[0]), max_size=3).map(tuple)
+    if get_origin(kind) is dict:
+        return st.dictionaries(st.text(), settings_of(get_args(kind)[1]), max_size=3)
     if type(None) in get_args(kind):
         return st.none() | settings_of(next(a for a in get_args(kind) if a is not type(None)))
     if get_args(kind):

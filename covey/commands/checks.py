@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from covey import strictyaml
 from covey.configs import HUBS
 from covey.errors import CoveyError, DataError, WeightsError
 from covey.models import sources
-from covey.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, is_run, kind_of
+from covey.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
@@ -46,9 +47,20 @@ def _check_stages(recipe: Recipe) -> tuple[str, ...]:
 def check_source(source: str) -> None:
     """Refuse what is neither a model nor a run that has a checkpoint."""
     if not is_run(source):
+        if not Path(source).exists() and (command := _maker(source)):
+            raise WeightsError("this run is not there yet", fix=command, where=source)
         sources.check(source)
     elif not has_checkpoint(source):
         raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)
+
+
+def _maker(source: str) -> str:
+    """What leaves a run at `source` when nobody says --out: the command of a built-in recipe, or nothing."""
+    for name in names():
+        written = strictyaml.read(find(name).read_text(encoding="utf-8"), name).value
+        if "out" in written and written["out"].value == source:
+            return f"{COMMANDS[kind_of(name).method]} {name}"
+    return ""
 
 
 def has_checkpoint(run: str | Path) -> bool:

@@ -52,8 +52,8 @@ class Plan:
 class Scratch:
     """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
 
-    Weights are those that `Decoder` would begin with in kind, drawn by NumPy's frozen generator: a seed means the same
-    weights in every version.
+    Weights are drawn by NumPy's frozen generator, so that a seed means the same ones in every version: those that
+    `Decoder` would begin with in kind, but for an embedding as wide as the matrices, with which sums are learnt sooner.
 
     Raises:
         WeightsError: there is no such name, or the seed is none.
@@ -132,6 +132,6 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
 
 
 SCRATCH: dict[str, Plan] = {
-    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=16, rope_theta=100.0),
+    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=8, rope_theta=10.0),
 }
 """Name → what is made."""

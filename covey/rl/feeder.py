@@ -17,7 +17,7 @@ import numpy as np
 from covey.algorithms import Algorithm
 from covey.configs import GRPOConfig, RLTrainingConfig
 from covey.parallel import distributed
-from covey.rewards.scoring import RewardFn, score
+from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.advantages import informative
 from covey.rl.cluster import RLCluster
 from covey.rl.losses import AGGREGATES, LossInputs
@@ -106,6 +106,7 @@ class StepLog:
         replaced: groups of equal rewards that new prompts took the place of.
         tied: groups of equal rewards that stayed because the budget was spent.
         waste: share of padding in each micro-batch's rows.
+        failed: reward function → samples for which it failed, where it has a policy for that.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -115,6 +116,7 @@ class StepLog:
     replaced: int = 0
     tied: int = 0
     waste: list[float] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
 
     def learnt(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
         """Puts groups with their advantages in the place of those without."""
@@ -127,7 +129,8 @@ class StepLog:
         pairs = (pair for log in logs for pair in zip(log.numbers, log.groups, strict=True))
         numbers, groups = zip(*sorted(pairs, key=itemgetter(0)), strict=True)
         stats, waste = sum((log.stats for log in logs), SamplerStats()), [w for log in logs for w in log.waste]
-        return replace(logs[0], groups=list(groups), numbers=list(numbers), stats=stats, waste=waste)
+        failed = {name: sum(log.failed.get(name, 0) for log in logs) for one in logs for name in one.failed}
+        return replace(logs[0], groups=list(groups), numbers=list(numbers), stats=stats, waste=waste, failed=failed)
 
 
 Estimate = Callable[[Experience, float], Experience]
@@ -147,6 +150,7 @@ class Feeder:
         sizes: prompts a stage works on at a time.
         estimate: advantages from rewards.
         beta: weight of the KL now.
+        runner: runs the reward functions.
         log: what the last step did.
     """
 
@@ -158,6 +162,7 @@ class Feeder:
     sizes: StageSizes
     estimate: Estimate
     beta: float
+    runner: RewardRunner = field(default_factory=RewardRunner)
     log: StepLog = field(default_factory=StepLog)
 
     def feed(self, examples: Sequence[Mapping[str, Any]], take: Take, step: int, clock: Clock) -> Iterator[TrainBatch]:
@@ -183,7 +188,7 @@ class Feeder:
             for part in slices(range(len(groups)), self.sizes.train):
                 start, stop = part[0], part[-1] + 1
                 rows = packed.rows(start, stop)
-                self.log.waste.append(padding_waste(rows))
+                self.log.waste.append(padding_waste(rows, self.cluster.rows_at_a_time(rows)))
                 yield self._train_batch(experience.between(start, stop), rows)
 
     def _service_batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[list[list[Any]]]:
@@ -200,7 +205,7 @@ class Feeder:
                 groups += self.cluster.generate(part, self.config.num_generations, step=step, first=number)
                 self.log.stats += self.cluster.rollout.stats
         with clock("reward"):
-            groups = score(groups, self.reward_fns, self.config.reward_weights)
+            groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
             groups = [replace(g, advantages=np.zeros(len(g.completions))) for g in self._less_overlong(groups)]
         self.log.groups += groups
         self.log.numbers += range(first, first + len(groups))

@@ -6,6 +6,7 @@ the loop, observers write, show and save what happened. Several processes go thr
 (`parallel.distributed`): the updates are theirs together, and observers of each see what all of them did.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from covey.algorithms import algorithm_of
 from covey.configs import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import RecipeError
+from covey.errors import NumbersError, RecipeError
 from covey.evaluate import Evaluation, evaluate
 from covey.parallel import distributed
 from covey.recipe import validate
-from covey.rewards.scoring import RewardFn, resolve
+from covey.rewards import RewardFn, RewardRunner, function_names, resolve
 from covey.rl.cluster import RLCluster
 from covey.rl.feeder import Clock, Experience, Feeder, StepLog
 from covey.rl.losses import Surrogate
@@ -59,6 +60,10 @@ class StepRecord:
 Observer = Callable[[StepRecord], None]
 
 
+OnBadBatch = Callable[[int, Sequence[TrainBatch], NumbersError], None]
+"""(step, its micro-batches, what is wrong with them)"""
+
+
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
 """Reward functions, or names of built-in ones; one alone will do."""
 
@@ -83,6 +88,9 @@ class Learner:
         observers: called with a `StepRecord` after each step, in order. When not given, one line a step is printed.
         on_phase: called with the name of each phase as it begins.
         eval_config: how the evaluations during training are done.
+        reward_runner: says where reward functions run and what becomes of their failures. When not given, here, and
+            the first one is raised.
+        on_bad_batch: is given the batch of an update whose loss or gradient is not finite, and the error.
 
     Raises:
         RecipeError: settings that contradict each other, sizes that no stage can work with, an unknown reward.
@@ -99,18 +107,22 @@ class Learner:
         observers: Sequence[Observer] | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         eval_config: EvalConfig | None = None,
+        reward_runner: RewardRunner | None = None,
+        on_bad_batch: OnBadBatch = lambda step, batches, error: None,
     ):
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         standard = [self._print_line] if distributed.is_first() else []
         self.observers = standard if observers is None else list(observers)
-        self.on_phase, self.eval_config = on_phase, eval_config or EvalConfig()
-        self.step, self._prompts, self._checked = 0, 0, False
+        self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
+        self.step, self._prompts, self._skipped, self._checked = 0, 0, 0, False
         validate(_Settings(config))
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
         sizes = stage_sizes(training, config.num_generations)
         distributed.refuse_uneven(training.prompts_per_step)
         self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
+        self.runner = reward_runner or RewardRunner()
+        self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
         self.feeder = Feeder(
             cluster=rl_cluster,
             reward_fns=self.reward_fns,
@@ -120,6 +132,7 @@ class Learner:
             sizes=sizes,
             estimate=self.estimate,
             beta=self.algorithm.beta,
+            runner=self.runner,
         )
 
     def estimate(self, experience: Experience, beta: float) -> Experience:
@@ -169,11 +182,13 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What the loop itself must remember beside the cluster's arrays, JSON-able."""
-        return {"beta": self.feeder.beta, "prompts": self._prompts}
+        failed = dict(self.runner.failed)
+        return {"beta": self.feeder.beta, "prompts": self._prompts, "skipped": self._skipped, "failed": failed}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Takes up a checkpoint's `state()` at update `step`."""
         self.step, self.feeder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
+        self._skipped, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     @contextmanager
     def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
@@ -190,8 +205,20 @@ class Learner:
         """`count` updates on the same micro-batches; the first takes them as they come."""
         seen: list[TrainBatch] = []
         with clock("update"):
-            first = self.update(remembered(batches, seen))
-            return [first, *(self.update(seen) for _ in range(count - 1))]
+            first = self._guarded(remembered(batches, seen), seen)
+            return [first, *(self._guarded(seen, seen) for _ in range(count - 1))]
+
+    def _guarded(self, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
+        """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
+        budget = self.cluster.config.training_config.skip_nonfinite
+        try:
+            return self.update(batches) | ({"skipped": 0.0} if budget else {})
+        except NumbersError as error:
+            self.on_bad_batch(self.step + 1, seen, error)
+            if self._skipped >= budget:
+                raise
+            self._skipped += 1
+            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
     @property
     def _asynchronous(self) -> bool:
@@ -211,6 +238,8 @@ class Learner:
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
         """The cluster's reward model as a reward function; metrics know it by this name."""
         return self.cluster.get_rewards(prompt_ids, completion_ids)
+
+    reward_model.in_process = True  # type: ignore[attr-defined]  # the model lives here
 
     def _loader(self, train_ds: Any) -> PromptLoader:
         if isinstance(train_ds, PromptLoader):
@@ -244,6 +273,7 @@ class Learner:
         return {
             "step": self.step,
             **group_metrics(log.groups),
+            **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
             **over_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.feeder.beta}),
@@ -270,7 +300,7 @@ class Learner:
 
     def _evaluate(self, held_out: Sequence[Any]) -> Evaluation:
         rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights
-        return evaluate(self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights)
+        return evaluate(self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights, runner=self.runner)
 
     def _print_line(self, record: StepRecord) -> None:
         shown = [name for name in self.cluster.config.training_config.show if name in record.metrics]

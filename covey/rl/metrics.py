@@ -40,12 +40,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several updates on one batch as one row: means, and the extremes of extremes."""
+    """The metrics of several updates on one batch as one row: means, and the extremes of extremes, over those that
+    have them (an update that was left out has few).
+    """
     combine = {"min": np.min, "max": np.max}
-    return {
-        name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)([update[name] for update in updates]))
-        for name in updates[0]
-    }
+    values = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
+    return {name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)(found)) for name, found in values.items()}
 
 
 def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ here.
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ class Checkpointer:
 
     Args:
         folder: where they lie; made when it is not there.
-        max_to_keep: how many of the latest steps stay.
+        max_to_keep: how many of the latest steps stay, beside the one with the best score.
         read_only: only restore: no lock is taken, nothing is removed, and a run may be writing meanwhile.
 
     Raises:
@@ -73,7 +74,14 @@ class Checkpointer:
         """The last step, None when there is none."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None) -> None:
+    def best(self) -> int | None:
+        """The step with the highest score, the later of equals; None when no step has one."""
+        scores = {step: score for step in self.steps() if (score := self._score(step)) is not None}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def save(
+        self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None, *, score: float | None = None
+    ) -> None:
         """Start writing `state`; returns as soon as it is copied, so that the caller may go on training or donate it.
 
         An earlier save is waited for first, and its failure raised. A step that is there already is replaced.
@@ -82,13 +90,16 @@ class Checkpointer:
             step: optimizer updates done.
             state: arrays in any nesting, typed random keys included.
             extra: what else the run needs to go on; comes back as JSON does (tuples as lists, every key as text).
+            score: how good the step is; the best stays however old it is. A score that is not finite is none.
 
         Raises:
-            ResumeError: the folder holds a later step, which this run did not go back from with `restore`.
+            ResumeError: there is no room; or the folder holds a later step, which this run did not go back from with
+                `restore`.
             CoveyError: a leaf is no array.
             TypeError: `extra` is not JSON.
 
-        A disk that is full is found while writing: the next `save`, `wait` or `close` raises it, as a ResumeError.
+        A disk that fills up meanwhile is found while writing: the next `save`, `wait` or `close` raises it, as a
+        ResumeError.
         """
         if self._lock is None:
             raise CoveyError("these checkpoints were opened to be read, or are closed", want="an open Checkpointer")
@@ -96,15 +107,25 @@ class Checkpointer:
         self._refuse_going_back(step)
         flat = flatten(state)
         meta = {"step": step, "leaves": {name: _entry(name, leaf) for name, leaf in flat.items()}, "extra": extra or {}}
+        if score is not None and math.isfinite(score):
+            meta["score"] = score
         text = json.dumps(meta, indent=1)
+        needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
+        if needed > shutil.disk_usage(self.folder).free:
+            raise self._unwritten(step, needed, "the disk is full")
         partial = self._path(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
         wait = _write(partial / ARRAYS, stored) if stored else None
-        self._pending = self._worker.submit(self._finish, partial, text, wait)
+        self._pending = self._worker.submit(self._finish, partial, text, wait, needed)
 
     def restore(
-        self, step: int | None = None, target: PyTree | None = None, *, subset: bool = False
+        self,
+        step: int | None = None,
+        target: PyTree | None = None,
+        *,
+        subset: bool = False,
+        check: Callable[[Mapping[str, Any]], None] = lambda extra: None,
     ) -> tuple[PyTree, dict[str, Any]]:
         """The state of `step` and its `extra`, after checking every file against its digest.
 
@@ -113,6 +134,7 @@ class Checkpointer:
             target: arrays, or `jax.ShapeDtypeStruct` with shardings (without: the first device), in the nesting wanted.
                 Devices and layout may differ from those at saving. When not set: nested dicts on the first device.
             subset: leave out what `target` does not ask for (only the parameters, say); otherwise that is an error.
+            check: may refuse `extra` in words of its own, before a leaf is found not to fit.
 
         Raises:
             ResumeError: no such step; a file that is damaged, with the last step that is whole; or a leaf that is
@@ -124,6 +146,7 @@ class Checkpointer:
         if damage := damage_in(path):
             raise self._damaged(step, damage)
         meta = json.loads((path / META).read_text())
+        check(meta["extra"])
         flat = _abstract(meta["leaves"]) if target is None else flatten(target)
         _refuse_misfit(flat, meta["leaves"], subset, path)
         loaded = _load(path, flat, meta["leaves"])
@@ -159,7 +182,7 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
-    def _finish(self, partial: Path, meta: str, wait: Callable[[], Any] | None) -> None:
+    def _finish(self, partial: Path, meta: str, wait: Callable[[], Any] | None, needed: int) -> None:
         """In the worker's thread: wait for Orbax, seal, put in place, and remove what is no longer kept."""
         try:
             partial.mkdir(exist_ok=True)
@@ -170,12 +193,7 @@ class Checkpointer:
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
             shutil.rmtree(partial, ignore_errors=True)
-            raise ResumeError(
-                f"checkpoint {int(partial.stem)} could not be written: {error}",
-                want="room, and the right to write",
-                fix="make room and resume; the checkpoints before it are whole",
-                where=str(self.folder),
-            ) from error
+            raise self._unwritten(int(partial.stem), needed, str(error)) from error
         self._drop_old(int(partial.stem))
 
     def _drop_old(self, step: int) -> None:
@@ -183,8 +201,26 @@ class Checkpointer:
         for abandoned in self._abandoned - {step}:
             remove(self._path(abandoned))
         self._abandoned = set()
+        best = self.best()
         for old in self.steps()[: -self._max_to_keep]:
-            remove(self._path(old))
+            if old != best:
+                remove(self._path(old))
+
+    def _score(self, step: int) -> float | None:
+        try:
+            score: float | None = json.loads((self._path(step) / META).read_text()).get("score")
+        except (OSError, ValueError):  # damaged: `restore` says so
+            return None
+        return score
+
+    def _unwritten(self, step: int, needed: int, why: str) -> ResumeError:
+        free = shutil.disk_usage(self.folder).free
+        return ResumeError(
+            f"checkpoint {step} could not be written: {why}",
+            want=f"{needed:,} bytes of room ({free:,} are free), and the right to write",
+            fix="make room and resume; the checkpoints before it are whole",
+            where=str(self.folder),
+        )
 
     def _refuse_going_back(self, step: int) -> None:
         later = [found for found in self.steps() if found > step and found not in self._abandoned]

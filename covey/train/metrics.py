@@ -8,9 +8,12 @@ whole lines. A resumed run first cuts away what lies beyond its checkpoint, and 
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from covey.errors import ResumeError
 from covey.types import Group, Prompt
@@ -43,23 +46,34 @@ class MetricsWriter:
                 raise ResumeError(
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
                 )
-        self._metrics, self._samples = (file.open("ab") for file in files)
+        self._folder = folder
+        self._metrics, self._samples = (file.open("ab", buffering=0) for file in files)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics; `row["step"]` is its step, never below the row before it."""
-        self._metrics.write(line(row))
-        self._metrics.flush()
+        self._append(self._metrics, line(row))
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Append every completion of the step's scored groups."""
-        self._samples.write(b"".join(line(row) for row in sample_rows(step, groups)))
-        self._samples.flush()
+        self._append(self._samples, b"".join(line(row) for row in sample_rows(step, groups)))
+
+    def _append(self, file: IO[bytes], rows: bytes) -> None:
+        try:
+            left = memoryview(rows)
+            while left:  # a disk without room takes a part, and refuses the next
+                left = left[file.write(left) :]
+        except OSError as error:
+            raise ResumeError(
+                f"{len(rows):,} bytes could not be written: {error.strerror}",
+                want=f"room ({shutil.disk_usage(self._folder).free:,} bytes are free)",
+                fix="make room and resume: the run goes on from its last checkpoint",
+                where=file.name,
+            ) from error
 
     def close(self) -> None:
         """Bring the rows to the disk and close the files."""
         for file in (self._metrics, self._samples):
             if not file.closed:
-                file.flush()
                 os.fsync(file.fileno())
                 file.close()
 
@@ -74,6 +88,18 @@ def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
     """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0."""
     with (folder / f"{name}.jsonl").open("wb") as file:
         file.writelines(line(row) for row in sample_rows(0, groups))
+
+
+def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray]) -> Path:
+    """Keep the batch of an update that was not finite, for study: `bad/<step>.jsonl` as in `samples.jsonl`, and
+    `bad/<step>.npz` with what the loss got. Returns the first without its ending.
+    """
+    place = folder / "bad" / f"{step:08d}"
+    place.parent.mkdir(exist_ok=True)
+    with place.with_suffix(".jsonl").open("wb") as file:
+        file.writelines(line(row) for row in sample_rows(step, groups))
+    np.savez(place.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
+    return place
 
 
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:

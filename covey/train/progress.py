@@ -24,6 +24,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from covey.showing import printable
 from covey.train.metrics import SAMPLES
 
 HEARTBEAT = 15.0
@@ -92,6 +93,10 @@ class Progress:
         elif self._phase not in self._announced:
             self._announced.add(self._phase)
             self._stamp()
+
+    def say(self, text: str) -> None:
+        """A line that stays, whatever is shown: something happened that the user should know of."""
+        self._print(f"[{time.monotonic() - self._started:6.1f}s] {printable(text)}")
 
     def advance(self, done: int, total: int) -> None:
         """How far the phase is; a log file hears of it every `HEARTBEAT` seconds."""
@@ -227,15 +232,6 @@ def brief(value: float) -> str:
     ('0.0100', '12.3457', '1.00e-07', '1.23e+05')
     """
     return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e4 else f"{value:.2e}"
-
-
-def printable(text: str, keep: str = "") -> str:
-    """`text` with control, direction and other invisible characters as escapes, but for those in `keep`.
-
-    >>> printable("red \\x1b[31m")
-    'red \\\\x1b[31m'
-    """
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def excerpt(text: str, width: int = SAMPLE_WIDTH) -> str:

@@ -4,6 +4,7 @@ Per step: take examples, make tokens of them, lay them out as rows, update. Besi
 save what happened. With LoRA adapters on the model only those are trained.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from covey.configs import OptimizerConfig, SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
-from covey.errors import RecipeError
+from covey.errors import NumbersError, RecipeError
 from covey.models.decoder import Decoder
 from covey.models.weights import load
 from covey.parallel.reshard import reshard
@@ -25,7 +26,17 @@ from covey.recipe import validate
 from covey.rl.rows import Rows, padding_waste
 from covey.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.supervised import Fitted, HeldOutLoss, fit, groups_of, parts, perplexity, rows_of, supervised_loss
+from covey.train.supervised import (
+    Fitted,
+    HeldOutLoss,
+    at_a_time,
+    fit,
+    groups_of,
+    parts,
+    perplexity,
+    rows_of,
+    supervised_loss,
+)
 from covey.train.trainer import LossFn, Metrics, Trainer
 from covey.types import Group
 
@@ -50,6 +61,9 @@ class StepRecord:
 
 Observer = Callable[[StepRecord], None]
 
+OnBadBatch = Callable[[int, Sequence[Group], Rows, NumbersError], None]
+"""(step, its examples, their rows, what is wrong with them)"""
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -72,6 +86,10 @@ class SFTLearner:
             progress line where `config.show` names it.
         observers: called with a `StepRecord` after each step, in order. Without any, one line a step is printed.
         on_phase: called with the name of each phase as it begins.
+        on_bad_batch: is given the batch of an update whose loss or gradient is not finite, and the error.
+
+    Attributes:
+        step: optimizer updates made; `skipped` of them were left out.
     """
 
     def __init__(
@@ -85,6 +103,7 @@ class SFTLearner:
         loss_fn: LossFn = supervised_loss,
         observers: Sequence[Observer] | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
+        on_bad_batch: OnBadBatch = lambda step, groups, rows, error: None,
     ):
         self.config, self.mesh, self.seed, self.loss_fn = config or SFTConfig(), mesh, seed, loss_fn
         validate(_Settings(_ranged(self.config)))
@@ -93,12 +112,12 @@ class SFTLearner:
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        self.tokenizer, self.step = tokenizer, 0
+        self.tokenizer, self.step, self.skipped = tokenizer, 0, 0
         self._model, self._longest = _placed(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         self.observers = [self._print_line] if observers is None else list(observers)
-        self.on_phase = on_phase
+        self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Decoder:
         """Runs to `max_steps` updates, or through the data `num_epochs` times.
@@ -120,7 +139,7 @@ class SFTLearner:
             self.on_phase("update")
             groups = self._groups(next(loader))
             rows = rows_of(groups, self.config)
-            metrics = trainer.update(parts(rows, self.config, trainer.trainable, self.mesh))
+            metrics = self._guarded(trainer, groups, rows)
             self.step += 1
             metrics |= self._work(groups, rows, time.perf_counter() - started)
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
@@ -158,6 +177,19 @@ class SFTLearner:
     def _groups(self, examples: Sequence[Row]) -> list[Group]:
         return groups_of(examples, self.tokenizer, self.config, self._longest)
 
+    def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
+        """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
+        budget = self.config.skip_nonfinite
+        try:
+            found = trainer.update(parts(rows, self.config, trainer.trainable, self.mesh))
+            return found | ({"skipped": 0.0} if budget else {})
+        except NumbersError as error:
+            self.on_bad_batch(self.step + 1, groups, rows, error)
+            if self.skipped >= budget:
+                raise
+            self.skipped += 1
+            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
+
     def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
         """What the step cost, in tokens and seconds."""
         tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
@@ -165,7 +197,7 @@ class SFTLearner:
             "learning_rate": self._learning_rate(),
             "num_tokens": tokens,
             "loss_tokens": int(rows.scored.sum()),
-            "waste/rows": padding_waste(rows),
+            "waste/rows": padding_waste(rows, at_a_time(rows, self.config, self.mesh)),
             "tokens_per_second": tokens / seconds,
             "step_time": seconds,
         }

@@ -10,7 +10,6 @@ them later.
 
 import math
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from covey.showing import masked
+
 PROJECT = "covey"
 ID = "tracking-id"
 """The file in the run folder that tells trackers which run to go on with."""
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.I)
-"""Names of environment variables whose values nobody else should see."""
-SHORTEST = 8
-"""Characters of a value that can be a secret: `1` is none, and would be masked in every number."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Trackers:
     """
 
     def __init__(self, names: Iterable[str], run: Tracked, say: Callable[[str], None]):
-        self.run, self.say = Tracked(run.folder, _masked(run.settings), run.resume_at), say
+        self.run, self.say = Tracked(run.folder, masked(run.settings), run.resume_at), say
         self._open: dict[str, Tracker] = {}
         for name in names:
             self._attempt(name, partial(self._start, name))
@@ -93,7 +90,7 @@ class Trackers:
             act()
         except Exception as error:  # other people's services: none of their troubles is worth a run
             self._open.pop(name, None)
-            reason = _masked(next(iter(str(error).splitlines()), ""))
+            reason = masked(next(iter(str(error).splitlines()), ""))
             fix = "; pip install 'covey[track]' brings it" if isinstance(error, ImportError) else ""
             self.say(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
 
@@ -159,19 +156,6 @@ class Trackio:
 
     def close(self) -> None:
         self.trackio.finish()
-
-
-def _masked(value: Any) -> Any:
-    """`value` with every secret of the environment out of its texts, and lists in place of tuples."""
-    if isinstance(value, Mapping):
-        return {name: _masked(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_masked(entry) for entry in value]
-    if isinstance(value, str):
-        for name, secret in os.environ.items():
-            if SECRET.search(name) and len(secret) >= SHORTEST:
-                value = value.replace(secret, "***")
-    return value
 
 
 TRACKERS: dict[str, Callable[[Tracked, Callable[[str], None]], Tracker]] = {

@@ -1,0 +1,236 @@
+"""What runs of either method have in common: a folder, and a way through it that can be stopped and taken up again.
+
+The run folder is the run: `recipe.yaml` says what was asked, `metrics.jsonl` what happened, `before.jsonl` and
+`after.jsonl` what it answered to held-out prompts, `checkpoints/` how to go on, `summary.json` what came of it. While
+it runs, `heartbeat.json` says where it is. Of several processes the first writes, and shows progress; all read to go
+on. One lock, that of `checkpoints/`, keeps a second writer out.
+
+What a run trains, and how, is said by `rl` and `sft`.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from rich.console import Console
+
+from covey import recipe as recipes
+from covey.data.loader import PromptLoader
+from covey.errors import CoveyError, ResumeError, Stopped
+from covey.parallel import distributed, mesh_for
+from covey.recipe import Recipe, SFTRecipe
+from covey.run.opening import CHECKPOINTS, refuse_other_weights
+from covey.run.settings import compare, settings_of
+from covey.run.stopping import Stopper
+from covey.run.watchdog import Watchdog
+from covey.showing import refuse_secrets
+from covey.train.checkpoint import Checkpointer
+from covey.train.metrics import METRICS, SAMPLES, SUMMARY, MetricsWriter, write_summary
+from covey.train.progress import Progress
+from covey.train.trackers import Tracked, Trackers
+
+RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
+
+
+class Step(Protocol):
+    """What a run must know of a step; the records of both learners tell it."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    def due(self, every: int) -> bool: ...
+
+
+class Run(Generic[RecipeT]):
+    """One run in its folder.
+
+    Args:
+        ready: what to do; checked.
+        out: the folder.
+        resuming: go on with what is there.
+    """
+
+    headline: ClassVar[str] = "reward"
+    answers: ClassVar[str] = SAMPLES
+    loader: PromptLoader
+    origin: str
+
+    def __init__(self, ready: RecipeT, out: Path, resuming: bool = False):
+        self.recipe: RecipeT = ready
+        self.out, self.resuming = out, resuming
+        self.started, self.writes = time.monotonic(), distributed.is_first()
+        self._saved: int | None = None
+        self._metrics: Mapping[str, float] = {}
+        distributed.refuse_differences("recipe", lambda: recipes.to_yaml(ready), "the same command for all")
+        self.mesh = mesh_for(ready.model.mesh)
+
+    def prepare(self) -> int:
+        """Loads all that is needed, `loader` and `origin` among it; hands back the steps of the whole run."""
+        raise NotImplementedError
+
+    def judged(self, name: str) -> dict[str, Any]:
+        """The evaluation `name`, shown and written down."""
+        raise NotImplementedError
+
+    def beginning(self) -> dict[str, Any]:
+        """What the summary says of model and data."""
+        raise NotImplementedError
+
+    def steps(self) -> None:
+        """Trains to the end; `after_step` hears of each step."""
+        raise NotImplementedError
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates made."""
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """The arrays of a checkpoint."""
+        raise NotImplementedError
+
+    def remembers(self) -> dict[str, Any]:
+        """What a checkpoint holds beside arrays, model and data; JSON-able."""
+        return {}
+
+    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
+        """Takes up a checkpoint."""
+        raise NotImplementedError
+
+    def begin(self) -> dict[str, Any]:
+        """Runs in the new folder; returns what `summary.json` says."""
+        refuse_secrets(recipes.to_yaml(self.recipe))
+        if self.writes:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "recipe.yaml").write_text(recipes.to_yaml(self.recipe), encoding="utf-8")
+        try:
+            return self.go()
+        except CoveyError:
+            if self.writes and not self._anything_learnt():
+                shutil.rmtree(self.out)  # the corrected command will want the name
+            raise
+
+    def go(self) -> dict[str, Any]:
+        """Runs, or goes on, to the end."""
+        training = self.recipe.training
+        with ExitStack() as stack:
+            self.opened = opened = stack.enter_context
+            checkpoints = self.out / CHECKPOINTS
+            self.saves = opened(Checkpointer(checkpoints, training.max_to_keep, read_only=not self.writes))
+            self.last = distributed.agreed(self.saves.latest(), "last checkpoint")
+            at = (self.last or 0) if self.resuming else None
+            self.writer = opened(MetricsWriter(self.out, resume_at=at)) if self.writes else None
+            console = None if self.writes else Console(quiet=True)
+            face = Progress(0, console, headline=self.headline, show=training.show, answers=self.answers)
+            self.progress = opened(face)
+            watched = self.out if self.writes else None
+            self.watchdog = opened(Watchdog(watched, training.watchdog_seconds, self.progress.say))
+            names = self.recipe.tracking if self.writes else ()
+            self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
+            self.stopper = opened(Stopper())
+            return self._go()
+
+    def _go(self) -> dict[str, Any]:
+        self.progress.total = self.prepare()
+        self._restore()
+        written = distributed.agreed(self._written(), "summary")
+        summary = written or self.beginning() | {"before": self.judged("before")}
+        self._summarise(summary)
+        with self.stopper.deferring():
+            self.steps()
+            if self._saved != self.step:
+                self.save()
+            self.saves.wait()
+        best = {} if self.saves.best() is None else {"best": self.saves.best()}
+        summary |= {"after": self.judged("after"), "steps": self.step, **best, "seconds": round(self._seconds(), 1)}
+        self._summarise(summary)
+        self.progress.done(summary, self.out)
+        return summary
+
+    def phase(self, name: str) -> None:
+        """The run begins `name`: shown, and watched."""
+        self.progress.phase(name)
+        self.watchdog.phase(name)
+
+    def write(self, record: Step) -> None:
+        """A step's metrics go to the folder and to the trackers."""
+        self._metrics = record.metrics
+        if self.writer is not None:
+            self.writer.step(record.metrics)
+            self.trackers.log(record.step, record.metrics)
+
+    def after_step(self, record: Step) -> None:
+        """Saves when it is time to, and ends the run when a signal asked for it. The last to hear of a step."""
+        due = record.due(self.recipe.training.checkpoint_every_n_steps)
+        if signal := self.stopper.asked():
+            self.save()
+            self.saves.wait()
+            raise Stopped(signal, self.step)
+        if due:
+            self.save()
+
+    def save(self) -> None:
+        """Starts writing a checkpoint."""
+        self._saved = self.step
+        if not self.writes:
+            return
+        self.phase("save")
+        extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds(), **self.remembers()}
+        extra["settings"] = settings_of(self.recipe)
+        self.saves.save(self.step, self.state(), extra, score=self._score())
+
+    def _restore(self) -> None:
+        if not self.resuming:
+            return
+        if self.last is None:
+            self.phase("no checkpoint was written yet: starting from the beginning")
+            return
+        state, extra = self.saves.restore(self.last, target=self.state(), check=self._refuse_another_run)
+        self.started -= extra["seconds"]
+        self.load_state(state, extra, self.last)
+        self.loader.restore(extra["data"])
+        self._saved = self.last
+
+    def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
+        compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
+        refuse_other_weights(extra["model"], self.origin, self.out)
+
+    def _written(self) -> dict[str, Any] | None:
+        """The summary of the run that is gone on with, if it came so far."""
+        path = self.out / SUMMARY
+        if not (self.resuming and path.is_file()):
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            fix = "remove the file: the evaluation before training is then done again, with the weights as they are now"
+            raise ResumeError(f"this summary cannot be read: {error}", fix=fix, where=str(path)) from error
+        return found
+
+    def _summarise(self, summary: Mapping[str, Any]) -> None:
+        if self.writes:
+            write_summary(self.out, summary)
+
+    def _score(self) -> float | None:
+        """How good the weights are, by the metric that the recipe names; None where this step has no such metric."""
+        name = self.recipe.training.keep_best
+        value = self._metrics.get(name)
+        return None if value is None else -value if name.rpartition("/")[2] in LOWER_IS_BETTER else value
+
+    def _anything_learnt(self) -> bool:
+        metrics = self.out / METRICS
+        return metrics.exists() and metrics.stat().st_size > 0
+
+    def _seconds(self) -> float:
+        """That the run has taken, those before it was taken up again included."""
+        return time.monotonic() - self.started
+
+
+LOWER_IS_BETTER = {"loss", "perplexity", "kl"}
+"""Last parts of the names of metrics of which the least is the best."""

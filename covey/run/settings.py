@@ -1,0 +1,76 @@
+"""A run goes on with the recipe in its folder, which somebody may have edited since. What makes it another run is
+refused with a diff; what merely changes its course is told.
+
+Another mesh, and other sizes of stages and rows, give the same run to rounding.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ResumeError
+from covey.recipe import AnyRecipe
+
+Settings = dict[str, Any]
+
+
+def settings_of(recipe: AnyRecipe) -> Settings:
+    """Dotted name → value of every setting but those that change nothing (`FREE`); JSON-able."""
+    return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, FREE)}
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Refuse to go on with settings `now` in the run at `folder`, saved with the settings `then`, where they make
+    another run of it; tell the other differences.
+
+    Raises:
+        ResumeError: data, batch, seed, types or adapters differ.
+    """
+    other = {name: _told(name, then, now) for name in {**then, **now} if then.get(name) != now.get(name)}
+    if refused := [told for name, told in other.items() if _named(name, DECISIVE)]:
+        raise ResumeError(
+            "these settings are not those that the run was saved with: " + "; ".join(refused),
+            want="data, batch, seed, types and adapters as they were",
+            fix="undo that in its recipe.yaml; or begin a new run with this one's model: --model.source " + str(folder),
+            where=str(folder / "recipe.yaml"),
+        )
+    if other:
+        say("changed since the run was saved: " + "; ".join(other.values()))
+
+
+def _told(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
+    found: Settings = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and f"{prefix}{name}" not in WHOLE:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _named(name: str, among: tuple[str, ...]) -> bool:
+    return any(name == one or name.startswith(one + ".") for one in among)
+
+
+WHOLE = ("reward_safety.on_error_of",)
+"""Settings whose value is itself a mapping."""
+
+DECISIVE = (
+    "seed", "rollout.seed", "data", "model.dtype", "model.compute_dtype", "model.quantize", "model.quantize_block",
+    "model.lora", "training.prompts_per_step", "training.batch_size", "grpo.algorithm", "grpo.num_generations",
+    "grpo.num_iterations",
+)  # fmt: skip
+"""Settings, and sections of them, without which a run is another one."""
+
+FREE = (
+    "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "model.source", "model.adapter",
+    "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
+    "training.watchdog_seconds", "training.show", "training.max_to_keep",
+    "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
+)  # fmt: skip
+"""What may change without a word. What lies at a path is compared by its digest, wherever it lies."""

@@ -1,0 +1,79 @@
+"""The watchdog of a run: it says which phase the run is in, and looks inside when one takes too long.
+
+`heartbeat.json` in the run folder tells a monitor outside what the run does, and since when. When a phase exceeds the
+limit, the stacks of all threads are written to `stacks.txt`: what hangs can be seen although nobody was there. The run
+itself goes on: slow and stuck look alike from here.
+"""
+
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
+
+
+class Watchdog:
+    """A thread beside the run; a context manager.
+
+    Args:
+        folder: of the run; None writes nothing and watches nothing.
+        limit: seconds that a phase may take; 0 is no limit.
+        say: is told, in the watchdog's thread, that stacks were written.
+        every: seconds between two looks.
+    """
+
+    def __init__(self, folder: Path | None, limit: float, say: Callable[[str], None], every: float = 5.0):
+        self.folder, self.limit, self.say, self._every = folder, limit, say, every
+        self._phase, self._since, self._reported = "start", time.time(), False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def phase(self, name: str) -> None:
+        """The run begins `name` now."""
+        self._phase, self._since, self._reported = name, time.time(), False
+
+    def __enter__(self) -> Self:
+        if self.folder is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        assert self.folder is not None
+        while not self._ended.wait(min(self._every, self.limit or self._every)):
+            phase, since = self._phase, self._since
+            self._beat(self.folder / HEARTBEAT, phase, since)
+            if self.limit and time.time() - since > self.limit and not self._reported:
+                self._reported = True
+                self._look(self.folder / STACKS, phase, since)
+
+    def _beat(self, file: Path, phase: str, since: float) -> None:
+        """A reader sees the old file or the new one. A disk without room is the run's to report, not this thread's."""
+        told = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
+        draft = file.with_name(f".{file.name}")
+        try:
+            draft.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            draft.replace(file)
+        except OSError as error:
+            self.say(f"{file.name} cannot be written: {error.strerror}")
+
+    def _look(self, file: Path, phase: str, since: float) -> None:
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  phase {phase!r} for {time.time() - since:.0f} s\n"
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(head)
+                out.flush()
+                faulthandler.dump_traceback(out, all_threads=True)
+                out.write("\n")
+        except OSError as error:
+            self.say(f"{file.name} cannot be written: {error.strerror}")
+        self.say(f"{phase} has taken {time.time() - since:.0f} s; what every thread was doing: {file}")

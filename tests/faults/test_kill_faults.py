@@ -1,0 +1,319 @@
+"""SIGKILL at any moment: what was saved is whole, and the run gone on with is the run that was never killed, bit for
+bit. All runs here are processes, really killed; `benchmarks.soak` starts and kills them.
+
+COVEY_KILLS=5 tries all four ways to train, each killed at five random steps; without it two ways, each killed once.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from covey import recipe, run
+from covey.cli import main
+from covey.errors import ResumeError
+from covey.train.checkpoint import Checkpointer
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+KILLS = int(os.environ.get("COVEY_KILLS", "0"))
+STEPS = 6
+SETTINGS = [
+    f"model.source={TINY}",
+    "data.task=jsonl",
+    "rewards=letters:share",
+    "rollout.max_new_tokens=8",
+    "rollout.max_prompt_length=100",
+    "rollout.slots=8",
+    f"training.max_steps={STEPS}",
+    "training.prompts_per_step=2",
+    "training.checkpoint_every_n_steps=2",
+    "training.actor_optimizer.learning_rate=1e-3",
+    "training.actor_optimizer.schedule=constant",
+    "training.actor_optimizer.warmup_ratio=0",
+    "training.max_to_keep=9",
+    "grpo.num_generations=4",
+    "evaluation.prompts=2",
+    "evaluation.accuracy=",
+    "evaluation.format=",
+]
+WAYS = {
+    "full, sync": ("training.queueing=sync",),
+    "lora, async": (
+        "training.queueing=async",
+        "model.lora.rank=4",
+        "grpo.beta=0.1",
+        "training.train_micro_batch_size=1",
+    ),
+    "full, async": ("training.queueing=async", "training.train_micro_batch_size=1"),
+    "lora, sync": ("training.queueing=sync", "model.lora.rank=4"),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with data and a reward. Five rows, two a step: epochs end inside of steps."""
+    folder = tmp_path_factory.mktemp("place")
+    lines = [f'{{"prompt": "Say {word}."}}\n' for word in ("one", "two", "three", "four", "five", "six")]
+    (folder / "data.jsonl").write_text("".join(lines))
+    (folder / "letters.py").write_text(
+        "def share(completions):\n    return [sum(c < 'n' for c in t) for t in completions]\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.fixture
+def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of the processes: the same devices, and the programs that this one has compiled."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    found = {"PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    return os.environ | found | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path) -> Callable[[str], Path]:
+    """`straight(way)`: the run that nobody killed."""
+
+    def run_of(way: str) -> Path:
+        out = place / f"straight-{way}"
+        if not out.exists():
+            run.train(ready(*WAYS[way]), out)
+        return out
+
+    return run_of
+
+
+def ready(*more: str) -> recipe.Recipe:
+    return recipe.load("quickstart", [*SETTINGS, "data.path=data.jsonl", *more])
+
+
+def command(out: Path, *more: str) -> list[str]:
+    return ["train", "quickstart", "--out", str(out), *SETTINGS, "data.path=data.jsonl", *more]
+
+
+# --- at any moment of a run
+
+
+@pytest.mark.parametrize("way", list(WAYS)[: None if KILLS else 2])
+def test_a_killed_run_is_the_run_that_was_never_killed(
+    way: str, tmp_path: Path, environment: dict[str, str], straight: Any
+) -> None:
+    from benchmarks.soak import differences, killed
+
+    draw, out = random.Random(way), tmp_path / "killed"
+    kills = draw.sample(range(1, STEPS), KILLS or 1)
+    done = killed(command(out, *WAYS[way]), out, kills, draw, environment=environment, linger=0.3)
+    assert done == len(kills)
+    assert differences(straight(way), out) == []
+
+
+DYING = """
+    import os, signal, sys
+    from covey.cli import main
+    from covey.train.checkpoint import Checkpointer
+    from covey.train.metrics import MetricsWriter
+
+    def dying(kind, name, step_of):
+        call = getattr(kind, name)
+        def called(self, *args, **kwargs):
+            if step_of(args[0]) == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(self, *args, **kwargs)
+        setattr(kind, name, called)
+
+    moments = {
+        "save": (Checkpointer, "save", int),
+        "metrics": (MetricsWriter, "step", lambda row: row["step"]),
+        "samples": (MetricsWriter, "samples", int),
+    }
+    dying(*moments[sys.argv[1]])
+    sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3)])
+def test_killed_between_metrics_and_save(
+    before: str, step: int, tmp_path: Path, environment: dict[str, str], straight: Any
+) -> None:
+    """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step."""
+    from benchmarks.soak import differences, steps_of
+
+    out = tmp_path / "killed"
+    words = [sys.executable, "-c", textwrap.dedent(DYING), before, str(step), *command(out, *WAYS["full, sync"])]
+    assert subprocess.run(words, env=environment, capture_output=True).returncode == -signal.SIGKILL
+    assert steps_of(out) == (4 if before != "samples" else 3)
+    run.resume(out)
+    assert differences(straight("full, sync"), out) == []
+
+
+def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
+    tmp_path: Path, environment: dict[str, str], straight: Any, capsys: Any
+) -> None:
+    from benchmarks.soak import differences
+
+    out = tmp_path / "run"
+    shutil.copytree(straight("full, sync"), out)
+    shutil.rmtree(out / "checkpoints" / f"{STEPS:08d}")
+    file = max((out / "checkpoints" / "00000004" / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert main(["train", "--resume", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert "checkpoint 4 is damaged" in told
+    assert "remove this folder to go on from 2" in told
+    shutil.rmtree(out / "checkpoints" / "00000004")
+    assert main(["train", "--resume", str(out)]) == 0
+    assert differences(straight("full, sync"), out) == []
+
+
+# --- at any moment of a save
+
+NURSERY = """
+    import os, sys
+    import jax, jax.numpy as jnp
+    from covey.train.checkpoint import Checkpointer
+
+    def write(folder):
+        with Checkpointer(folder, max_to_keep=2) as saves:
+            step = saves.latest() or 0
+            while True:
+                step += 1
+                state = {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
+                saves.save(step, state, {"step": step})
+                if step % 2:
+                    saves.wait()
+                    print(step, flush=True)
+
+    for line in sys.stdin:
+        child = os.fork()  # before JAX has a thread
+        if not child:
+            write(sys.argv[1])
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+"""
+
+
+@pytest.fixture
+def nursery(tmp_path: Path, environment: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    """One process has imported everything; each line it is sent makes a child that writes checkpoints without end."""
+    words = [sys.executable, "-c", textwrap.dedent(NURSERY), str(tmp_path / "saves")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_killed_at_twenty_random_moments_around_saves(nursery: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    """No step that was told to be saved is lost, none is half there, and nothing is left lying about."""
+    draw, told, folder = random.Random(0), 0, tmp_path / "saves"
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    for _ in range(20):
+        nursery.stdin.write("\n")
+        nursery.stdin.flush()
+        child = int(nursery.stdout.readline())
+        told = int(nursery.stdout.readline())
+        time.sleep(draw.uniform(0.0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        while (line := nursery.stdout.readline().strip()) != "gone":
+            told = int(line)
+        with Checkpointer(folder, max_to_keep=2) as saves:
+            assert (saves.latest() or 0) >= told
+            for step in saves.steps():
+                state, extra = saves.restore(step)
+                np.testing.assert_array_equal(state["w"], jnp.full((64, 64), step, jnp.float32) / 3)
+                assert extra == {"step": step}
+            assert {path.name for path in folder.iterdir()} == {"lock", *(f"{step:08d}" for step in saves.steps())}
+    assert told > 20
+
+
+# --- gone on with in another way
+
+
+@pytest.fixture(scope="module")
+def short(place: Path) -> Path:
+    """A run of two steps, to be copied and gone on with."""
+    out = place / "short"
+    run.train(ready("training.max_steps=2"), out)
+    return out
+
+
+@pytest.fixture
+def edited(short: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`edited(old, new, ...)`: a copy of the run whose recipe was edited, to be gone on with for two steps more."""
+
+    def edit(*pairs: str) -> Path:
+        shutil.copytree(short, tmp_path / "run")
+        text = (tmp_path / "run" / "recipe.yaml").read_text()
+        for old, new in (("max_steps: 2", "max_steps: 4"), *zip(pairs[::2], pairs[1::2], strict=True)):
+            assert old in text
+            text = text.replace(old, new, 1)
+        (tmp_path / "run" / "recipe.yaml").write_text(text)
+        return tmp_path / "run"
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("prompts_per_step: 2", "prompts_per_step: 3", r"training\.prompts_per_step was 2, is 3"),
+        ("\nseed: 0", "\nseed: 7", r"seed was 0, is 7; rollout\.seed was 0, is 7"),
+        ("  seed: 42", "  seed: 43", r"data\.seed was 42, is 43"),
+        ("system: null", "system: Be brief.", r"data\.system was None, is 'Be brief\.'"),
+        ("num_generations: 4", "num_generations: 8", r"grpo\.num_generations was 4, is 8"),
+        ("  dtype: float32", "  dtype: bfloat16", r"model\.dtype was 'float32', is 'bfloat16'"),
+        ("compute_dtype: float32", "compute_dtype: bfloat16", r"compute_dtype was 'float32', is 'bfloat16'"),
+        ("rank: 0", "rank: 2", r"model\.lora\.rank was 0, is 2"),
+    ],
+)
+def test_another_batch_data_seed_or_type_is_refused_with_a_diff(
+    old: str, new: str, told: str, edited: Any, environment: dict[str, str]
+) -> None:
+    with pytest.raises(ResumeError, match=told):
+        run.resume(edited(old, new))
+
+
+def test_other_data_under_the_same_name_are_refused(edited: Any, environment: dict[str, str], place: Path) -> None:
+    out, file = edited(), place / "data.jsonl"
+    good = file.read_text()
+    file.write_text(good.replace("two", "too"))
+    try:
+        with pytest.raises(ResumeError, match="content was"):
+            run.resume(out)
+    finally:
+        file.write_text(good)
+
+
+def test_what_may_change_is_told(edited: Any, environment: dict[str, str], capsys: Any) -> None:
+    run.resume(edited("epsilon: null", "epsilon: 0.1"))
+    assert "changed since the run was saved: grpo.epsilon was None, is 0.1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_another_mesh_gives_the_same_run_to_tolerance(edited: Any, environment: dict[str, str], straight: Any) -> None:
+    from benchmarks.soak import _rows
+
+    out = edited("fsdp: 1", "fsdp: 2")
+    run.resume(out)
+    ours, theirs = (_rows(folder / "metrics.jsonl")[2:4] for folder in (out, straight("full, sync")))
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "reward", "grad_norm", "entropy", "completions/mean_length"):
+            np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=1e-5, err_msg=name)

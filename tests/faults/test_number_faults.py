@@ -1,0 +1,170 @@
+"""Numbers that carry nothing, and prompts that do not fit: whole runs of a tiny model that meet them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from covey import recipe, run
+from covey.configs import RolloutConfig
+from covey.data.fitting import cut, fit_prompts
+from covey.errors import DataError
+from covey.run.advice import PATIENCE
+from covey.sampling.lengths import check_length
+from covey.tokenizer import Tokenizer
+from covey.train.checkpoint import Checkpointer
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+SETTINGS = [
+    "rewards=judges:length",
+    "rollout.max_new_tokens=6",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=8",
+    "training.max_steps=2",
+    "training.prompts_per_step=2",
+    "training.actor_optimizer.learning_rate=1e-2",
+    "training.actor_optimizer.weight_decay=0",
+    "grpo.num_generations=4",
+    "evaluation.prompts=2",
+    "evaluation.accuracy=",
+    "evaluation.format=",
+]
+JUDGES = """
+def length(completions):
+    return [float(i % 2) for i, _ in enumerate(completions)]
+
+def alike(completions):
+    return [0.1 + 0.2] * len(completions)
+"""
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def trained(out: Path, *more: str, model: Path = TINY) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    run.train(recipe.load("quickstart", [f"model.source={model}", *SETTINGS, *more]), out)
+    return rows(out / "metrics.jsonl")
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def weights(folder: Path, step: int) -> list[np.ndarray]:
+    with Checkpointer(folder / "checkpoints", read_only=True) as saves:
+        return [np.asarray(x) for x in jax.tree.leaves(saves.restore(step)[0]["params"])]
+
+
+# --- nothing to learn
+
+
+@slow
+def test_groups_of_equal_rewards_teach_exactly_nothing_and_the_run_says_so(place: Path, capsys: Any) -> None:
+    """0.1 + 0.2 is no number that a mean of four gives back; the weights must not move by its rounding."""
+    steps = PATIENCE + 2
+    every = (f"training.max_steps={steps}", "training.checkpoint_every_n_steps=1", "training.max_to_keep=9")
+    metrics = trained(place / "run", "rewards=judges:alike", *every)
+    assert {row["advantage"] for row in rows(place / "run" / "samples.jsonl")} == {0.0}
+    assert all(row["frac_reward_zero_std"] == 1 and row["loss"] == 0 and row["grad_norm"] == 0 for row in metrics)
+    for first, last in zip(weights(place / "run", 1), weights(place / "run", steps), strict=True):
+        np.testing.assert_array_equal(first, last)
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("samples of every group scored alike") == 1
+    assert f"step {PATIENCE}: in {PATIENCE} steps" in told
+    assert "raise rollout.temperature" in told
+
+
+@slow
+def test_completions_of_nothing_but_a_stop_token(place: Path) -> None:
+    """Every token of the vocabulary ends the answer: each has one token, and that one is learnt."""
+    model = place / "model"
+    shutil.copytree(TINY, model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(300))}))
+    metrics = trained(place / "run", model=model)
+    assert all(row["completions/max_length"] == 1 and row["completions/clipped_ratio"] == 0 for row in metrics)
+    assert all(np.isfinite([row["loss"], row["grad_norm"]]).all() and row["grad_norm"] > 0 for row in metrics)
+
+
+@slow
+@pytest.mark.parametrize("masked", ["false", "true"])
+def test_completions_that_all_ran_out_of_tokens(place: Path, masked: str) -> None:
+    """Left out of the loss, all of them leave a loss of exactly 0, and no 0/0."""
+    metrics = trained(place / "run", "rollout.max_new_tokens=1", f"grpo.mask_truncated={masked}")
+    assert all(row["completions/clipped_ratio"] == 1 for row in metrics)
+    assert all(np.isfinite([row["loss"], row["grad_norm"]]).all() for row in metrics)
+    assert all((row["grad_norm"] == 0) == (masked == "true") for row in metrics)
+
+
+@slow
+def test_a_set_smaller_than_a_batch_is_repeated_in_it(place: Path) -> None:
+    """Three rows, four a step: epochs end inside of each."""
+    (place / "data.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(4)))
+    metrics = trained(
+        place / "run", "data.task=jsonl", "data.path=data.jsonl", "training.prompts_per_step=4", "training.max_steps=3"
+    )
+    asked = [row["prompt"] for row in rows(place / "run" / "samples.jsonl") if row["sample"] == 0]
+    assert len(metrics) == 3
+    assert len(asked) == 3 * 4
+    assert [len(set(asked[at : at + 3])) for at in (0, 3, 6, 9)] == [3] * 4  # every epoch has each of them once
+
+
+# --- prompts that are too long
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(TINY)
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("system", "user"), contents, strict=True)]
+
+
+def test_too_long_is_an_error_dropped_or_cut(tokenizer: Tokenizer) -> None:
+    data = [{"prompt": "short"}, {"prompt": "far " * 50 + "the end?"}, {"prompt": chat("Be.", "so " * 60 + "why?")}]
+    assert fit_prompts(data, tokenizer, 40, "error") == (data, 0, 0)
+    with pytest.raises(DataError, match=r"row 1 has \d+ tokens(.|\n)*--training.too-long drop"):
+        check_length(len(tokenizer.encode_prompt(data[1]["prompt"])), RolloutConfig(max_prompt_length=40), "row 1")
+    assert fit_prompts(data, tokenizer, 40, "drop") == (data[:1], 2, 0)
+    kept, dropped, truncated = fit_prompts(data, tokenizer, 60, "truncate")
+    assert (kept[0], dropped, truncated) == (data[0], 0, 2)
+    assert kept[1]["prompt"].endswith("the end?")
+    assert [message["role"] for message in kept[2]["prompt"]] == ["system", "user"]
+    assert kept[2]["prompt"][0] == data[2]["prompt"][0]
+    assert kept[2]["prompt"][1]["content"].endswith("why?")
+    assert all(20 < len(tokenizer.encode_prompt(row["prompt"])) <= 60 for row in kept[1:])
+
+
+@pytest.mark.parametrize("prompt", ["x" * 50, chat("Be.", "why?")])
+def test_a_prompt_of_which_nothing_would_be_left(tokenizer: Tokenizer, prompt: Any) -> None:
+    with pytest.raises(DataError, match="nothing would be left"):
+        cut(prompt, tokenizer, 0 if isinstance(prompt, str) else 10)
+    with pytest.raises(DataError, match="every prompt has more than"):
+        fit_prompts([{"prompt": prompt}], tokenizer, 0, "drop")
+
+
+@slow
+@pytest.mark.parametrize(("policy", "counts"), [("drop", (2, 0)), ("truncate", (0, 2))])
+def test_a_run_counts_what_it_dropped_and_cut(place: Path, policy: str, counts: tuple[int, int], capsys: Any) -> None:
+    prompts = [f"Say {n}." for n in range(30)]
+    prompts[3] = prompts[29] = "very " * 100 + "last?"  # the second is held out
+    (place / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    more = ("data.task=jsonl", "data.path=data.jsonl", "rollout.max_prompt_length=60", "training.max_steps=1")
+    trained(place / "run", *more, f"training.too_long={policy}")
+    data = json.loads((place / "run" / "summary.json").read_text())["data"]
+    assert (data["dropped"], data["truncated"]) == counts
+    assert data["prompts"] == 27 - (policy == "drop")
+    word = "dropped" if policy == "drop" else "truncated"
+    assert f"prompts longer than rollout.max_prompt_length: 2 {word}" in capsys.readouterr().out

@@ -1,0 +1,361 @@
+"""What may happen to a run from outside: signals, two runs in one folder, a phase that hangs, a full disk, numbers that
+are none. Each is done for real, to a run of a tiny model or to the piece that has to bear it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from covey import recipe, run
+from covey.cli import STOPPED, main
+from covey.errors import NumbersError, ResumeError, Stopped
+from covey.parallel import distributed
+from covey.recipe import SFTRecipe
+from covey.run.stopping import Stopper
+from covey.run.watchdog import HEARTBEAT, STACKS, Watchdog
+from covey.train.checkpoint import Checkpointer
+from covey.train.metrics import MetricsWriter
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+SETTINGS = [
+    f"model.source={TINY}",
+    "rollout.max_new_tokens=8",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=8",
+    "training.max_steps=4",
+    "training.prompts_per_step=2",
+    "training.actor_optimizer.learning_rate=1e-3",
+    "grpo.num_generations=4",
+    "evaluation.prompts=4",
+]
+SFT_SETTINGS = [
+    f"model.source={TINY}",
+    "data.task=arithmetic",
+    "training.max_steps=3",
+    "training.batch_size=4",
+    "evaluation.answers=0",
+    "evaluation.prompts=4",
+]
+CLOCKS = ("time/", "step_time", "tokens_per_second")
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+
+def ready(*more: str) -> recipe.Recipe:
+    return recipe.load("quickstart", [*SETTINGS, *more])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in found]
+
+
+def weights(folder: Path) -> tuple[int | None, list[np.ndarray]]:
+    with Checkpointer(folder / "checkpoints", read_only=True) as saves:
+        state, _ = saves.restore()
+        return saves.latest(), [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
+    """`at_step(n, do)`: `do` is called when step n is about to be written."""
+    write = MetricsWriter.step
+
+    def arm(step: int, do: Callable[[], Any]) -> None:
+        def written(self: MetricsWriter, row: dict[str, Any]) -> None:
+            if row["step"] == step:
+                do()
+            write(self, row)
+
+        monkeypatch.setattr(MetricsWriter, "step", written)
+
+    return arm
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_saves_and_leaves(
+    tmp_path: Path, at_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
+) -> None:
+    """With a code of its own and the command that goes on; gone on with, the run is the one never stopped."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run.train(ready(), straight)
+    at_step(2, lambda: signal.raise_signal(number))
+    assert main(["train", "quickstart", "--out", str(stopped), *SETTINGS]) == STOPPED
+    monkeypatch.undo()
+    told = capsys.readouterr().err
+    assert f"stopped by {number.name}; step 2 is saved" in told
+    assert f"go on with: covey train --resume {stopped}" in told
+    assert weights(stopped)[0] == 2
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was before
+    assert main(["train", "--resume", str(stopped)]) == 0
+    assert metrics(stopped) == metrics(straight)
+    for one, other in zip(weights(stopped)[1], weights(straight)[1], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_signal_stops_supervised_training_too(tmp_path: Path, at_step: Any, capsys: Any) -> None:
+    out = tmp_path / "run"
+    at_step(1, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main(["sft", "sft-smollm2", "--out", str(out), *SFT_SETTINGS]) == STOPPED
+    assert f"go on with: covey sft --resume {out}" in capsys.readouterr().err
+    assert weights(out)[0] == 1
+
+
+LISTENER = """
+    import os, signal, sys, time
+    from covey.run.stopping import Stopper
+    from covey.errors import Stopped
+
+    with Stopper() as stopper:
+        try:
+            with stopper.deferring() if sys.argv[1] == "steps" else __import__("contextlib").nullcontext():
+                print("ready", flush=True)
+                while not (sys.argv[2] == "once" and stopper.asked()):
+                    time.sleep(0.05)
+                print("saved", flush=True)
+        except Stopped as stopped:
+            print("left", stopped.signal, flush=True)
+"""
+
+
+def listener(*how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(LISTENER), *how]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("where", "signals", "code", "says"),
+    [
+        ("steps", ["TERM"], 0, "saved"),
+        ("steps", ["TERM", "TERM"], 128 + signal.SIGTERM, ""),
+        ("steps", ["INT", "INT"], 128 + signal.SIGINT, ""),
+        ("elsewhere", ["TERM"], 0, "left SIGTERM"),
+    ],
+)
+def test_the_first_signal_waits_for_the_step_and_the_second_for_nothing(
+    where: str, signals: list[str], code: int, says: str
+) -> None:
+    with listener(where, "once" if len(signals) == 1 else "never") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for name in signals:
+            process.send_signal(signal.Signals[f"SIG{name}"])
+            time.sleep(0.3)
+        out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out.strip()) == (code, says)
+
+
+def test_all_processes_stop_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them heard the signal."""
+    monkeypatch.setattr(distributed, "gathered", lambda value, about: [value, "SIGTERM", ""])
+    assert Stopper().asked() == "SIGTERM"
+
+
+# --- a folder of one's own
+
+
+def test_a_second_run_in_a_folder_is_refused_while_the_first_runs(tmp_path: Path, at_step: Any) -> None:
+    """And the first is named. When it is gone, killed even, nothing is in the way of the next."""
+    out, refused = tmp_path / "run", list[ResumeError]()
+
+    def intrude() -> None:
+        with pytest.raises(ResumeError, match=f"process {os.getpid()} on") as error:
+            run.resume(out)
+        refused.append(error.value)
+        assert main(["train", "quickstart", "--out", str(out)]) == 2
+
+    at_step(1, intrude)
+    run.train(ready("training.max_steps=2", "training.checkpoint_every_n_steps=1"), out)
+    assert len(refused) == 1
+    assert [row["step"] for row in metrics(out)] == [1, 2]
+    assert run.resume(out)["steps"] == 2
+
+
+# --- time
+
+
+def test_a_phase_that_takes_too_long_shows_what_every_thread_does(tmp_path: Path) -> None:
+    said, stop = list[str](), threading.Event()
+
+    def hanging_in_here() -> None:
+        stop.wait()
+
+    thread = threading.Thread(target=hanging_in_here)
+    thread.start()
+    with Watchdog(tmp_path, limit=0.2, say=said.append, every=0.05) as watchdog:
+        watchdog.phase("rollout")
+        time.sleep(0.15)
+        assert not (tmp_path / STACKS).exists()
+        watchdog.phase("reward")
+        deadline = time.time() + 10
+        while not said and time.time() < deadline:
+            time.sleep(0.02)
+        beat = json.loads((tmp_path / HEARTBEAT).read_text())
+    stop.set()
+    thread.join()
+    stacks = (tmp_path / STACKS).read_text()
+    assert "phase 'reward'" in stacks
+    assert "hanging_in_here" in stacks
+    assert "test_a_phase_that_takes_too_long" in stacks
+    assert len(said) == 1  # once a phase
+    assert beat["phase"] == "reward"
+    assert beat["process"] == os.getpid()
+
+
+def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every phase that the issue of trust names is announced, and the limit is the recipe's."""
+    seen, limits = list[str](), list[float]()
+    begin, make = Watchdog.phase, Watchdog.__init__
+
+    def noted(self: Watchdog, name: str) -> None:
+        seen.append(name)
+        begin(self, name)
+
+    def made(self: Watchdog, folder: Any, limit: float, say: Any, every: float = 5.0) -> None:
+        limits.append(limit)
+        make(self, folder, limit, say, every)
+
+    monkeypatch.setattr(Watchdog, "phase", noted)
+    monkeypatch.setattr(Watchdog, "__init__", made)
+    more = ("training.max_steps=1", "training.checkpoint_every_n_steps=1", "grpo.beta=0.1", "model.lora.rank=2")
+    run.train(ready(*more, "training.watchdog_seconds=77"), tmp_path / "run")
+    assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
+    assert limits == [77]
+
+
+# --- room
+
+
+@pytest.fixture
+def little_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB; skips where none may be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill(writer: MetricsWriter) -> None:
+    for step in range(5000):
+        writer.step({"step": step, "text": "x" * 1000})
+
+
+def test_a_full_disk_names_its_bytes_and_keeps_what_was_there(little_disk: Path) -> None:
+    with Checkpointer(little_disk / "checkpoints") as saves:
+        small = {"w": jax.numpy.ones((256, 256))}
+        saves.save(1, small)
+        saves.wait()
+        with pytest.raises(
+            ResumeError, match=r"checkpoint 2 could not be written: the disk is full[^$]*8,000,\d+ byte"
+        ):
+            saves.save(2, {"w": jax.numpy.ones((1000, 2000))})
+        assert saves.steps() == [1]
+        np.testing.assert_array_equal(saves.restore()[0]["w"], small["w"])
+    with MetricsWriter(little_disk / "run") as writer, pytest.raises(ResumeError, match=r"bytes are free"):
+        fill(writer)
+    lines = (little_disk / "run" / "metrics.jsonl").read_bytes().split(b"\n")
+    assert all(json.loads(line) for line in lines[:-1])
+
+
+def test_the_best_checkpoint_stays_beside_the_latest(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=2) as saves:
+        for step, score in enumerate([0.1, 0.9, None, float("nan"), 0.5], start=1):
+            saves.save(step, {"w": jax.numpy.ones(2)}, score=score)
+        saves.wait()
+        assert (saves.steps(), saves.best()) == ([2, 4, 5], 2)
+        saves.save(6, {"w": jax.numpy.ones(2)}, score=0.9)
+        saves.wait()
+        assert (saves.steps(), saves.best()) == ([5, 6], 6)
+
+
+def test_a_run_keeps_its_best_by_the_metric_it_names(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    every = ("training.checkpoint_every_n_steps=1", "training.max_to_keep=1", "training.keep_best=reward")
+    summary = run.train(ready(*every), out)
+    rewards = {row["step"]: row["reward"] for row in metrics(out)}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    assert summary["best"] == best
+    with Checkpointer(out / "checkpoints", read_only=True) as saves:
+        assert saves.steps() == sorted({best, 4})
+
+
+# --- numbers
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Makes the gradient of one update NaN where it is computed."""
+    from covey.train.trainer import Trainer
+
+    share = Trainer.update
+
+    def update(self: Trainer, parts: Any) -> Any:
+        if self.step + 1 == step and not self.__dict__.get("_poisoned"):
+            self.__dict__["_poisoned"] = True
+            parts = [part._replace(batch=jax.tree.map(_nan, part.batch)) for part in parts]
+        return share(self, parts)
+
+    monkeypatch.setattr(Trainer, "update", update)
+
+
+def _nan(x: Any) -> Any:
+    return x * np.nan if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x
+
+
+def test_a_gradient_that_is_none_stops_before_the_update_and_keeps_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    poison(monkeypatch, step=2)
+    with pytest.raises(NumbersError, match="update 2 is not finite"):
+        run.train(ready("training.checkpoint_every_n_steps=1"), out)
+    assert weights(out)[0] == 1
+    assert [row["step"] for row in metrics(out)] == [1]
+    kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
+    assert len(kept) == 2 * 4
+    assert all(row["advantage"] is not None for row in kept)
+    arrays = np.load(out / "bad" / "00000002.npz")
+    assert {"0.tokens", "0.advantage", "0.sampled"} <= set(arrays)
+
+
+def test_a_budget_lets_such_updates_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    poison(monkeypatch, step=2)
+    run.train(ready("training.checkpoint_every_n_steps=1", "training.skip_nonfinite=1"), out)
+    rows = metrics(out)
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 0]
+    assert rows[1]["loss"] is None
+    assert all(np.isfinite(x).all() for x in weights(out)[1])
+
+
+def test_supervised_training_keeps_the_batch_too(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    wild = ("training.optimizer.learning_rate=1e30", "training.optimizer.max_grad_norm=0")
+    with pytest.raises(NumbersError, match="not finite"):
+        run.train_sft(recipe.load("sft-smollm2", [*SFT_SETTINGS, *wild], SFTRecipe), out)
+    bad = out / "bad" / f"{len(metrics(out)) + 1:08d}.jsonl"
+    assert bad.read_text().count("\n") == 4
+
+
+def test_a_stop_is_no_mistake() -> None:
+    """Whoever waits for Ctrl-C hears of it."""
+    assert issubclass(Stopped, KeyboardInterrupt)

@@ -1,0 +1,36 @@
+"""A short soak: the long one is `python -m benchmarks.soak`, whose result is in benchmarks/RESULTS.md."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = [
+    "data.train_fraction=0.1", "training.prompts_per_step=4", "grpo.num_generations=2", "rollout.slots=8",
+    "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_killed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Ends as the one left alone, which leaks no thread and no file."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    from benchmarks import soak
+
+    monkeypatch.setattr(soak, "caching", lambda folder: str(jax.config.jax_compilation_cache_dir))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    words = ["--steps", "24", "--kills", "2", "--every", "5", "--linger", "0.3", "--folder", str(tmp_path)]
+    assert soak.main([*words, "--model", "scratch:arithmetic-tiny@0", *SMALL]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["differences"] == []
+    assert told["kills"] == 2
+    for name in ("threads", "files"):
+        early, late = told[name]
+        assert late <= early
+    first, last = told["memory_mb"]
+    assert last < 1.3 * first
