@@ -88,7 +88,6 @@ def test_its_weights_are_those_that_a_decoder_begins_with_in_kind(source: str) -
         assert x.mean() == pytest.approx(theirs[name].mean(), abs=0.01), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", NAMES)
 def test_it_leaves_as_a_llama_and_comes_back(source: str, tmp_path: Path) -> None:
     loaded = weights.load(source)

@@ -179,6 +179,9 @@ class Played:
     config = SimpleNamespace(rollout_config=RolloutConfig(max_new_tokens=5))
     rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
 
+    def rows_at_a_time(self, rows: Any) -> int:
+        return 1
+
     def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
         def completion(*noise: int) -> Completion:
             rng = np.random.default_rng(noise)
