@@ -31,15 +31,18 @@ FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
-# JAX keeps what it has traced and compiled: late in a suite the collector would look through all of it again and again,
-# for three quarters of the time.
 gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def old_objects_are_left_alone() -> Iterator[None]:
-    """What a file leaves behind is not looked at by the collector any more."""
+def forgotten_behind_each_file() -> Iterator[None]:
+    """What JAX keeps of a file's programs. Late in a suite its caches would be full, so that it compiles over and over,
+    and the collector would look through all of it again and again: three quarters of the time.
+    """
     yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
