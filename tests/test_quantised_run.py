@@ -1,10 +1,8 @@
 """Runs on a quantised base (QLoRA): the adapters learn, the base stays, and all that follows a run works on it."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -36,17 +34,7 @@ SETTINGS = [
     "model.lora.rank=4",
 ]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The programs of one run serve the others, as they do on a user's machine."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def ready(*more: str, source: str = TINY) -> recipe.Recipe:
@@ -54,7 +42,7 @@ def ready(*more: str, source: str = TINY) -> recipe.Recipe:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> Path:
     """A run of two steps on an int8 base."""
     out = tmp_path_factory.mktemp("runs") / "first"
     run.train(ready("model.quantize=int8", "training.max_steps=2"), out)
