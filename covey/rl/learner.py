@@ -6,7 +6,7 @@ the loop, observers write, show and save what happened. Several processes go thr
 (`parallel.distributed`): the updates are theirs together, and observers of each see what all of them did.
 """
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
 from covey.rl.shaping import adapted_beta
 from covey.rl.trainer import TrainBatch
-from covey.train.trainer import Metrics
+from covey.train.trainer import Metrics, Skips
 from covey.types import Group
 
 
@@ -75,7 +75,7 @@ class _Settings:
     grpo: GRPOConfig
 
 
-class Learner:
+class Learner(ABC):
     """Trains the cluster's actor; `GRPOLearner` and `PPOLearner` say how.
 
     Args:
@@ -114,10 +114,11 @@ class Learner:
         standard = [self._print_line] if distributed.is_first() else []
         self.observers = standard if observers is None else list(observers)
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
-        self.step, self._prompts, self._skipped, self._checked = 0, 0, 0, False
+        self.step, self._prompts, self._checked = 0, 0, False
         validate(_Settings(config))
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
+        self._skips = Skips(training.skip_nonfinite)
         sizes = stage_sizes(training, config.num_generations)
         distributed.refuse_uneven(training.prompts_per_step)
         self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
@@ -135,9 +136,9 @@ class Learner:
             runner=self.runner,
         )
 
+    @abstractmethod
     def estimate(self, experience: Experience, beta: float) -> Experience:
         """Advantages, and returns where there is a critic."""
-        raise NotImplementedError
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
         """One optimizer step on all of `batches`, which may still be made while the first are trained on."""
@@ -183,12 +184,12 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """What the loop itself must remember beside the cluster's arrays, JSON-able."""
         failed = dict(self.runner.failed)
-        return {"beta": self.feeder.beta, "prompts": self._prompts, "skipped": self._skipped, "failed": failed}
+        return {"beta": self.feeder.beta, "prompts": self._prompts, "skipped": self._skips.made, "failed": failed}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Takes up a checkpoint's `state()` at update `step`."""
         self.step, self.feeder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
-        self._skipped, self.runner.failed = int(state["skipped"]), dict(state["failed"])
+        self._skips.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     @contextmanager
     def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
@@ -210,15 +211,9 @@ class Learner:
 
     def _guarded(self, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
         """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
-        budget = self.cluster.config.training_config.skip_nonfinite
-        try:
-            return self.update(batches) | ({"skipped": 0.0} if budget else {})
-        except NumbersError as error:
-            self.on_bad_batch(self.step + 1, seen, error)
-            if self._skipped >= budget:
-                raise
-            self._skipped += 1
-            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
+        return self._skips.guard(
+            lambda: self.update(batches), lambda error: self.on_bad_batch(self.step + 1, seen, error)
+        )
 
     @property
     def _asynchronous(self) -> bool:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.decoder import Decoder, head_logits
+from covey.models.layers import project
 from covey.models.lora import has_lora
 from covey.rl.rows import Rows, tree_attention
 
@@ -103,9 +104,9 @@ def _by_chunks(head: Head, hidden: Array, target: Array, scored: Array, chunk: A
     step = _step(head, hidden)
 
     def body(i: Array, out: Any) -> Any:
-        return jax.tree.map(lambda whole, new: _paste(whole, new, i, step), out, chunk(*_both(i)))
+        part = chunk(_cut(hidden, i, step), _cut(target, i, step))
+        return jax.tree.map(lambda whole, new: _paste(whole, new, i, step), out, part)
 
-    _both = lambda i: (_cut(hidden, i, step), _cut(target, i, step))  # noqa: E731
     return jax.lax.fori_loop(0, -(-scored // step), body, blank)
 
 
@@ -234,7 +235,7 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
         sums, share, shrink = sums.plus(logits, fresh, fresh & (column == target[..., None]))
         share = share * _slope(head, logits)
         part = _block_of(head, weight, b)
-        products = [_mixed(head, of, part) for of in (share, share * logits)[: len(means)]]
+        products = [project(of, part, head.dtype) for of in (share, share * logits)[: len(means)]]
         return sums, tuple(m * shrink[..., None] + p for m, p in zip(means, products, strict=True))
 
     start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
@@ -250,14 +251,6 @@ def _slope(head: Head, logits: Array) -> Array:
     """∂z/∂(w·h) where the scaled logit is z: 1 / temperature, and less where the soft-cap bends."""
     bent = 1.0 if head.softcap is None else 1.0 - jnp.square(logits * head.temperature / head.softcap)
     return jnp.asarray(bent / head.temperature, jnp.float32)
-
-
-def _mixed(head: Head, share: Array, rows: Array) -> Array:
-    """share · rows, [..., block] × [block, D], accumulated in float32."""
-    precision = jax.lax.Precision.HIGHEST if jnp.dtype(head.dtype) == jnp.float32 else None
-    contract = (((share.ndim - 1,), (0,)), ((), ()))
-    operands = (share.astype(head.dtype), rows.astype(head.dtype))
-    return jax.lax.dot_general(*operands, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _frozen_backward(head: Head, entropy_gradient: bool, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend, masked
+from covey.sampling.lengths import power_of_two
 from covey.types import Group
 
 Tree = TypeVar("Tree")
@@ -205,7 +206,7 @@ def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> i
     `ways`, never 0. Of a few sizes, so that few shapes occur, the one that leaves least to fill up.
     """
     most, needed = max(micro_batch // (length * ways), 1), -(-count // ways)
-    sizes = {most, -(-3 * most // 4), -(-most // 2), 1 << max(needed - 1, 0).bit_length()}
+    sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
     return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * ways
 
 

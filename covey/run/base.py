@@ -11,17 +11,19 @@ What a run trains, and how, is said by `rl` and `sft`.
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import numpy as np
 from rich.console import Console
 
 from covey import recipe as recipes
 from covey.data.loader import PromptLoader
-from covey.errors import CoveyError, ResumeError, Stopped
+from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
 from covey.recipe import Recipe, SFTRecipe
 from covey.run.opening import CHECKPOINTS, refuse_other_weights
@@ -30,9 +32,10 @@ from covey.run.stopping import Stopper
 from covey.run.watchdog import Watchdog
 from covey.showing import refuse_secrets
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import METRICS, SAMPLES, SUMMARY, MetricsWriter, write_summary
+from covey.train.metrics import METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers
+from covey.types import Group
 
 RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
@@ -47,7 +50,7 @@ class Step(Protocol):
     def due(self, every: int) -> bool: ...
 
 
-class Run(Generic[RecipeT]):
+class Run(ABC, Generic[RecipeT]):
     """One run in its folder.
 
     Args:
@@ -70,38 +73,38 @@ class Run(Generic[RecipeT]):
         distributed.refuse_differences("recipe", lambda: recipes.to_yaml(ready), "the same command for all")
         self.mesh = mesh_for(ready.model.mesh)
 
+    @abstractmethod
     def prepare(self) -> int:
         """Loads all that is needed, `loader` and `origin` among it; hands back the steps of the whole run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judged(self, name: str) -> dict[str, Any]:
         """The evaluation `name`, shown and written down."""
-        raise NotImplementedError
 
+    @abstractmethod
     def beginning(self) -> dict[str, Any]:
         """What the summary says of model and data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def steps(self) -> None:
         """Trains to the end; `after_step` hears of each step."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def step(self) -> int:
         """Optimizer updates made."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> Any:
         """The arrays of a checkpoint."""
-        raise NotImplementedError
 
     def remembers(self) -> dict[str, Any]:
         """What a checkpoint holds beside arrays, model and data; JSON-able."""
         return {}
 
+    @abstractmethod
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
         """Takes up a checkpoint."""
-        raise NotImplementedError
 
     def begin(self) -> dict[str, Any]:
         """Runs in the new folder; returns what `summary.json` says."""
@@ -147,8 +150,9 @@ class Run(Generic[RecipeT]):
             if self._saved != self.step:
                 self.save()
             self.saves.wait()
-        best = {} if self.saves.best() is None else {"best": self.saves.best()}
-        summary |= {"after": self.judged("after"), "steps": self.step, **best, "seconds": round(self._seconds(), 1)}
+        if (best := self.saves.best()) is not None:
+            summary["best"] = best
+        summary |= {"after": self.judged("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
         self._summarise(summary)
         self.progress.done(summary, self.out)
         return summary
@@ -174,6 +178,14 @@ class Run(Generic[RecipeT]):
             raise Stopped(signal, self.step)
         if due:
             self.save()
+
+    def keep_bad_batch(
+        self, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
+    ) -> None:
+        """Writes the batch of an update that was not finite into `bad/`, for study, and says so."""
+        if self.writes:
+            place = write_bad_batch(self.out, step, groups, arrays)
+            self.progress.say(f"{error.what}; its batch is kept: {place}.jsonl")
 
     def save(self) -> None:
         """Starts writing a checkpoint."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -81,6 +82,16 @@ def load_source(
     return model if mesh is None else _placed(model, mesh), tokenizer, origin
 
 
+def decoder_options(options: ModelOptions) -> dict[str, Any]:
+    """How a decoder is held and computed, as the loaders take it (`weights.DecoderOptions`)."""
+    return {"param_dtype": options.dtype, **_computed(options)}
+
+
+def _computed(options: ModelOptions) -> dict[str, Any]:
+    """How a model is computed, whatever its weights are."""
+    return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps", "scan_layers")}
+
+
 def refuse_other_weights(then: str, now: str, where: Path) -> None:
     """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`."""
     if then != now:
@@ -104,11 +115,7 @@ def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None)
     say(f"loading {source}")
     loaded = weights.load(
         source,
-        param_dtype=options.dtype,
-        compute_dtype=options.compute_dtype,
-        remat=options.remat,
-        remat_keeps=options.remat_keeps,
-        scan_layers=options.scan_layers,
+        **decoder_options(options),
         quantize=options.quantize,
         quantize_block=options.quantize_block,
         mesh=mesh,
@@ -126,7 +133,7 @@ def _placed(model: Decoder, mesh: Mesh) -> Decoder:
 def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """A run as a source: computed as `options` say, and without adapters of its own."""
     theirs = recipes.load_any(folder).model
-    held_as = replace(theirs, **{name: getattr(options, name) for name in COMPUTED})
+    held_as = replace(theirs, **_computed(options))
     model, tokenizer, origin = _trained(Path(folder), held_as, say, mesh)
     return rebased(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
 
@@ -143,7 +150,3 @@ def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -
     refuse_other_weights(extra["model"], base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin
-
-
-COMPUTED = ("compute_dtype", "remat", "remat_keeps", "scan_layers")
-"""Settings of how a model is computed, whatever its weights are."""

@@ -28,9 +28,9 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.run.advice import TiedGroups
 from covey.run.base import Run
-from covey.run.opening import load_source
+from covey.run.opening import decoder_options, load_source
 from covey.run.use import fitting, judge_held_out
-from covey.train.metrics import prompt_text, write_answers, write_bad_batch
+from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine
 from covey.types import Group
 
@@ -103,16 +103,8 @@ class RLRun(Run[Recipe]):
         """
         ready, options = self.recipe, self.recipe.model
         if ready.critic:
-            base = load_value_model(
-                ready.critic,
-                new_head=True,
-                say=self.phase,
-                param_dtype=options.dtype,
-                compute_dtype=options.compute_dtype,
-                remat=options.remat,
-                remat_keeps=options.remat_keeps,
-                scan_layers=options.scan_layers,
-            ).model
+            how = decoder_options(options)
+            base = load_value_model(ready.critic, new_head=True, say=self.phase, **how).model
         else:
             base = value_model(without_lora(actor), share=bool(options.lora.rank))
         return with_lora(base, options.lora, seed=ready.seed + 1) if options.lora.rank else base
@@ -170,8 +162,6 @@ class RLRun(Run[Recipe]):
         self.progress.step(record.metrics, _lines(record.groups), record.updates)
 
     def _keep_bad_batch(self, step: int, batches: Sequence[TrainBatch], error: NumbersError) -> None:
-        if not self.writes:
-            return
         groups = [group for batch in batches for group in batch.groups]
         arrays = {
             f"{number}.{name}": array
@@ -179,8 +169,7 @@ class RLRun(Run[Recipe]):
             for name, array in (batch.rows._asdict() | batch.inputs._asdict()).items()
             if array is not None
         }
-        place = write_bad_batch(self.out, step, groups, arrays)
-        self.progress.say(f"{error.what}; its batch is kept: {place}.jsonl")
+        self.keep_bad_batch(step, groups, arrays, error)
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:

@@ -15,7 +15,7 @@ from covey.rl.rows import Rows
 from covey.run.base import Run
 from covey.run.opening import load_source, mesh_at_hand, open_model
 from covey.run.use import answer_examples
-from covey.train.metrics import write_answers, write_bad_batch
+from covey.train.metrics import write_answers
 from covey.train.progress import Progress
 from covey.train.sft import SFTLearner, StepRecord, total_steps
 from covey.types import Group
@@ -106,18 +106,17 @@ class SFTRun(Run[SFTRecipe]):
         return self.trainer.state()
 
     def remembers(self) -> dict[str, Any]:
-        return {"skipped": self.learner.skipped}
+        return {"skipped": self.learner.skips.made}
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.step, self.learner.skipped = step, int(extra["skipped"])
+        self.learner.step, self.learner.skips.made = step, int(extra["skipped"])
         self.trainer.load_state(state, step)
 
     def _show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics)
 
     def _keep_bad_batch(self, step: int, groups: Sequence[Group], rows: Rows, error: NumbersError) -> None:
-        place = write_bad_batch(self.out, step, groups, rows._asdict())
-        self.progress.say(f"{error.what}; its batch is kept: {place}.jsonl")
+        self.keep_bad_batch(step, groups, rows._asdict(), error)
 
 
 HELD_OUT = "held-out data"

@@ -4,7 +4,6 @@ Per step: take examples, make tokens of them, lay them out as rows, update. Besi
 save what happened. With LoRA adapters on the model only those are trained.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from covey.train.supervised import (
     rows_of,
     supervised_loss,
 )
-from covey.train.trainer import LossFn, Metrics, Trainer
+from covey.train.trainer import LossFn, Metrics, Skips, Trainer
 from covey.types import Group
 
 
@@ -89,7 +88,7 @@ class SFTLearner:
         on_bad_batch: is given the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        step: optimizer updates made; `skipped` of them were left out.
+        step: optimizer updates made; `skips.made` of them were left out.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class SFTLearner:
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        self.tokenizer, self.step, self.skipped = tokenizer, 0, 0
+        self.tokenizer, self.step, self.skips = tokenizer, 0, Skips(self.config.skip_nonfinite)
         self._model, self._longest = _placed(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
@@ -179,16 +178,10 @@ class SFTLearner:
 
     def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
         """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
-        budget = self.config.skip_nonfinite
-        try:
-            found = trainer.update(parts(rows, self.config, trainer.trainable, self.mesh))
-            return found | ({"skipped": 0.0} if budget else {})
-        except NumbersError as error:
-            self.on_bad_batch(self.step + 1, groups, rows, error)
-            if self.skipped >= budget:
-                raise
-            self.skipped += 1
-            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
+        return self.skips.guard(
+            lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
+            lambda error: self.on_bad_batch(self.step + 1, groups, rows, error),
+        )
 
     def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
         """What the step cost, in tokens and seconds."""

@@ -129,6 +129,32 @@ class Trainer:
         self.opt_state, self.step = state["opt_state"], step
 
 
+class Skips:
+    """Updates that are not finite and are left out, as long as a budget of them lasts. Nothing moves by them.
+
+    Attributes:
+        made: how many were left out so far.
+    """
+
+    def __init__(self, budget: int):
+        self.budget, self.made = budget, 0
+
+    def guard(self, update: Callable[[], Metrics], keep: Callable[[NumbersError], None]) -> Metrics:
+        """What `update` hands back; `keep` is told of one that is not finite, which is raised when the budget is spent.
+
+        Raises:
+            NumbersError: see `Trainer.update`.
+        """
+        try:
+            return update() | ({"skipped": 0.0} if self.budget else {})
+        except NumbersError as error:
+            keep(error)
+            if self.made >= self.budget:
+                raise
+            self.made += 1
+            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
+
+
 def _combined(name: str, total: Mean | Array | None, share: Mean | Array) -> Mean | Array:
     """A metric of the step so far."""
     if total is None:
