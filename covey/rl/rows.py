@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from covey.models.attention import Attend, masked
+from covey.models.attention import Attend
+from covey.models.blockwise import Spans, spanned
 from covey.sampling.lengths import power_of_two
 from covey.types import Group
 
@@ -123,11 +124,20 @@ def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]
 
 def tree_attention(rows: Rows) -> Attend:
     """The `Attend` of a batch of rows: a token sees its group's prompt and its own completion's past."""
-    length = rows.tokens.shape[1]
-    earlier = jnp.tril(jnp.ones((length, length), bool))
-    same_group = (rows.group[:, :, None] == rows.group[:, None, :]) & (rows.group[:, :, None] > 0)
-    visible = (rows.sample[:, None, :] == 0) | (rows.sample[:, :, None] == rows.sample[:, None, :])
-    return masked(earlier & same_group & visible, rows.positions)
+    return spanned(spans_of(rows), rows.positions)
+
+
+def spans_of(rows: Rows) -> Spans:
+    """What each input token sees, as places in its row. A prompt's token sees no more than its own past."""
+    group, answer = rows.group, rows.sample > 0
+    place = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
+    before = lambda x: jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]  # noqa: E731
+    latest = lambda event: jax.lax.cummax(jnp.where(event, place, 0), axis=1)  # noqa: E731
+    new_group = group != before(group)
+    new_sample = new_group | (rows.sample != before(rows.sample))
+    until = latest(answer & (new_group | ~before(answer)))
+    own = jnp.where(group > 0, latest(new_sample), group.shape[1])
+    return Spans(latest(new_group), jnp.where(answer & (group > 0), until, 0), own)
 
 
 def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:

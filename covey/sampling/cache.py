@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from covey.models.attention import Attend, attention
+from covey.models.attention import Attend
+from covey.models.blockwise import causal_spans, spanned
 
 NOTHING = -1
 """Stands for no forced token."""
@@ -70,11 +71,11 @@ def prefilling(length: Int[Array, "P"]) -> Attend:
     """Causal attention over right-padded prompts that hands back each layer's keys and values in cache layout."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
-        time = jnp.arange(q.shape[1])
-        allowed = (time[:, None] >= time[None, :]) & (time < length[:, None])[:, None, :]
-        if window is not None:
-            allowed = allowed & (time[:, None] - time[None, :] < window)
-        return attention(q, k, v, allowed, softcap), (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        time = q.shape[1]
+        positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
+        inner = spanned(causal_spans(length, time), positions)
+        mixed, _ = inner(q, k, v, None, window=window, softcap=softcap)
+        return mixed, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     return attend
 

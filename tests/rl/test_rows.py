@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from covey.algorithms import PRESETS
 from covey.models.attention import causal
+from covey.models.blockwise import seen
 from covey.rl.logprobs import row_scores
 from covey.rl.losses import policy_loss
-from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread, unpack
+from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spans_of, spread, unpack
 from covey.types import Completion, FinishReason, Group
 
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
@@ -65,6 +66,17 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
         found[number] += 1
     assert found == [len(tokens) for _, tokens in samples]
     assert (rows.home[~rows.scored] == -1).all()
+
+
+@pytest.mark.parametrize("packing", ["groups", "dense"])
+def test_spans_say_what_is_visible(packing: str) -> None:
+    """At every input position, padding among them."""
+    rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128, packing)  # type: ignore[arg-type]
+    count, length = rows.tokens.shape
+    allowed = np.asarray(jax.jit(lambda r: seen(spans_of(r), jnp.arange(length), length))(rows))
+    for row, at in np.ndindex(count, length):
+        want = visible(rows, row, at) if rows.group[row, at] else []
+        assert rows.tokens[row][allowed[row, at]].tolist() == want
 
 
 def test_a_prompt_stands_once_for_its_group() -> None:
