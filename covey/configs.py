@@ -296,7 +296,7 @@ class RLTrainingConfig:
     """Metrics on the progress line, besides the reward."""
     packing: Literal["groups", "dense"] = "groups"
     """groups: prompt once, completions behind it. dense: one sample a row (the oracle)."""
-    row_length: int = 512
+    row_length: int = 768
     """Longest row in tokens; shorter ones are used where they fit, and a longer sample raises it."""
     max_tokens_per_micro_batch: int = 1024
     """Most tokens in one forward-backward, in whole rows and at least one a device: a micro-batch that has more is cut
@@ -367,7 +367,7 @@ class SFTConfig:
     """
     packing: bool = True
     """Short examples share a row, and nothing crosses between them; otherwise one a row. The gradient is the same."""
-    row_length: int = 512
+    row_length: int = 768
     """Longest row in tokens; shorter ones are used where they fit, and a longer example raises it."""
     max_tokens_per_micro_batch: int = 1024
     """Most tokens in one forward-backward, in whole rows and at least one a device; gradients are accumulated over the

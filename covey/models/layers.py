@@ -43,8 +43,11 @@ def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array)
     x, kernel = saved
     leading = tuple(range(x.ndim - 1))
     grad_x = _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(x.dtype)
-    grad_kernel = _dot(x, grad, (leading, leading), dtype).astype(kernel.dtype)
-    return grad_x, grad_kernel
+    # The first operand is copied into another order: of an adapter's two, not the wide one. (XLA's CPU has no such
+    # product with a transposed result for bfloat16.)
+    swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32
+    grad_kernel = _dot(grad, x, (leading, leading), dtype).T if swap else _dot(x, grad, (leading, leading), dtype)
+    return grad_x, grad_kernel.astype(kernel.dtype)
 
 
 project.defvjp(_project_forward, _project_backward)

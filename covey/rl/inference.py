@@ -117,7 +117,7 @@ class InferenceWorker:
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
         *,
-        row_length: int = 512,
+        row_length: int = 768,
         max_tokens: int = 1024,
         mesh: Mesh | None = None,
     ) -> list[float]:

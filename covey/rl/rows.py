@@ -11,7 +11,6 @@ it. The first tokens of all completions of a group are predicted from the one la
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -22,13 +21,10 @@ from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import Spans, spanned
-from covey.sampling.lengths import power_of_two
+from covey.rl.packing import Piece, bucket, cheapest
 from covey.types import Group
 
 Tree = TypeVar("Tree")
-
-ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Row lengths; above the last, multiples of it."""
 
 
 class Rows(NamedTuple):
@@ -59,23 +55,9 @@ class Rows(NamedTuple):
         return self.owner > 0
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A prompt and those of its completions that go into one row; numbers are the completions' in the step."""
-
-    prompt: np.ndarray
-    completions: tuple[np.ndarray, ...]
-    numbers: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Room it takes: its inputs, or its scored tokens where many short completions make those the more."""
-        return _room(self.prompt, self.completions)
-
-
 def pack(
     groups: Sequence[Group],
-    row_length: int = 512,
+    row_length: int = 768,
     packing: Literal["groups", "dense"] = "groups",
     micro_batch: int = 1,
 ) -> Rows:
@@ -90,13 +72,14 @@ def pack(
     Returns:
         NumPy `Rows` with M = L, a bucket, so that few shapes occur.
     """
-    pieces = list(_pieces(groups, row_length, packing))
-    capacity = _bucket(max([p.size for p in pieces], default=1))
-    if packing == "groups":
-        capacity = _cheapest(pieces, capacity, max(capacity, _bucket(row_length)), micro_batch)
-    bins = [[p] for p in pieces] if packing == "dense" else _first_fit(pieces, capacity)
-    rows = [_fill(b, capacity) for b in bins]
-    return Rows(*(np.stack(parts) for parts in zip(*rows, strict=True)))
+    whole = list(_whole(groups))
+    if packing == "dense":
+        single = [piece.only([i]) for piece in whole for i in range(len(piece.completions))]
+        length, rows = bucket(max((p.size for p in single), default=1)), [[p] for p in single]
+    else:
+        length, bins = cheapest(whole, row_length, micro_batch)
+        rows = [b.pieces for b in bins]
+    return Rows(*(np.stack(parts) for parts in zip(*(_fill(r, length) for r in rows), strict=True)))
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
@@ -162,80 +145,16 @@ def padding_waste(rows: Rows, together: int = 1) -> float:
     return 1.0 - float((rows.group > 0).sum()) / (-(-count // together) * together * length)
 
 
-def _pieces(groups: Sequence[Group], row_length: int, packing: str) -> Iterator[_Piece]:
+def _whole(groups: Sequence[Group]) -> Iterator[Piece]:
+    """The groups, their completions numbered on."""
     number = 0
     for group in groups:
-        prompt, tokens = np.asarray(group.prompt_tokens), [np.asarray(c.tokens) for c in group.completions]
-        parts = [[i] for i in range(len(tokens))] if packing == "dense" else _split(prompt, tokens, row_length)
-        for part in parts:
-            yield _Piece(prompt, tuple(tokens[i] for i in part), tuple(number + i for i in part))
+        tokens = tuple(np.asarray(c.tokens) for c in group.completions)
+        yield Piece(np.asarray(group.prompt_tokens), tokens, tuple(range(number, number + len(tokens))))
         number += len(tokens)
 
 
-def _split(prompt: np.ndarray, completions: Sequence[np.ndarray], row_length: int) -> list[list[int]]:
-    """The completions in as few runs as fit into rows, and those as even as the buckets let them be."""
-    parts = _filled(prompt, completions, row_length)
-    for length in ROW_BUCKETS if len(parts) > 1 else ():
-        even = _filled(prompt, completions, length)
-        if len(even) == len(parts):
-            return even
-    return parts
-
-
-def _filled(prompt: np.ndarray, completions: Sequence[np.ndarray], row_length: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for i, completion in enumerate(completions):
-        if parts and _room(prompt, [*(completions[j] for j in parts[-1]), completion]) <= row_length:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
-
-
-def _room(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> int:
-    inputs = len(prompt) + sum(max(len(c) - 1, 0) for c in completions)
-    return max(inputs, sum(len(c) for c in completions))
-
-
-def _cheapest(pieces: Sequence[_Piece], smallest: int, largest: int, micro_batch: int) -> int:
-    """The bucket whose rows cost least: tokens, those of filled-up micro-batches included, and the square that
-    attention pays.
-    """
-    lengths = [b for b in ROW_BUCKETS if smallest <= b <= largest] or [smallest]
-
-    def cost(length: int) -> float:
-        count = len(_first_fit(pieces, length))
-        together = rows_together(count, length, micro_batch)
-        return -(-count // together) * together * length * (1 + length / 4096)
-
-    return min(lengths, key=cost)
-
-
-def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
-    """How many of `count` rows of `length` tokens make a micro-batch of at most `micro_batch` tokens: a multiple of
-    `ways`, never 0. Of a few sizes, so that few shapes occur, the one that leaves least to fill up.
-    """
-    most, needed = max(micro_batch // (length * ways), 1), -(-count // ways)
-    sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
-    return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * ways
-
-
-def _first_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:
-    """First-fit decreasing: near-minimal rows (Johnson, 1973)."""
-    bins: list[list[_Piece]] = []
-    room: list[int] = []
-    for piece in sorted(pieces, key=lambda p: -p.size):
-        place = next((i for i, free in enumerate(room) if free >= piece.size), None)
-        if place is None:
-            bins.append([])
-            room.append(capacity)
-            place = len(bins) - 1
-        bins[place].append(piece)
-        room[place] -= piece.size
-    return bins
-
-
-def _fill(pieces: Sequence[_Piece], length: int) -> Rows:
+def _fill(pieces: Sequence[Piece], length: int) -> Rows:
     none, nowhere = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
     row = Rows._make([*none, nowhere])
     at = out = owner = 0
@@ -260,8 +179,3 @@ def _write(row: Rows, at: int, tokens: np.ndarray, position: int, group: int, sa
     row.tokens[at:end], row.positions[at:end] = tokens, position + np.arange(len(tokens))
     row.group[at:end], row.sample[at:end] = group, sample
     return end
-
-
-def _bucket(length: int) -> int:
-    step = ROW_BUCKETS[-1]
-    return next((b for b in ROW_BUCKETS if b >= length), -(-length // step) * step)

@@ -15,7 +15,8 @@ from covey.models.heads import ValueModel
 from covey.parallel.placement import put_rows, row_ways
 from covey.rl.logprobs import row_scores
 from covey.rl.losses import LossInputs, Shares, Surrogate, policy_loss
-from covey.rl.rows import Rows, micro_batches, rows_together
+from covey.rl.packing import rows_together
+from covey.rl.rows import Rows, micro_batches
 from covey.rl.values import ValueInputs, row_values, value_loss
 from covey.train.trainer import Part, Trainer
 from covey.types import Group

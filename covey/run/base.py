@@ -27,6 +27,7 @@ from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
 from covey.recipe import Recipe, SFTRecipe
 from covey.run.opening import CHECKPOINTS, refuse_other_weights
+from covey.run.programs import Programs
 from covey.run.settings import compare, settings_of
 from covey.run.stopping import Stopper
 from covey.run.watchdog import Watchdog
@@ -134,6 +135,7 @@ class Run(ABC, Generic[RecipeT]):
             self.progress = opened(face)
             watched = self.out if self.writes else None
             self.watchdog = opened(Watchdog(watched, training.watchdog_seconds, self.progress.say))
+            self.programs = opened(Programs(self.progress.say))
             names = self.recipe.tracking if self.writes else ()
             self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
             self.stopper = opened(Stopper())
@@ -153,18 +155,21 @@ class Run(ABC, Generic[RecipeT]):
         if (best := self.saves.best()) is not None:
             summary["best"] = best
         summary |= {"after": self.judged("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
+        summary["programs"] = dict(self.programs.counts)
         self._summarise(summary)
         self.progress.done(summary, self.out)
         return summary
 
     def phase(self, name: str) -> None:
-        """The run begins `name`: shown, and watched."""
+        """The run begins `name`: shown, watched, and charged with what is compiled."""
         self.progress.phase(name)
         self.watchdog.phase(name)
+        self.programs.phase(name)
 
     def write(self, record: Step) -> None:
         """A step's metrics go to the folder and to the trackers."""
         self._metrics = record.metrics
+        record.metrics["time/compile"] = self.programs.step(record.step)
         if self.writer is not None:
             self.writer.step(record.metrics)
             self.trackers.log(record.step, record.metrics)

@@ -20,7 +20,8 @@ from covey.data.rows import Row
 from covey.errors import DataError
 from covey.parallel.placement import put_rows, row_ways
 from covey.rl.logprobs import row_scores
-from covey.rl.rows import Rows, micro_batches, pack, rows_together
+from covey.rl.packing import rows_together
+from covey.rl.rows import Rows, micro_batches, pack
 from covey.tokenizer import Tokenizer
 from covey.train.trainer import LossFn, Part, Shares, compiler_options
 from covey.types import Completion, FinishReason, Group, Mean

@@ -1,0 +1,72 @@
+"""The programs that a run compiles, counted by JAX itself.
+
+Each new shape is a program more: seconds on a large model. Shapes come in few sizes by design, so that after some steps
+nothing is compiled any more. A run tells how many programs each of its phases took, and says so when it does not stop.
+A program that the cache on disk held counts too: it was fetched, not compiled, and takes its place in memory.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Self
+
+import jax
+
+READY = "/jax/core/compile/backend_compile_duration"
+PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
+BESIDE = "beside"
+"""What is not in a step: loading, and the evaluations before and after."""
+WARM, LOOK_BACK = 20, 10
+"""Steps in which new shapes are nothing to speak of, and those that are then looked at."""
+
+
+class Programs:
+    """Counts from enter to exit.
+
+    Attributes:
+        counts: programs by phase.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self.counts: Counter[str] = Counter()
+        self._say, self._phase, self._steps, self._said = say, BESIDE, 0, False
+        self._seconds, self._new = 0.0, Counter[str]()
+        self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
+
+    def phase(self, name: str) -> None:
+        """The run begins `name` now."""
+        self._phase = name if name in PHASES else BESIDE
+
+    def step(self, number: int) -> float:
+        """Seconds that compiling took since the last step; says once when most of the last steps still compiled."""
+        seconds, new = self._seconds, self._new
+        self._seconds, self._new = 0.0, Counter()
+        self._last.append(new)
+        self._steps += 1
+        compiling = sum(bool(found) for found in self._last)
+        if self._steps >= WARM + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._said:
+            self._said = True
+            counts = sum(self._last, Counter[str]())
+            told = ", ".join(f"{phase} {count}" for phase, count in counts.most_common())
+            self._say(
+                f"step {number}: {compiling} of the last {LOOK_BACK} steps compiled new programs ({told}): {ADVICE}"
+            )
+        return seconds
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == READY:
+            self.counts[self._phase] += 1
+            self._new[self._phase] += 1
+            self._seconds += duration_secs
+
+
+ADVICE = (
+    "lengths keep falling into new shapes. Fewer of them: a larger rollout.decode_chunk, fewer rollout.slots, more "
+    "training.max_tokens_per_micro_batch, or limits on lengths that fit the data"
+)

@@ -1,0 +1,64 @@
+"""Programs: what a run compiled, and a word when it does not stop compiling."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from covey.run.programs import LOOK_BACK, WARM, Programs
+
+
+def compiled_anew(size: int) -> None:
+    """Runs a program that exists for no other size."""
+    jax.block_until_ready(jax.jit(lambda x: jnp.sin(x) + size)(jnp.zeros(())))
+
+
+@pytest.fixture
+def heard() -> list[str]:
+    return []
+
+
+def test_programs_are_counted_in_the_phase_that_compiled_them(heard: list[str]) -> None:
+    with Programs(heard.append) as programs:
+        compiled_anew(1)
+        programs.phase("rollout")
+        compiled_anew(2)
+        compiled_anew(3)
+        programs.phase("evaluating before training")
+        compiled_anew(4)
+        assert programs.step(1) > 0
+        assert programs.step(2) == 0
+    compiled_anew(5)  # nobody listens any more
+    assert programs.counts["rollout"] == 2
+    assert programs.counts["beside"] >= 2  # the zeros too, the first time
+    assert not heard
+
+
+def test_the_same_shape_again_compiles_nothing() -> None:
+    double = jax.jit(lambda x: 2 * x)
+    double(jnp.ones(3))
+    with Programs(print) as programs:
+        double(jnp.ones(3))
+        assert programs.step(1) == 0
+    assert not programs.counts
+
+
+def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]) -> None:
+    with Programs(heard.append) as programs:
+        programs.phase("logps")
+        for step in range(1, WARM + 2 * LOOK_BACK):
+            compiled_anew(100 + step)
+            programs.step(step)
+            assert bool(heard) == (step >= WARM + LOOK_BACK)
+    assert len(heard) == 1
+    assert f"{LOOK_BACK} of the last {LOOK_BACK} steps" in heard[0]
+    assert "logps 10" in heard[0]
+    assert "training.max_tokens_per_micro_batch" in heard[0]
+
+
+def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> None:
+    with Programs(heard.append) as programs:
+        for step in range(1, WARM + 3 * LOOK_BACK):
+            if step < WARM or step % 3 == 0:
+                compiled_anew(200 + step)
+            programs.step(step)
+    assert not heard
