@@ -108,7 +108,7 @@ def use_compilation_cache() -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(weights.sources.cache_folder() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones take seconds too
 
 
 def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

@@ -53,11 +53,12 @@ class Prefix(NamedTuple):
     length: Int[Array, "P"]
 
 
+@partial(jax.jit, static_argnames=("slots", "time", "layers", "kv_heads", "head_dim", "dtype", "forced"))
 def empty_slots(
     slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, forced: int = 0
 ) -> Slots:
     """Slots with nothing in them, each with room for `forced` tokens that a tool may put there."""
-    none = partial(jnp.zeros, (slots,))  # called for each: donated buffers must not be shared
+    none = partial(jnp.zeros, (slots,))
     cache = [
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
         for _ in range(layers)
@@ -130,18 +131,13 @@ def admit(slots: Slots, prefix: Prefix, source: Int[Array, "S"], taken: Bool[Arr
 
 
 @partial(jax.jit, static_argnames=("time",))
-def resize_time(cache: list[LayerCache], time: int) -> list[LayerCache]:
-    """The same caches with room for `time` tokens a slot; what lies beyond is cut."""
+def refit(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
+    """Only the slots in `rows`, in that order, their caches with room for `time` tokens: what lies beyond is cut."""
 
     def fit(x: Array, axis: int) -> Array:
         grow = [(0, 0)] * x.ndim
         grow[axis] = (0, max(0, time - x.shape[axis]))
         return jax.lax.slice_in_dim(jnp.pad(x, grow), 0, time, axis=axis)
 
-    return [(fit(keys, 3), fit(values, 2)) for keys, values in cache]
-
-
-@jax.jit
-def keep_slots(slots: Slots, rows: Int[Array, "n"]) -> Slots:
-    """Only the slots in `rows`, in that order."""
-    return jax.tree.map(lambda x: x[rows], slots)
+    kept = jax.tree.map(lambda x: x[rows], slots)
+    return kept._replace(cache=[(fit(keys, 3), fit(values, 2)) for keys, values in kept.cache])

@@ -25,14 +25,14 @@ from flax import nnx
 from covey.configs import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling import steps
-from covey.sampling.cache import NOTHING, Prefix, empty_slots, keep_slots, resize_time
+from covey.sampling.cache import NOTHING, Prefix, empty_slots, refit
 from covey.sampling.lengths import bucket, check_length, few_above, power_of_two
 from covey.sampling.logits import Warp
 from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
-SMALLEST_BATCH = 8
+SMALLEST_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,7 @@ class _Run:
             self._admit_waiting()
             if not any(self.held):
                 continue  # every sample admitted was finished by its first token
-            self._shrink()
-            self._grow()
+            self._refit()
             self._decode_chunk()
             yield len(self.done)
 
@@ -306,20 +305,16 @@ class _Run:
         active, held = steps.resume(self.slots.active, self.slots.forced, resumed, forced)
         self.slots = self.slots._replace(active=active, forced=held)
 
-    def _grow(self) -> None:
-        """Room for the next chunk: the longest live sample plus the steps of the chunk."""
-        longest = max(int(self.lengths[s]) for s, held in enumerate(self.held) if held is not None)
-        time = bucket(longest + self.config.decode_chunk)
-        if time > self.time:
-            self.slots = self.slots._replace(cache=resize_time(self.slots.cache, time))
-            self.time = time
-
-    def _shrink(self) -> None:
-        """Fewer slots once nothing waits and at most three quarters of them are in use."""
+    def _refit(self) -> None:
+        """Room for the next chunk: the longest live sample and the chunk's steps. And fewer slots, once nothing waits
+        and at most three quarters of them are in use.
+        """
         live = [slot for slot, held in enumerate(self.held) if held is not None]
-        size = max(few_above(len(live)), SMALLEST_BATCH)
-        if self.waiting or size >= len(self.held):
+        time = max(self.time, bucket(int(self.lengths[live].max()) + self.config.decode_chunk))
+        size = len(self.held) if self.waiting else max(few_above(len(live)), SMALLEST_BATCH)
+        if size >= len(self.held) and time == self.time:
             return
-        rows = np.array((live + [s for s in range(len(self.held)) if s not in live])[:size])
-        self.slots = keep_slots(self.slots, rows)
+        idle = [slot for slot in range(len(self.held)) if self.held[slot] is None]
+        rows = np.array((live + idle)[:size] if size < len(self.held) else range(len(self.held)))
+        self.slots, self.time = refit(self.slots, rows, time), time
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]

@@ -71,6 +71,7 @@ class Trainer:
         self._accumulate = jax.jit(
             self._share, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
         )
+        self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=places)
         self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))
 
@@ -85,12 +86,12 @@ class Trainer:
         Returns:
             the means of the loss's metrics over the step, `loss`, and `grad_norm` before the clip.
         """
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), self.trainable)
+        grads = self._no_gradient(self.trainable, dtype=jnp.float32)
         totals: Shares = {}
         denominator = 0.0
         for part in parts:
             grads, shares = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
-            totals = {name: _combined(name, totals.get(name), share) for name, share in shares.items()}
+            totals = _added(totals, shares) if totals else shares
             denominator += part.denominator
         grads, totals, denominator = _of_all_processes(grads, totals, denominator)
         scale = 1 / max(denominator, 1e-9)
@@ -155,12 +156,14 @@ class Skips:
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
-def _combined(name: str, total: Mean | Array | None, share: Mean | Array) -> Mean | Array:
-    """A metric of the step so far."""
-    if total is None:
-        return share
-    combine = {"min": jnp.minimum, "max": jnp.maximum}.get(name.rsplit("/", 1)[-1], jnp.add)
-    return jax.tree.map(combine, total, share)
+@jax.jit
+def _added(totals: Shares, shares: Shares) -> Shares:
+    """The metrics of the step so far."""
+    combine = {"min": jnp.minimum, "max": jnp.maximum}
+    return {
+        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], jnp.add), totals[name], share)
+        for name, share in shares.items()
+    }
 
 
 def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[Any, Shares, float]:
@@ -170,7 +173,7 @@ def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[A
     everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
     combined: Shares = {}
     for shares, _ in everyone:
-        combined |= {name: _combined(name, combined.get(name), share) for name, share in shares.items()}
+        combined = _added(combined, shares) if combined else shares
     return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 
