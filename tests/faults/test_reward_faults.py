@@ -160,7 +160,14 @@ def guarded(**settings: Any) -> RewardRunner:
 
 
 @pytest.mark.parametrize("way", ["spin", "regex", "grandchild"])
-@pytest.mark.parametrize(("policy", "instead"), [("raise", ()), ("none", None), ("value", -1.0)])
+@pytest.mark.parametrize(
+    ("policy", "instead"),
+    [
+        ("none", None),
+        pytest.param("raise", (), marks=pytest.mark.slow),
+        pytest.param("value", -1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_function_that_hangs_is_killed_with_all_it_started(way: str, policy: str, instead: Any, faulty: str) -> None:
     timeout = 1.0 if way == "grandchild" else TIMEOUT  # it has to come up
     with guarded(on_error=policy, value=-1.0, timeout=timeout) as runner:

@@ -250,7 +250,7 @@ def test_the_oracle_knows_every_name() -> None:
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 def test_every_combination(ratio: str, surrogate: str, dtype: type) -> None:
     """Ratio × surrogate × aggregate × KL, in the loss and out of it, on the adversarial batch."""
     for number, (aggregate, kl) in enumerate(product(AGGREGATES, (*KLS, "none"))):
@@ -289,7 +289,7 @@ def test_every_setting(name: str, old: bool) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 def test_every_preset(name: str, old: bool, dtype: type) -> None:
     """With stored old log-probs, and without: then every ratio is 1 and has a gradient."""
     x = PRESETS[name]

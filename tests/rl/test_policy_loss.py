@@ -32,14 +32,15 @@ def one(x: float) -> jax.Array:
     return jnp.full((1, 1), x, jnp.float32)
 
 
+by_gradient = jax.jit(jax.value_and_grad(policy_loss, argnums=1, has_aux=True), static_argnums=0)
+
+
 def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, dict[str, Any]]:
     """Loss, gradient and metrics of one sample of one token with weight 1."""
     given = {"advantage": 1.0, "weight": 1.0, "sampled": logp, "beta": x.beta} | fields
     inputs = LossInputs(**{name: one(value) for name, value in given.items()})
     owner = jnp.ones((1, 1), jnp.int32)
-    (value, shares), grad = jax.value_and_grad(lambda lp: policy_loss(x, lp, one(2.0), owner, inputs), has_aux=True)(
-        one(logp)
-    )
+    (value, shares), grad = by_gradient(x, one(logp), one(2.0), owner, inputs)
     return float(value), float(grad[0, 0]), shares
 
 

@@ -85,7 +85,7 @@ def logits_at(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(plain_logits(full[None]))[len(prompt) - 1 :][: len(tokens)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.5, 1.0)), 1.7])
 def test_logps_equal_the_trainers_at_any_temperature(temperature: float) -> None:
     wanted = requests(2)[:5]
     for request, group in zip(wanted, sample(wanted, temperature=temperature), strict=True):
