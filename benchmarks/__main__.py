@@ -1,33 +1,52 @@
-"""`python -m benchmarks [part] [options]`: measures one part or all; each ends in one line of JSON."""
+"""`python -m benchmarks [part] [options]`: measures one part or all; each ends in one line of JSON.
+
+Where the size is a recipe, further words are settings put over it, as for `covey train`.
+"""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
-from benchmarks import logprobs, rollout, step, update
-from benchmarks.common import SIZES, Result, Settings, tell
+from benchmarks import curves, decode, logprobs, rollout, startup, step, update
+from benchmarks.common import Result, Settings, tell
+from benchmarks.sizes import SIZES, size_of
+from covey.errors import CoveyError
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures what `words` (the command line by default) ask for."""
-    asked = _parser().parse_args(words)
-    settings = Settings(asked.size, asked.ragged, asked.lora, asked.repeat)
-    for part in PARTS if asked.part == "all" else [asked.part]:
-        tell(PARTS[part](settings), part, settings)
+    asked, overrides = _parser().parse_known_args(words)
+    try:
+        shape = size_of(asked.size, overrides)
+        lora = shape.lora if asked.lora is None else asked.lora
+        settings = Settings(asked.size, asked.ragged, lora, asked.repeat, shape, tuple(overrides), asked.picture)
+        for part in USUAL if asked.part == "all" else [asked.part]:
+            PARTS[part](settings)
+    except CoveyError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
-    parser.add_argument("--size", default="tiny", choices=list(SIZES), help="shape of the model and the work")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("part", nargs="?", default="all", choices=[*PARTS, "all"], help=f"all: {', '.join(USUAL)}")
+    what = f"shape of the model and the work: {', '.join(SIZES)}, or a recipe's name or file"
+    add("--size", "--recipe", default="tiny", metavar="NAME", help=what)
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--ragged", action="store_true", default=True, help="lengths that differ (the default)")
     lengths.add_argument("--fixed", action="store_false", dest="ragged", help="all of the greatest length")
-    parser.add_argument(
-        "--lora", type=_at_least(0), default=0, metavar="R", help="train adapters of rank R; 0: every weight"
+    add(
+        "--lora",
+        type=_at_least(0),
+        metavar="R",
+        help="rank of the adapters; 0: every weight (a recipe has its own)",
     )
-    parser.add_argument("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
+    add("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
+    add("--picture", type=Path, default=Settings.picture, metavar="FILE", help="where curves are drawn")
     return parser
 
 
@@ -40,12 +59,22 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-PARTS: dict[str, Callable[[Settings], Result]] = {
-    "rollout": rollout.measure,
-    "logprobs": logprobs.measure,
-    "update": update.measure,
-    "step": step.measure,
+def _telling(part: str, measure: Callable[[Settings], Result], settings: Settings) -> None:
+    tell(measure(settings), part, settings)
+
+
+PARTS: dict[str, Callable[[Settings], None]] = {
+    "decode": partial(_telling, "decode", decode.measure),
+    "rollout": partial(_telling, "rollout", rollout.measure),
+    "logprobs": partial(_telling, "logprobs", logprobs.measure),
+    "update": partial(_telling, "update", update.measure),
+    "step": partial(_telling, "step", step.measure),
+    "startup": partial(_telling, "startup", startup.measure),
+    "curves": curves.main,
 }
+
+USUAL = ("decode", "rollout", "logprobs", "update", "step")
+"""What `all` measures. Starting processes and drawing curves take long."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,71 +8,72 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks.peaks import peaks
+from benchmarks.sizes import Size
 from covey.configs import LoRAConfig, OptimizerConfig
-from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
 from covey.types import Completion, FinishReason, Group
 
+Name = TypeVar("Name", bound=Hashable)
+
 STILL = OptimizerConfig(learning_rate=1e-9, schedule="constant", warmup_ratio=0.0)
 """An optimizer that moves next to nothing, so that every repetition does the same work on the same tokens."""
-
-MICRO_BATCH = 1024
-"""Tokens in one forward-backward, of every layout alike."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model's shape and a step's work: P prompts × G samples, lengths in tokens."""
-
-    model: ModelConfig
-    prompts: int
-    samples: int
-    prompt_length: int
-    mean_length: int
-    max_new_tokens: int
-    slots: int
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for on the command line."""
+    """What was asked for on the command line.
+
+    Attributes:
+        size: a name of `sizes.SIZES`, or a recipe; `shape` is what it stands for.
+        overrides: settings put over the recipe.
+        picture: where curves are drawn.
+    """
 
     size: str
     ragged: bool
     lora: int
     repeat: int
+    shape: Size
+    overrides: tuple[str, ...] = ()
+    picture: Path = Path("benchmarks/curves.png")
 
     @property
-    def shape(self) -> Size:
-        return SIZES[self.size]
+    def asked(self) -> dict[str, Any]:
+        """What the line of JSON says of it."""
+        named = {name: getattr(self, name) for name in ("size", "ragged", "lora", "repeat")}
+        return named | ({"settings": list(self.overrides)} if self.overrides else {})
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Stop tokens of the random model. Its draws are close to uniform, so lengths come out geometric, cut at the
         most; with `--fixed` the one stop token lies outside the vocabulary and never comes."""
         vocab = self.shape.model.vocab_size
-        return tuple(range(vocab // self.shape.mean_length)) if self.ragged else (vocab,)
+        return tuple(range(max(1, vocab // self.shape.mean_length))) if self.ragged else (vocab,)
 
     def model(self, **switches: Any) -> Decoder:
-        """Always the same random weights, in arrays of their own: a trainer takes them over."""
+        """Always the same random weights, in arrays of their own: a trainer takes them over. Put on the device by
+        choice, as a cluster does: else the first update would hand back others in kind, and all be compiled anew.
+        """
         model = Decoder(self.shape.model, rngs=nnx.Rngs(0), **switches)
-        return with_lora(model, LoRAConfig(rank=self.lora)) if self.lora else model
+        graph, params = nnx.split(with_lora(model, LoRAConfig(rank=self.lora)) if self.lora else model)
+        return nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
 
     def prompts(self) -> list[np.ndarray]:
         """Random prompts, as long as `prompt_length`, or from half of that when ragged."""
         rng, longest = np.random.default_rng(1), self.shape.prompt_length
-        sizes = rng.integers(longest // 2 if self.ragged else longest, longest + 1, self.shape.prompts)
+        sizes = rng.integers(max(1, longest // 2) if self.ragged else longest, longest + 1, self.shape.prompts)
         return [self._tokens(rng, size) for size in sizes]
 
     def groups(self) -> list[Group]:
@@ -100,20 +101,23 @@ class Result:
 
     Attributes:
         seconds: for each variant, one number a round; the first variant is what the others are compared with.
-        tokens: completion tokens of one repetition, the same for all: padding and prompts count nothing.
+        tokens: completion tokens of one repetition, the same for all: padding and prompts count nothing; 0 where none
+            are counted.
         facts: further numbers of each variant.
         checks: that the variants computed the same thing.
+        limits: seconds that the work would take at this machine's peaks (see `counting` and `peaks`).
     """
 
     seconds: dict[str, list[float]]
     tokens: int
     facts: dict[str, dict[str, Any]]
     checks: dict[str, Any]
+    limits: dict[str, float] = field(default_factory=dict)
 
 
-def interleaved(variants: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
+def interleaved(variants: Mapping[Name, Callable[[], Any]], repeat: int) -> dict[Name, list[float]]:
     """Seconds of each variant in each round. They ran once before: their programs are compiled."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[Name, list[float]] = {name: [] for name in variants}
     for number in range(repeat):
         for name in list(variants)[:: 1 if number % 2 == 0 else -1]:
             start = time.perf_counter()
@@ -143,19 +147,28 @@ def tell(result: Result, part: str, settings: Settings) -> None:
     """Prints the table and, last, the line of JSON."""
     base = next(iter(result.seconds.values()))
     variants = {name: _figures(result, name, base) for name in result.seconds}
-    asked = asdict(settings)
-    print(f"\n{part}: " + ", ".join(f"{k} {v}" for k, v in asked.items()) + f"; {result.tokens} completion tokens")
+    asked, tokens = settings.asked, f"; {result.tokens} completion tokens" if result.tokens else ""
+    print(f"\n{part}: " + ", ".join(f"{k} {v}" for k, v in asked.items()) + tokens)
     _print_table(variants)
-    whole = {"part": part, **asked, "tokens": result.tokens, "variants": variants, "checks": result.checks}
-    print(json.dumps({**whole, "machine": machine(), "versions": versions()}), flush=True)
+    measured = {"peaks": peaks().json()} if result.limits else {}
+    tell_json(part, settings, {"tokens": result.tokens, "variants": variants, "checks": result.checks, **measured})
+
+
+def tell_json(part: str, settings: Settings, found: Mapping[str, Any]) -> None:
+    """The line of JSON: what was asked, what was found, on which machine and with what."""
+    told = {"part": part, **settings.asked, **found, "machine": machine(), "versions": versions()}
+    print(json.dumps(told), flush=True)
 
 
 def _figures(result: Result, name: str, base: Sequence[float]) -> dict[str, Any]:
     seconds = result.seconds[name]
+    rate = {"tokens_per_second": short(result.tokens / np.median(seconds))} if result.tokens else {}
+    limit = {"percent_of_peak": round(100 * result.limits[name] / np.median(seconds), 1)} if result.limits else {}
     return {
         "seconds": spread_of(seconds),
-        "tokens_per_second": short(result.tokens / np.median(seconds)),
+        **rate,
         "speedup": spread_of([b / s for b, s in zip(base, seconds, strict=True)]),
+        **limit,
         **result.facts.get(name, {}),
     }
 
@@ -198,18 +211,3 @@ def _cpu() -> str:
 def short(value: Any) -> float:
     """Four digits: what the timing supports at most."""
     return float(f"{float(value):.4g}")
-
-
-TINY = ModelConfig(
-    vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    tie_embeddings=True,
-)  # fmt: skip
-SMOLLM2 = ModelConfig(
-    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-    rope_theta=100_000.0, tie_embeddings=True,
-)  # fmt: skip
-
-SIZES = {
-    "tiny": Size(TINY, prompts=6, samples=8, prompt_length=48, mean_length=24, max_new_tokens=80, slots=16),
-    "smollm2": Size(SMOLLM2, prompts=8, samples=8, prompt_length=128, mean_length=48, max_new_tokens=192, slots=32),
-}

@@ -14,10 +14,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from benchmarks.common import MICRO_BATCH, Result, Settings, interleaved, megabytes, relative_difference
+from benchmarks import counting
+from benchmarks.common import Result, Settings, interleaved, megabytes, relative_difference
+from benchmarks.peaks import peaks
+from benchmarks.sizes import Size
 from covey.models.lora import split_trainable
 from covey.rl.logprobs import TokenScores, row_scores
-from covey.rl.rows import Rows, micro_batches, pack, padding_waste, rows_together, tree_attention, unpack
+from covey.rl.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
+from covey.rl.trainer import rows_at_a_time
 from covey.train.trainer import compiler_options
 from covey.types import Group
 
@@ -27,7 +31,7 @@ def measure(settings: Settings) -> Result:
     parts = split_trainable(settings.model())
     groups = settings.groups()
     works = {
-        f"{packing}, {head}": _Work(parts, groups, packing, score)
+        f"{packing}, {head}": _Work(parts, groups, packing, score, settings.shape)
         for packing in ("dense", "groups")
         for head, score in (("plain", plain_scores), ("chunked", row_scores))
     }
@@ -39,7 +43,9 @@ def measure(settings: Settings) -> Result:
     }
     seconds = interleaved({name: work.grads for name, work in works.items()}, settings.repeat)
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
-    return Result(seconds, tokens, {name: work.facts for name, work in works.items()}, checks)
+    facts = {name: work.facts for name, work in works.items()}
+    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks().matmul
+    return Result(seconds, tokens, facts, checks, dict.fromkeys(works, limit))
 
 
 def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenScores:
@@ -56,11 +62,11 @@ def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> Tok
 class _Work:
     """One layout with one head, compiled."""
 
-    def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenScores]):
+    def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenScores], size: Size):
         graph, self.trainable, self.frozen = parts
         self.lengths = [len(c.tokens) for g in groups for c in g.completions]
-        self.rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
-        self.batches = list(micro_batches(self.rows, rows_together(*self.rows.tokens.shape, MICRO_BATCH)))
+        self.rows = pack(groups, size.row_length, packing, size.micro_batch)
+        self.batches = list(micro_batches(self.rows, rows_at_a_time(self.rows, None, size.micro_batch)))
         program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,), compiler_options=compiler_options())
         lowered = program.lower(self.trainable, self.frozen, self._zeros(), self.batches[0])
         self.program = lowered.compile()

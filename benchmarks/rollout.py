@@ -10,37 +10,49 @@ from functools import partial
 import numpy as np
 from flax import nnx
 
+from benchmarks import counting
 from benchmarks.common import Result, Settings, interleaved
+from benchmarks.decode import limits
+from benchmarks.peaks import peaks
+from benchmarks.sizes import Size
 from covey.configs import RolloutConfig
 from covey.sampling.sampler import Request, Sampler
 
 
 def measure(settings: Settings) -> Result:
     """Samples P · G completions in each way."""
-    graph, params = nnx.split(settings.model())
+    (graph, params), configs = nnx.split(settings.model()), ways(settings.shape)
     requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
     sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
-    runs = {n: partial(sampler.generate, params, requests, config=c) for n, c in ways(settings).items()}
+    runs = {n: partial(sampler.generate, params, requests, config=c) for n, c in configs.items()}
     drawn: dict[str, list[np.ndarray]] = {}
-    facts = {}
+    facts, least = {}, {}
     for name, run in runs.items():
-        drawn[name] = [completion.tokens for group in run() for completion in group]
+        completions = run()
+        drawn[name] = [completion.tokens for group in completions for completion in group]
+        least[name] = limit(settings, [[len(c.tokens) for c in group] for group in completions], configs[name].slots)
         stats = sampler.stats
         facts[name] = {"slot_steps": stats.slot_steps, "waste": round(stats.waste, 3)}
     first = next(iter(drawn.values()))
     same = all(np.array_equal(a, b) for other in drawn.values() for a, b in zip(first, other, strict=True))
     tokens = sum(map(len, first))
-    return Result(interleaved(runs, settings.repeat), tokens, facts, {"same_tokens": same})
+    return Result(interleaved(runs, settings.repeat), tokens, facts, {"same_tokens": same}, least)
 
 
-def ways(settings: Settings) -> dict[str, RolloutConfig]:
+def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
+    """Seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
+    c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
+    fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
+    return counting.prefill(c, prompts, settings.lora) / peaks().matmul + max(limits(c, fed, slots, settings.lora))
+
+
+def ways(shape: Size) -> dict[str, RolloutConfig]:
     """The variants, by their settings."""
-    shape = settings.shape
     config = partial(RolloutConfig, max_prompt_length=shape.prompt_length, max_new_tokens=shape.max_new_tokens, seed=3)
     everything = shape.prompts * shape.samples
     return {
         "padded": config(slots=shape.slots, decode_chunk=shape.max_new_tokens),
         "padded, all at once": config(slots=everything, decode_chunk=shape.max_new_tokens),
-        "refilled": config(slots=shape.slots),
-        "refilled, all at once": config(slots=everything),
+        "refilled": config(slots=shape.slots, decode_chunk=shape.decode_chunk),
+        "refilled, all at once": config(slots=everything, decode_chunk=shape.decode_chunk),
     }

@@ -13,6 +13,7 @@ import tokenizers
 
 from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
 from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.data.loader import PromptLoader
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
@@ -24,8 +25,8 @@ PHASES = ("rollout", "reward", "logps", "update", "sync")
 
 def measure(settings: Settings) -> Result:
     """Takes the same step in both ways."""
-    words = [{"prompt": " ".join(map(str, prompt))} for prompt in settings.prompts()]
-    ways = {"padded, dense": _Way(settings, padded=True), "refilled, groups": _Way(settings, padded=False)}
+    words, whole = prompts(settings), {"decode_chunk": settings.shape.max_new_tokens}
+    ways = {"padded, dense": Way(settings, whole, {"packing": "dense"}), "refilled, groups": Way(settings)}
     runs = {name: partial(way.step, words) for name, way in ways.items()}
     first = [run() for run in runs.values()]
     for way in ways.values():
@@ -36,6 +37,11 @@ def measure(settings: Settings) -> Result:
     names = ("reward", "grad_norm", "kl")
     checks = {f"{name}_difference": short(abs(first[0].metrics[name] - first[1].metrics[name])) for name in names}
     return Result(seconds, tokens, facts, checks)
+
+
+def prompts(settings: Settings) -> list[dict[str, str]]:
+    """The prompts as data: words are numbers."""
+    return [{"prompt": " ".join(map(str, prompt))} for prompt in settings.prompts()]
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -51,24 +57,33 @@ def number_words(settings: Settings) -> Tokenizer:
     return Tokenizer(inner, eos_id=settings.stop_ids[0], stop_ids=settings.stop_ids)
 
 
-class _Way:
-    """A cluster and its learner, which can take the first step again and again."""
+class Way:
+    """A cluster and its learner, which can take the first step again and again.
 
-    def __init__(self, settings: Settings, padded: bool):
+    Args:
+        settings: model and work.
+        rollout, training: settings of the two that differ from what `settings` say.
+    """
+
+    def __init__(self, settings: Settings, rollout: Any = None, training: Any = None):
         shape, self.records = settings.shape, list[StepRecord]()
-        rollout = RolloutConfig(
-            max_prompt_length=shape.prompt_length,
-            max_new_tokens=shape.max_new_tokens,
-            slots=shape.slots,
-            decode_chunk=shape.max_new_tokens if padded else RolloutConfig.decode_chunk,
+        sampling = {
+            "max_prompt_length": shape.prompt_length,
+            "max_new_tokens": shape.max_new_tokens,
+            "slots": shape.slots,
+            "decode_chunk": shape.decode_chunk,
+        }
+        work = {
+            "max_steps": 1,
+            "prompts_per_step": shape.prompts,
+            "actor_optimizer": STILL,
+            "row_length": shape.row_length,
+            "max_tokens_per_micro_batch": shape.micro_batch,
+        }
+        config = ClusterConfig(
+            training_config=RLTrainingConfig(**work | (training or {})),
+            rollout_config=RolloutConfig(**sampling | (rollout or {})),
         )
-        training = RLTrainingConfig(
-            max_steps=1,
-            prompts_per_step=shape.prompts,
-            actor_optimizer=STILL,
-            packing="dense" if padded else "groups",
-        )
-        config = ClusterConfig(training_config=training, rollout_config=rollout)
         cluster = RLCluster(actor=settings.model(), tokenizer=number_words(settings), cluster_config=config)
         self.learner = GRPOLearner(
             rl_cluster=cluster,
@@ -78,9 +93,11 @@ class _Way:
         )
 
     def step(self, words: list[dict[str, str]]) -> StepRecord:
+        """Step 0, on these prompts in this order; without a loader of its own each call would go on in the data."""
         self.learner.step = 0
-        self.learner.train(words)
+        self.learner.train(PromptLoader(words, len(words), shuffle=False))
         return self.records[-1]
 
     def phases(self) -> dict[str, Any]:
+        """Seconds of each phase of the steps in `records`."""
         return {p: spread_of([float(r.metrics[f"time/{p}"]) for r in self.records]) for p in PHASES}

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import MICRO_BATCH, STILL, Result, Settings, interleaved, megabytes, short
+from benchmarks import counting
+from benchmarks.common import STILL, Result, Settings, interleaved, megabytes, short
+from benchmarks.peaks import peaks
+from benchmarks.sizes import Size
 from covey.algorithms import PRESETS
 from covey.rl.losses import LossInputs, sequence_mean
-from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, rows_together, spread
-from covey.rl.trainer import RLTrainer, RowBatch
+from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, spread
+from covey.rl.trainer import RLTrainer, RowBatch, rows_at_a_time
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Part
 from covey.types import Group
@@ -23,25 +26,28 @@ from covey.types import Group
 def measure(settings: Settings) -> Result:
     """Updates a trainer with remat and one without on both layouts of the same groups."""
     groups = settings.groups()
-    batches = {packing: _parts(groups, packing) for packing in ("dense", "groups")}
-    trainers = {name: _trainer(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
+    batches = {packing: micro_batched(groups, packing, settings.shape) for packing in ("dense", "groups")}
+    trainers = {name: trainer_of(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
     pairs = {f"{packing}, {remat}": (trainers[remat], batches[packing]) for packing in batches for remat in trainers}
     runs = {name: partial(trainer.update, parts) for name, (trainer, parts) in pairs.items()}
     norms = [run()["grad_norm"] for run in runs.values()]
     facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     checks = {"grad_norm_difference": short((max(norms) - min(norms)) / min(norms))}
-    return Result(interleaved(runs, settings.repeat), tokens, facts, checks)
+    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks().matmul
+    return Result(interleaved(runs, settings.repeat), tokens, facts, checks, dict.fromkeys(runs, limit))
 
 
-def _trainer(settings: Settings, remat: bool) -> RLTrainer:
+def trainer_of(settings: Settings, remat: bool) -> RLTrainer:
+    """A trainer of the random model."""
     return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), PRESETS["grpo"], 1.0)
 
 
-def _parts(groups: list[Group], packing: Any) -> list[Part]:
-    rows = pack(groups, packing=packing, micro_batch=MICRO_BATCH)
-    size = rows_together(*rows.tokens.shape, MICRO_BATCH)
-    pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), size))
+def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[Part]:
+    """A step's groups as the trainer takes them, with random advantages."""
+    rows = pack(groups, size.row_length, packing, size.micro_batch)
+    together = rows_at_a_time(rows, None, size.micro_batch)
+    pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), together))
     samples = sum(len(g.completions) for g in groups)
     return [Part(piece, samples / len(pieces)) for piece in pieces]
 

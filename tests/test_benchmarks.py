@@ -1,21 +1,28 @@
-"""A benchmark runs, its variants compute the same, and it ends in the line of JSON that all parts promise.
+"""A benchmark runs, its variants compute the same, and it ends in the line of JSON that all parts promise; the work
+that it is measured by is counted right.
 
-Only the part that compiles least: the others share all but their own few lines with it. Of the comparison with peers:
-the driver with our own worker, and the checkpoint that makes lengths ragged. The peers themselves are not installed.
+Of the comparison with peers: the driver with our own worker, and the checkpoint that makes lengths ragged. The peers
+themselves are not installed.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from covey.configs import LoRAConfig
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import split_trainable, with_lora
 from covey.models.weights import load
+from covey.types import Completion, FinishReason, Group
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -32,26 +39,265 @@ def _from_the_root(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
 
 
-@pytest.mark.slow
-def test_a_part_ends_in_its_line_of_json(monkeypatch, capsys):
-    from benchmarks import common
+# --- what is counted
+
+
+SMALL = ModelConfig(
+    vocab_size=100, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+IN_KERNELS = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 12  # q, k and v, o, the MLP's three
+
+
+def group_of(prompt, *lengths):
+    tokens = lambda n: np.zeros(n, np.int32)  # noqa: E731
+    blank = lambda n: Completion(tokens(n), np.zeros(n), np.zeros(n), FinishReason.STOP)  # noqa: E731
+    return Group("", tokens(prompt), tuple(map(blank, lengths)))
+
+
+def test_flops_of_a_group_by_hand():
+    from benchmarks.counting import forward
+
+    # The prompt's 3 tokens once, and 3 + 1 of the completions: of each the last is not fed.
+    pairs = (1 + 2 + 3) + (4 + 5 + 6) + 4
+    found = forward(SMALL, [group_of(3, 4, 2)])
+    assert found.projections == 2 * 2 * 7 * IN_KERNELS
+    assert found.attention == 2 * (4 * 4 * 4) * pairs  # layers; scores and mixture, 2 · heads · width each
+    assert found.head == 2 * 6 * 100 * 8
+    assert found.adapters == 0
+
+
+def test_a_window_hides_pairs():
+    from benchmarks.counting import forward
+
+    windowed = replace(SMALL, windows=(2, None))
+    near, far = (1 + 2 + 2) + (2 + 2 + 2) + 2, (1 + 2 + 3) + (4 + 5 + 6) + 4
+    assert forward(windowed, [group_of(3, 4, 2)]).attention == 64 * (near + far)
+
+
+def test_empty_completions_and_no_groups_are_no_work():
+    from benchmarks.counting import forward
+
+    assert sum(forward(SMALL, [])) == 0
+    assert forward(SMALL, [group_of(3, 0)]).projections == 2 * 2 * 3 * IN_KERNELS
+
+
+def test_backward_costs_twice_the_forward_and_less_under_adapters():
+    from benchmarks.counting import forward, training
+
+    groups = [group_of(3, 4, 2), group_of(5, 1)]
+    work = forward(SMALL, groups, rank=2)
+    sides = (8 + 16) + 2 * (8 + 8) + (16 + 8) + 3 * (8 + 12)
+    assert work.adapters == 2 * 2 * 12 * 2 * sides
+    assert training(SMALL, groups) == 3 * sum(forward(SMALL, groups))
+    of_the_first_inputs = 2 * 12 * (8 * 16 + 2 * 8 * 8 + 3 * 8 * 2)
+    frozen, trained = work.projections + work.head, work.adapters + work.attention
+    assert training(SMALL, groups, rank=2) == 2 * frozen + 3 * trained - of_the_first_inputs
+
+
+def test_a_decode_step_reads_the_weights_once_and_the_cache_it_sees():
+    from benchmarks.counting import decoding
+
+    flops, read = decoding(SMALL, [(10, 1)] * 8, 8)
+    weights, seen = 2 * IN_KERNELS + 100 * 8, 11 * 8
+    assert flops == 8 * 2 * weights + 2 * 64 * seen
+    assert read == 4 * (weights + 2 * 2 * (2 * 4) * seen)
+    assert decoding(SMALL, [(10, 4)] * 8, 8)[0] == sum(decoding(SMALL, [(n, 1)] * 8, 8)[0] for n in range(10, 14))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_counted_flops_are_those_that_xla_counts(rank):
+    """Of a plain causal pass, before XLA changes anything. It counts the pairs that are masked too, and element by
+    element the rest: less than 2 per cent at this width.
+    """
+    from benchmarks.counting import training
+
+    length, c = 65, replace(MODEL, hidden_size=128, intermediate_size=512, num_layers=2, num_heads=4, vocab_size=2048)
+    model = Decoder(c, rngs=nnx.Rngs(0), remat=False)
+    graph, trained, frozen = split_trainable(with_lora(model, LoRAConfig(rank=rank)) if rank else model)
+
+    def total(trained, tokens):
+        model = nnx.merge(graph, trained, frozen)
+        positions = jnp.arange(length - 1)[None]
+        hidden, _ = model(tokens[:, :-1], positions, causal(jnp.ones((1, length - 1), bool), positions))
+        logps = jax.nn.log_softmax(model.logits(hidden))
+        return jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1).sum()
+
+    counted = jax.jit(jax.grad(total)).lower(trained, jnp.zeros((1, length), jnp.int32)).cost_analysis()["flops"]
+    work = training(c, [group_of(1, length - 1)], rank)
+    hidden_pairs = (length - 1) * (length - 2) // 2 - (length - 2)
+    assert counted == pytest.approx(work + 3 * c.num_layers * 4 * 4 * 16 * hidden_pairs, rel=0.03)
+
+
+# --- the parts
+
+
+@pytest.fixture
+def smallest(monkeypatch):
+    from benchmarks import peaks, sizes
+
+    size = sizes.Size(MODEL, 2, 4, prompt_length=16, mean_length=8, max_new_tokens=24, slots=4)
+    monkeypatch.setitem(sizes.SIZES, "smallest", size)
+    monkeypatch.setattr(peaks, "STREAMED", 2**20)
+    monkeypatch.setattr(peaks, "CALLS", 1)
+    return size
+
+
+@pytest.fixture
+def told(smallest, capsys):
+    """The line of JSON of a part."""
     from benchmarks.__main__ import main
 
-    smallest = common.Size(MODEL, 2, 4, prompt_length=16, mean_length=8, max_new_tokens=24, slots=4)
-    monkeypatch.setitem(common.SIZES, "smallest", smallest)
-    assert main(["logprobs", "--size", "smallest", "--repeat", "1"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    def measured(part, *words):
+        assert main([part, "--size", "smallest", "--repeat", "1", *words]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return measured
+
+
+@pytest.mark.slow
+def test_a_part_ends_in_its_line_of_json(told):
+    found = told("logprobs")
     asked = {"part": "logprobs", "size": "smallest", "ragged": True, "lora": 0, "repeat": 1}
-    assert told.items() >= asked.items()
-    assert told.keys() == asked.keys() | {"tokens", "variants", "checks", "machine", "versions"}
-    assert told["machine"].keys() == {"device", "devices", "cpu", "cores", "load"}
-    assert told["versions"].keys() == {"python", "jax", "jaxlib", "flax", "numpy"}
-    assert list(told["variants"]) == ["dense, plain", "dense, chunked", "groups, plain", "groups, chunked"]
-    for figures in told["variants"].values():
-        assert figures.keys() == {"seconds", "tokens_per_second", "speedup", "rows", "padding", "temp_mb"}
+    assert found.items() >= asked.items()
+    assert found.keys() == asked.keys() | {"tokens", "variants", "checks", "peaks", "machine", "versions"}
+    assert found["machine"].keys() == {"device", "devices", "cpu", "cores", "load"}
+    assert found["versions"].keys() == {"python", "jax", "jaxlib", "flax", "numpy"}
+    assert found["peaks"].keys() == {"matmul", "bandwidth"}
+    assert list(found["variants"]) == ["dense, plain", "dense, chunked", "groups, plain", "groups, chunked"]
+    names = {"seconds", "tokens_per_second", "speedup", "percent_of_peak", "rows", "padding", "temp_mb"}
+    for figures in found["variants"].values():
+        assert figures.keys() == names
         assert figures["seconds"].keys() == figures["speedup"].keys() == {"median", "low", "high"}
-    assert told["checks"].keys() == {"logps_difference", "gradient_difference"}
-    assert max(told["checks"].values()) < 1e-5
+        assert 0 < figures["percent_of_peak"] < 100
+    assert found["checks"].keys() == {"logps_difference", "gradient_difference"}
+    assert max(found["checks"].values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_decoding_keeps_every_slot_busy(told):
+    found = told("decode", "--lora", "2")
+    assert found["tokens"] == 4 * 8 * 32
+    assert set(found["checks"].values()) == {True}
+    for figures in found["variants"].values():
+        assert figures["percent_of_peak"] > 0
+        assert figures["binds"] == ("reading" if figures["reading_ms"] > figures["products_ms"] else "products")
+
+
+@pytest.mark.slow
+def test_rollouts_draw_the_same_and_have_a_limit(told):
+    found = told("rollout")
+    assert found["checks"] == {"same_tokens": True}
+    assert all(figures["percent_of_peak"] > 0 for figures in found["variants"].values())
+
+
+@pytest.mark.slow
+def test_updates_agree_and_have_a_limit(told):
+    found = told("update", "--lora", "2")
+    assert found["checks"]["grad_norm_difference"] < 1e-5
+    assert all(0 < figures["percent_of_peak"] < 100 for figures in found["variants"].values())
+
+
+@pytest.mark.slow
+def test_a_repetition_is_the_same_step_and_compiles_nothing(smallest):
+    from benchmarks import common, step
+
+    settings = common.Settings("smallest", True, 0, 1, smallest)
+    way, words, compiled = step.Way(settings), step.prompts(settings), []
+
+    def heard(event, duration_secs, **_):
+        compiled.append(event) if event.endswith("backend_compile_duration") else None
+
+    first = way.step(words)
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    again = way.step(words)
+    jax.monitoring.unregister_event_duration_listener(heard)
+    assert compiled == []
+    for one, other in zip(first.groups, again.groups, strict=True):
+        assert [c.tokens.tolist() for c in one.completions] == [c.tokens.tolist() for c in other.completions]
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_what_the_first_compiled(told, monkeypatch, tmp_path):
+    real = tmp_path / "cache"
+    (real / "compiled").mkdir(parents=True)
+    monkeypatch.setenv("COVEY_CACHE", str(real))
+    variants = told("startup")["variants"]
+    assert list(variants) == ["cold", "warm"]
+    assert variants["cold"]["from_cache"] == 0 < variants["cold"]["programs"] == variants["warm"]["programs"]
+    assert list((real / "compiled").iterdir()) == []
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    from benchmarks.startup import StartError, start
+
+    with pytest.raises(StartError, match=r"did you mean .quickstart"):
+        start(["quikstart"], tmp_path / "out", tmp_path)
+
+
+@pytest.mark.slow
+def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monkeypatch, capsys, tmp_path):
+    from benchmarks import common, curves
+
+    monkeypatch.setattr(curves, "FACTORS", (1, 2))
+    monkeypatch.setattr(curves, "MAXIMA", (1, 2))
+    monkeypatch.setattr(curves, "AXES", {name: curves.AXES[name] for name in ("prompt length", "vocabulary")})
+    settings = common.Settings("smallest", True, 0, 1, smallest)
+    found, maxima = curves.measure(settings), curves.longer_maxima(settings)
+    curves.tell(found, maxima, settings)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [point["at"] for point in told["curves"]["prompt length"]] == [16, 32]
+    assert [point["at"] for point in told["curves"]["vocabulary"]] == [256, 512]
+    assert all(point[part]["median"] > 0 for points in found.values() for point in points for part in curves.PARTS)
+    assert told["checks"]["maxima_same_tokens"]
+    pytest.importorskip("matplotlib")
+    curves.draw({**found, "maximum lengths": maxima}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_curves_say_what_is_missing_before_they_measure(smallest, monkeypatch, capsys):
+    import importlib.util
+
+    from benchmarks.__main__ import main
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["curves", "--size", "smallest"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# --- sizes
+
+
+def test_a_recipe_is_a_size():
+    from benchmarks.sizes import size_of
+
+    size = size_of("arithmetic-tiny", ["--model.source", "scratch:arithmetic-tiny", "--model.lora.rank", "4"])
+    assert (size.model.hidden_size, size.model.num_layers) == (320, 2)
+    assert (size.prompts, size.samples, size.prompt_length, size.max_new_tokens) == (48, 8, 6, 3)
+    assert (size.slots, size.decode_chunk, size.row_length, size.micro_batch, size.lora) == (64, 2, 192, 1152, 4)
+
+
+def test_the_model_of_a_run_is_the_one_it_began_with(tmp_path):
+    from benchmarks.sizes import size_of
+
+    run = tmp_path / "sft"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(
+        "name: sft\nmethod: sft\nmodel:\n  source: scratch:arithmetic-tiny\ndata:\n  task: sums\n"
+    )
+    assert size_of("arithmetic-tiny", ["--model.source", str(run)]).model.hidden_size == 320
+
+
+def test_a_size_that_is_none_is_answered(capsys):
+    from benchmarks.__main__ import main
+
+    assert main(["decode", "--size", "smolm2"]) == 2
+    assert "there is no size or recipe 'smolm2'" in (said := capsys.readouterr().err)
+    assert "did you mean 'smollm2'" in said
+    assert main(["decode", "--size", "tiny", "--grpo.beta", "0"]) == 2
+    assert "a size takes no settings" in capsys.readouterr().err
+
+
+# --- the comparison with peers
 
 
 @pytest.mark.slow

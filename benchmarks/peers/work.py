@@ -107,6 +107,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 100_000.0,
     },
 }  # fmt: skip
-"""The shapes of `benchmarks.common`, under the names of a Llama's config.json."""
+"""The shapes of `benchmarks.sizes`, under the names of a Llama's config.json."""
 
 MICRO_PROMPTS = {"tiny": 8, "smollm2": 2}

@@ -1,0 +1,94 @@
+"""Decoding alone: the sampler's decode program with every slot busy, against what reading the weights allows.
+
+All slots are as far as the middle of a completion, and begin there again at each chunk, so every step is the same work.
+A step must read all weights and what its tokens may see of the cache, and must make their products; the longer of the
+two is the limit. Reading is measured by streaming an array, products by as many vectors times weights that no cache
+holds (`peaks`). A model that fits into the processor's cache can be faster than that.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.common import Result, Settings, interleaved, short
+from benchmarks.counting import Span, decoding
+from benchmarks.peaks import peaks, product_rate
+from covey.models.config import ModelConfig
+from covey.sampling import steps
+from covey.sampling.cache import Slots, empty_slots
+from covey.sampling.lengths import bucket
+from covey.sampling.logits import Warp
+
+BATCHES = (8, 32)
+CHUNKS = 4
+"""Of the largest batch; smaller ones make more, so that all decode the same number of tokens."""
+
+
+class Limits(NamedTuple):
+    """Seconds that decoding takes at least."""
+
+    reading: float
+    products: float
+
+
+def measure(settings: Settings) -> Result:
+    """Decodes some chunks at each batch."""
+    shape = settings.shape
+    tokens, place = CHUNKS * shape.decode_chunk * max(BATCHES), shape.prompt_length + shape.max_new_tokens // 2
+    works = {f"batch {batch}": _Work(settings, batch, place) for batch in BATCHES}
+    runs = {name: partial(work, tokens) for name, work in works.items()}
+    checks = {f"{name}: slots busy to the end": run() for name, run in runs.items()}
+    seconds = interleaved(runs, settings.repeat)
+    facts, least = {}, {}
+    for name, work in works.items():
+        fed, count = [(place, shape.decode_chunk)] * work.batch, tokens // (work.batch * shape.decode_chunk)
+        found = limits(shape.model, fed, work.batch, settings.lora)
+        facts[name] = _facts(found, float(np.median(seconds[name])), count, shape.decode_chunk)
+        least[name] = count * max(found)
+    return Result(seconds, tokens, facts, checks, least)
+
+
+def limits(model: ModelConfig, fed: list[Span], batch: int, rank: int) -> Limits:
+    """Of decoding `fed`, `batch` tokens at a time."""
+    flops, read = decoding(model, fed, batch, rank)
+    return Limits(read / peaks().bandwidth, flops / product_rate(batch, model.hidden_size, model.intermediate_size))
+
+
+def _facts(found: Limits, seconds: float, chunks: int, size: int) -> dict[str, Any]:
+    return {
+        "step_ms": short(1e3 * seconds / (chunks * size)),
+        "reading_ms": short(1e3 * found.reading / size),
+        "products_ms": short(1e3 * found.products / size),
+        "binds": max(zip(found, Limits._fields, strict=True))[1],
+    }
+
+
+class _Work:
+    """The decode program of the sampler at one batch, and the slots it runs on."""
+
+    def __init__(self, settings: Settings, batch: int, place: int):
+        self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
+        graph, self.params = nnx.split(settings.model())
+        time = bucket(place + self.chunk)
+        self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.float32)
+        self.place = place
+        program = partial(steps.decode, graph, (c.vocab_size,), warp=Warp(), steps=self.chunk)
+        self.program = jax.jit(program, donate_argnums=(1,))
+
+    def __call__(self, tokens: int) -> bool:
+        """Decodes `tokens` in all; whether every slot was busy in every step."""
+        made = 0
+        for _ in range(tokens // (self.batch * self.chunk)):
+            self.slots, _, valid, _ = self.program(self.params, self._fresh(self.slots))
+            made += int(valid.sum())
+        return made == tokens
+
+    def _fresh(self, slots: Slots) -> Slots:
+        full = partial(jnp.full, (self.batch,))
+        return slots._replace(
+            length=full(self.place), drawn=full(1), limit=full(2**30), token=full(0), active=full(True)
+        )

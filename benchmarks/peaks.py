@@ -1,0 +1,72 @@
+"""What this machine can do at most, measured once a process: products in float32, and reading.
+
+Everything goes through JAX with the precision that the models use, so a peak is what JAX reaches here, not what a data
+sheet says. The best of some calls counts: other work on the machine can only take away.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+CALLS = 8
+STREAMED = 256 * 2**20
+"""Bytes that are read: more than any cache holds."""
+MOST_KERNELS = 96
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """flops/s of a large square product, bytes/s of reading."""
+
+    matmul: float
+    bandwidth: float
+
+    def json(self) -> dict[str, float]:
+        """In GF/s and GB/s."""
+        return {name: float(f"{value / 1e9:.4g}") for name, value in asdict(self).items()}
+
+
+@cache
+def peaks() -> Peaks:
+    """Of the default device."""
+    side = 2048 if jax.default_backend() == "cpu" else 8192
+    square = jnp.ones((side, side))
+    streamed, matrix = jnp.ones(STREAMED // 4), jnp.ones((1024, STREAMED // 4096))
+    reading = min(_best(jax.jit(jnp.sum), streamed), _best(_product, jnp.ones((1, 1024)), matrix))
+    return Peaks(2 * side**3 / _best(_product, square, square), STREAMED / reading)
+
+
+@cache
+def product_rate(batch: int, width: int, inner: int) -> float:
+    """flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that wide, or many
+    with `inner` columns, whichever is faster.
+    """
+    vectors, columns = jnp.ones((batch, width)), STREAMED // 4 // width
+    count = max(1, min(columns // inner, MOST_KERNELS))
+    wide = _best(_product, vectors, jnp.ones((width, columns))) / columns
+    several = _best(_products, vectors, [jnp.full((width, inner), float(n)) for n in range(count)]) / (count * inner)
+    return 2 * batch * width / min(wide, several)
+
+
+_product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST))
+
+
+@jax.jit
+def _products(vectors: Any, matrices: list[Any]) -> list[Any]:
+    return [_product(vectors, matrix) for matrix in matrices]
+
+
+def _best(call: Callable[..., Any], *operands: Any) -> float:
+    """Seconds of the fastest call, the first, which compiles, left out."""
+    jax.block_until_ready(call(*operands))
+    seconds = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*operands))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
