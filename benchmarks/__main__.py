@@ -21,7 +21,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         shape = size_of(asked.size, overrides)
         lora = shape.lora if asked.lora is None else asked.lora
-        settings = Settings(asked.size, asked.ragged, lora, asked.repeat, shape, tuple(overrides), asked.picture)
+        settings = Settings(
+            asked.size, asked.ragged, lora, asked.repeat, shape, tuple(overrides), asked.picture, asked.only
+        )
         for part in USUAL if asked.part == "all" else [asked.part]:
             PARTS[part](settings)
     except CoveyError as error:
@@ -46,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         help="rank of the adapters; 0: every weight (a recipe has its own)",
     )
     add("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
+    add("--only", default="", metavar="TEXT", help="only variants with this in their names, as 'groups'")
     add("--picture", type=Path, default=Settings.picture, metavar="FILE", help="where curves are drawn")
     return parser
 

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from flax import nnx
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.configs import LoRAConfig, OptimizerConfig
+from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
 from covey.types import Completion, FinishReason, Group
@@ -39,6 +40,7 @@ class Settings:
         size: a name of `sizes.SIZES`, or a recipe; `shape` is what it stands for.
         overrides: settings put over the recipe.
         picture: where curves are drawn.
+        only: part of the names of the variants to take; others are too slow for some sizes.
     """
 
     size: str
@@ -48,12 +50,25 @@ class Settings:
     shape: Size
     overrides: tuple[str, ...] = ()
     picture: Path = Path("benchmarks/curves.png")
+    only: str = ""
 
     @property
     def asked(self) -> dict[str, Any]:
         """What the line of JSON says of it."""
         named = {name: getattr(self, name) for name in ("size", "ragged", "lora", "repeat")}
         return named | ({"settings": list(self.overrides)} if self.overrides else {})
+
+    def chosen(self, variants: Iterable[str]) -> list[str]:
+        """Those that were asked for.
+
+        Raises:
+            CoveyError: none of them was.
+        """
+        names = list(variants)
+        found = [name for name in names if self.only in name]
+        if not found:
+            raise CoveyError(f"no variant has {self.only!r} in its name", want=" | ".join(names))
+        return found
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

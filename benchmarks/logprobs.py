@@ -30,11 +30,12 @@ def measure(settings: Settings) -> Result:
     """Gradient of the sum of all log-probs, micro-batch by micro-batch, in each layout with each head."""
     parts = split_trainable(settings.model())
     groups = settings.groups()
-    works = {
-        f"{packing}, {head}": _Work(parts, groups, packing, score, settings.shape)
+    ways = {
+        f"{packing}, {head}": (packing, score)
         for packing in ("dense", "groups")
         for head, score in (("plain", plain_scores), ("chunked", row_scores))
     }
+    works = {name: _Work(parts, groups, *ways[name], settings.shape) for name in settings.chosen(ways)}
     results = {name: work() for name, work in works.items()}
     base = next(iter(results.values()))
     checks = {

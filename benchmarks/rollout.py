@@ -24,7 +24,11 @@ def measure(settings: Settings) -> Result:
     (graph, params), configs = nnx.split(settings.model()), ways(settings.shape)
     requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
     sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
-    runs = {n: partial(sampler.generate, params, requests, config=c) for n, c in configs.items()}
+    runs = {
+        n: partial(sampler.generate, params, requests, config=c)
+        for n, c in configs.items()
+        if n in settings.chosen(configs)
+    }
     drawn: dict[str, list[np.ndarray]] = {}
     facts, least = {}, {}
     for name, run in runs.items():

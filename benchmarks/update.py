@@ -29,6 +29,7 @@ def measure(settings: Settings) -> Result:
     batches = {packing: micro_batched(groups, packing, settings.shape) for packing in ("dense", "groups")}
     trainers = {name: trainer_of(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
     pairs = {f"{packing}, {remat}": (trainers[remat], batches[packing]) for packing in batches for remat in trainers}
+    pairs = {name: pairs[name] for name in settings.chosen(pairs)}
     runs = {name: partial(trainer.update, parts) for name, (trainer, parts) in pairs.items()}
     norms = [run()["grad_norm"] for run in runs.values()]
     facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}

@@ -106,7 +106,8 @@ class LoRA(nnx.Module):
         self.dropout, self.noise = 0.0, (0, 0)
 
     def __call__(self, x: Float[Array, "... n_in"], dtype: DTypeLike) -> Array:
-        return project(project(x, self.a[...], dtype), self.b[...], dtype) * jnp.asarray(self.scale, x.dtype)
+        narrow = project(x, self.a[...], dtype) * jnp.asarray(self.scale, x.dtype)  # scaled where it is smallest
+        return project(narrow, self.b[...], dtype)
 
 
 class Linear(nnx.Module):
