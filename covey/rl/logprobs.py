@@ -63,12 +63,22 @@ def row_scores(
     """
     model = nnx.merge(graph, params)
     picked = picked_hidden(model, rows)
-    head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
+    block = even_block(model.config.vocab_size)
+    head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype, block=block)
     scored = rows.scored.sum(axis=1).max()
     scores = partial(frozen_scores, head, entropy_gradient) if has_lora(model) else partial(chunked_scores, head)
     logps, entropy = scores(model.head_weight, picked, rows.target, scored)
     keep = rows.scored
     return TokenScores(jnp.where(keep, logps, 0.0), jnp.where(keep, entropy, 0.0))
+
+
+def even_block(vocabulary: int) -> int:
+    """The largest block, of a quarter of BLOCK at least, that divides the vocabulary; else BLOCK, the last then masked.
+
+    >>> [even_block(n) for n in (49152, 32000, 151936, 50257, 50021)]
+    [4096, 4000, 2374, 1733, 4096]
+    """
+    return next((size for size in range(BLOCK, BLOCK // 4, -1) if vocabulary % size == 0), BLOCK)
 
 
 def picked_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
@@ -116,36 +126,38 @@ class _Sums(NamedTuple):
     top: Array
     mass: Array
     weighted: Array
-    chosen: Array
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> "_Sums":
         zero = jnp.zeros(shape, jnp.float32)
-        return cls(jnp.full(shape, -jnp.inf), zero, zero, zero)
+        return cls(jnp.full(shape, -jnp.inf), zero, zero)
 
-    def plus(self, logits: Array, fresh: Array, hit: Array) -> tuple["_Sums", Array, Array]:
-        """With one block more; that block's exp(logit − top), and by how much what was known shrinks."""
+    def plus(self, logits: Array, fresh: Array, weigh: bool) -> tuple["_Sums", Array, Array]:
+        """With one block more; that block's exp(logit − top), and by how much what was known shrinks. `weigh` adds up
+        the logits too, which a sum over all columns is.
+        """
         top = jnp.maximum(self.top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
         share = jnp.where(fresh, jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(self.top - top)
         mass = self.mass * shrink + share.sum(-1)
-        weighted = self.weighted * shrink + (share * logits).sum(-1)
-        return _Sums(top, mass, weighted, self.chosen + jnp.where(hit, logits, 0.0).sum(-1)), share, shrink
+        weighted = self.weighted * shrink + (share * logits).sum(-1) if weigh else self.weighted
+        return _Sums(top, mass, weighted), share, shrink
 
-    def scores(self) -> tuple[Array, Array, Array]:
-        """Log-probs, entropies, log-normalisers."""
+    def scores(self, chosen: Array) -> tuple[Array, Array, Array]:
+        """Log-probs of the tokens with the logits `chosen`, entropies, log-normalisers."""
         total = self.top + jnp.log(self.mass)
-        return self.chosen - total, total - self.weighted / self.mass, total
+        return jnp.minimum(chosen - total, 0.0), total - self.weighted / self.mass, total
 
 
 def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple[Array, Array, Array]:
     """Log-probs, entropies and log-normalisers of one chunk of tokens, block by block over the vocabulary."""
 
     def body(b: Array, sums: _Sums) -> _Sums:
-        (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
-        return sums.plus(logits, fresh, fresh & (column == target[..., None]))[0]
+        (logits, _), (_, fresh) = _block_with_pull(head, weight, hidden, b)
+        return sums.plus(logits, fresh, True)[0]
 
-    return jax.lax.fori_loop(0, _blocks(head, weight), body, _Sums.none(target.shape)).scores()
+    sums = jax.lax.fori_loop(0, _blocks(head, weight), body, _Sums.none(target.shape))
+    return sums.scores(_chosen(head, weight, hidden, target))
 
 
 def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -226,13 +238,14 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
     """Log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the log-normaliser, the gradients are s·w of the target − E[s·w], and
-    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums.
+    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums. Without a soft-cap E[z] = h·E[s·w].
     """
+    capped = head.softcap is not None
 
     def body(b: Array, carry: tuple[_Sums, tuple[Array, ...]]) -> tuple[_Sums, tuple[Array, ...]]:
         sums, means = carry
-        (logits, _), (column, fresh) = _block_with_pull(head, weight, hidden, b)
-        sums, share, shrink = sums.plus(logits, fresh, fresh & (column == target[..., None]))
+        (logits, _), (_, fresh) = _block_with_pull(head, weight, hidden, b)
+        sums, share, shrink = sums.plus(logits, fresh, capped)
         share = share * _slope(head, logits)
         part = _block_of(head, weight, b)
         products = [project(of, part, head.dtype) for of in (share, share * logits)[: len(means)]]
@@ -240,11 +253,22 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
 
     start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
     sums, means = jax.lax.fori_loop(0, _blocks(head, weight), body, (_Sums.none(target.shape), start))
-    logps, entropy, total = sums.scores()
+    if not capped:
+        sums = sums._replace(weighted=(hidden.astype(jnp.float32) * means[0]).sum(-1))
+    chosen = _chosen(head, weight, hidden, target)
+    logps, entropy, total = sums.scores(chosen)
     means = [m / sums.mass[..., None] for m in means]
-    own = _slope(head, sums.chosen)[..., None] * weight[target].astype(jnp.float32)
+    own = _slope(head, chosen)[..., None] * weight[target].astype(jnp.float32)
     slopes = (own - means[0], *((total - entropy)[..., None] * means[0] - m for m in means[1:]))
     return (logps, entropy), slopes
+
+
+def _chosen(head: Head, weight: Array, hidden: Array, target: Array) -> Array:
+    """Scaled logits of the targets, from their own rows of the head alone."""
+    rows, states = (x.astype(head.dtype).astype(jnp.float32) for x in (weight[target], hidden))
+    logits = (rows * states).sum(-1)
+    capped = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
+    return capped / head.temperature
 
 
 def _slope(head: Head, logits: Array) -> Array:
@@ -271,7 +295,8 @@ def _block_with_pull(head: Head, weight: Array, hidden: Array, b: Array) -> tupl
     start, part = _block_start(head, weight, b), _block_of(head, weight, b)
     scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
     column = start + jnp.arange(part.shape[0])
-    return jax.vjp(scaled, part, hidden), (column, column >= b * head.block)
+    whole = weight.shape[0] % head.block == 0  # then nothing is masked, which costs as much as the sums themselves
+    return jax.vjp(scaled, part, hidden), (column, jnp.ones_like(column, bool) if whole else column >= b * head.block)
 
 
 def _block_of(head: Head, weight: Array, b: Array) -> Array:

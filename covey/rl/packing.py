@@ -17,6 +17,8 @@ ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, multiples of it."""
 ATTENTION = 2048
 """Tokens in a row at which attention costs as much as the rest of a layer (measured at SmolLM2's width, on CPU)."""
+CALL = 200
+"""Tokens that a micro-batch costs however small it is (measured like ATTENTION)."""
 MARGIN = 1.08
 """How much less another row length must cost than the usual one: each is a program to compile."""
 
@@ -133,9 +135,9 @@ def _place(bins: Sequence[Bin], piece: Piece, apart: bool) -> tuple[Bin | None, 
 
 
 def _cost(count: int, length: int, micro_batch: int) -> float:
-    """Tokens, those of filled-up micro-batches included, and what attention adds in rows of that length."""
+    """Tokens, those of filled-up micro-batches included, what attention adds in rows of that length, and calls."""
     together = rows_together(count, length, micro_batch)
-    return -(-count // together) * together * length * (1 + length / ATTENTION)
+    return -(-count // together) * (together * length * (1 + length / ATTENTION) + CALL)
 
 
 def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
