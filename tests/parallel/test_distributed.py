@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +120,15 @@ def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None
     assert all(isinstance(each, PeerError) and "come apart" in str(each) for each in found)
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell has the jobs that it puts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_waits_until_an_exchange_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap: it comes between the roll call and what follows, and the others take the farewell for the rest."""
     exchanged = []

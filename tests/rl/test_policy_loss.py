@@ -189,7 +189,7 @@ def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None
 def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
     """Trap 6: parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
     x = replace(PRESETS[name], correction="sequence_truncate", entropy_bonus=0.01)
-    batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37], x)
+    batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37, 30], x)
     evaluate = partial(policy_loss, x)
     whole, shares = evaluate(*batch)
     assert len(batch[0]) == 3
