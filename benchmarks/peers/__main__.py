@@ -247,8 +247,12 @@ PEERS = {
     "tunix": Peer("tunix_worker", "tunix", {}),
     "tunix-exact": Peer("tunix_worker", "tunix", {"max_prompt_length": 64}),
     "trl": Peer("trl_worker", "trl", {}),
+    "covey-bf16": Peer("covey_worker", "covey", {"model": {"compute_dtype": "bfloat16"}}),
+    "trl-bf16": Peer("trl_worker", "trl", {"bf16": True}),
 }
-"""tunix-exact is told the prompts' exact length as their maximum, which a user seldom knows."""
+"""tunix-exact is told the prompts' exact length as their maximum, which a user seldom knows. Of those with bf16 the
+weights are float32 and the operands of products bfloat16.
+"""
 
 DEFAULT = ("covey", "tunix", "tunix-exact", "trl")
 
