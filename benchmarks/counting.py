@@ -58,10 +58,10 @@ def forward(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> Flops:
     return _flops(c, list(spans(groups)), tokens, scored, rank)
 
 
-def prefill(c: ModelConfig, prompts: Iterable[int]) -> float:
+def prefill(c: ModelConfig, prompts: Iterable[int], rank: int = 0) -> float:
     """Flops of feeding prompts of these lengths, and of the logits behind each."""
     fed = [(0, length) for length in prompts]
-    return sum(_flops(c, fed, sum(length for _, length in fed), len(fed)))
+    return sum(_flops(c, fed, sum(length for _, length in fed), len(fed), rank))
 
 
 def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
@@ -79,23 +79,23 @@ def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
     return 2 * (work.projections + work.head) + 3 * (work.adapters + work.attention) - unasked
 
 
-def decoding(c: ModelConfig, fed: Sequence[Span], batch: int, itemsize: int = 4) -> tuple[float, float]:
+def decoding(c: ModelConfig, fed: Sequence[Span], batch: int, rank: int = 0, itemsize: int = 4) -> tuple[float, float]:
     """Flops and bytes read to decode token after token, `batch` at a time.
 
-    A step reads all weights once, and of the cache what its tokens may see. Adapters are merged.
+    A step reads all weights once, and of the cache what its tokens may see.
     """
     tokens = sum(count for _, count in fed)
-    flops = sum(_flops(c, fed, tokens, tokens))
-    read = tokens / batch * weights_in_products(c) + 2 * c.num_kv_heads * c.head_dim * _pairs(c, fed)
+    flops = sum(_flops(c, fed, tokens, tokens, rank))
+    read = tokens / batch * weights_in_products(c, rank) + 2 * c.num_kv_heads * c.head_dim * _pairs(c, fed)
     return flops, itemsize * read
 
 
-def weights_in_products(c: ModelConfig) -> int:
-    """Numbers in the layers' kernels and the head: what one token is multiplied with."""
-    return c.num_layers * _in_kernels(c) + c.vocab_size * c.hidden_size
+def weights_in_products(c: ModelConfig, rank: int = 0) -> int:
+    """Numbers in the layers' kernels, adapters and the head: what one token is multiplied with."""
+    return c.num_layers * (_in_kernels(c) + _in_adapters(c, rank)) + c.vocab_size * c.hidden_size
 
 
-def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: int = 0) -> Flops:
+def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: int) -> Flops:
     return Flops(
         projections=2.0 * tokens * c.num_layers * _in_kernels(c),
         adapters=2.0 * tokens * c.num_layers * _in_adapters(c, rank),

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from benchmarks import step
 from benchmarks.common import Settings, interleaved, short, spread_of, tell_json
@@ -24,7 +23,6 @@ from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
 from covey.models.config import ModelConfig
-from covey.models.lora import folding
 from covey.rl.logprobs import row_scores
 from covey.sampling.sampler import Request, Sampler
 from covey.train.trainer import compiler_options
@@ -109,7 +107,6 @@ class _Model:
     def __init__(self, settings: Settings):
         self.trainer = trainer_of(settings, remat=True)
         graph = self.trainer.graph
-        self.graph, self.folded = folding(nnx.merge(graph, self.trainer.params))
         self.score = jax.jit(
             lambda params, rows: row_scores(graph, params, rows, 1.0).logps, compiler_options=compiler_options()
         )
@@ -117,7 +114,7 @@ class _Model:
 
     def sampler(self, settings: Settings) -> Sampler:
         if settings.stop_ids not in self.samplers:
-            new = Sampler(self.graph, settings.stop_ids, ways(settings.shape)["refilled"])
+            new = Sampler(self.trainer.graph, settings.stop_ids, ways(settings.shape)["refilled"])
             self.samplers[settings.stop_ids] = new
         return self.samplers[settings.stop_ids]
 
@@ -141,7 +138,7 @@ class _Point:
         shape = self.settings.shape
         requests = [Request(prompt, shape.samples, index) for index, prompt in enumerate(self.settings.prompts())]
         sampler, config = self.model.sampler(self.settings), ways(shape)["refilled"]
-        return sampler.generate(self.model.folded(self.model.trainer.params), requests, config=config)
+        return sampler.generate(self.model.trainer.params, requests, config=config)
 
     def _score(self) -> Any:
         return [self.model.score(self.model.trainer.params, rows) for rows in self.rows]

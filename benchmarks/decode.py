@@ -1,9 +1,9 @@
 """Decoding alone: the sampler's decode program with every slot busy, against what reading the weights allows.
 
 All slots are as far as the middle of a completion, and begin there again at each chunk, so every step is the same work.
-A step must read all weights (adapters merged, as a rollout has them) and what its tokens may see of the cache, and must
-make their products; the longer of the two is the limit. Reading is measured by streaming an array, products by as many
-vectors times weights that no cache holds (`peaks`). A model that fits into the processor's cache can be faster.
+A step must read all weights and what its tokens may see of the cache, and must make their products; the longer of the
+two is the limit. Reading is measured by streaming an array, products by as many vectors times weights that no cache
+holds (`peaks`). A model that fits into the processor's cache can be faster than that.
 """
 
 from functools import partial
@@ -18,7 +18,6 @@ from benchmarks.common import Result, Settings, interleaved, short
 from benchmarks.counting import Span, decoding
 from benchmarks.peaks import peaks, product_rate
 from covey.models.config import ModelConfig
-from covey.models.lora import folding
 from covey.sampling import steps
 from covey.sampling.cache import Slots, empty_slots
 from covey.sampling.lengths import bucket
@@ -47,15 +46,15 @@ def measure(settings: Settings) -> Result:
     facts, least = {}, {}
     for name, work in works.items():
         fed, count = [(place, shape.decode_chunk)] * work.batch, tokens // (work.batch * shape.decode_chunk)
-        found = limits(shape.model, fed, work.batch)
+        found = limits(shape.model, fed, work.batch, settings.lora)
         facts[name] = _facts(found, float(np.median(seconds[name])), count, shape.decode_chunk)
         least[name] = count * max(found)
     return Result(seconds, tokens, facts, checks, least)
 
 
-def limits(model: ModelConfig, fed: list[Span], batch: int) -> Limits:
+def limits(model: ModelConfig, fed: list[Span], batch: int, rank: int) -> Limits:
     """Of decoding `fed`, `batch` tokens at a time."""
-    flops, read = decoding(model, fed, batch)
+    flops, read = decoding(model, fed, batch, rank)
     return Limits(read / peaks().bandwidth, flops / product_rate(batch, model.hidden_size, model.intermediate_size))
 
 
@@ -73,9 +72,7 @@ class _Work:
 
     def __init__(self, settings: Settings, batch: int, place: int):
         self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
-        model = settings.model()
-        graph, folded = folding(model)
-        self.params = folded(nnx.split(model)[1])
+        graph, self.params = nnx.split(settings.model())
         time = bucket(place + self.chunk)
         self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.float32)
         self.place = place

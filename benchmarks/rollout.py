@@ -16,22 +16,19 @@ from benchmarks.decode import limits
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.configs import RolloutConfig
-from covey.models.lora import folding
 from covey.sampling.sampler import Request, Sampler
-from covey.types import Completion
 
 
 def measure(settings: Settings) -> Result:
     """Samples P · G completions in each way."""
-    configs, model = ways(settings.shape), settings.model()
-    (graph, folded), params = folding(model), nnx.split(model)[1]
+    (graph, params), configs = nnx.split(settings.model()), ways(settings.shape)
     requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
     sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
-
-    def generate(config: RolloutConfig) -> list[list[Completion]]:
-        return sampler.generate(folded(params), requests, config=config)
-
-    runs = {name: partial(generate, configs[name]) for name in settings.chosen(configs)}
+    runs = {
+        n: partial(sampler.generate, params, requests, config=c)
+        for n, c in configs.items()
+        if n in settings.chosen(configs)
+    }
     drawn: dict[str, list[np.ndarray]] = {}
     facts, least = {}, {}
     for name, run in runs.items():
@@ -47,12 +44,10 @@ def measure(settings: Settings) -> Result:
 
 
 def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
-    """Seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token. Adapters, which a
-    rollout merges, are no work.
-    """
+    """Seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
     c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
     fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
-    return counting.prefill(c, prompts) / peaks().matmul + max(limits(c, fed, slots))
+    return counting.prefill(c, prompts, settings.lora) / peaks().matmul + max(limits(c, fed, slots, settings.lora))
 
 
 def ways(shape: Size) -> dict[str, RolloutConfig]:

@@ -27,12 +27,13 @@ SPREAD = 0.02
 """Standard deviation of all other weights."""
 
 
-def write(folder: Path, shape: Mapping[str, Any], stop_probability: float) -> None:
+def write(folder: Path, shape: Mapping[str, Any], stop_probability: float, unknown: str = "<pad>") -> None:
     """Writes config.json, model.safetensors and a tokenizer of one token a word. Probability 0: the stop token never
     comes.
 
     Args:
         shape: the entries of config.json that say how large the model is.
+        unknown: the token of a word that is not in the vocabulary.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **shape}
@@ -40,7 +41,7 @@ def write(folder: Path, shape: Mapping[str, Any], stop_probability: float) -> No
     ends = {"eos_token_id": STOP, "pad_token_id": PAD}
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **ends}))
     save_file(_weights(config, stop_probability), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, config["vocab_size"])
+    _write_tokenizer(folder, config["vocab_size"], unknown)
 
 
 def _weights(c: Mapping[str, Any], stop_probability: float) -> dict[str, np.ndarray]:
@@ -80,11 +81,11 @@ def _silent(weight: np.ndarray) -> np.ndarray:
     return weight
 
 
-def _write_tokenizer(folder: Path, size: int) -> None:
+def _write_tokenizer(folder: Path, size: int, unknown: str) -> None:
     words = {f"w{n}": n for n in range(size)}
     del words[f"w{PAD}"], words[f"w{STOP}"]
     words |= {"<pad>": PAD, "<eos>": STOP}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens(["<pad>", "<eos>"])
     inner.save(str(folder / "tokenizer.json"))

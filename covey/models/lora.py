@@ -8,7 +8,7 @@ Actor and reference share the base: `with_lora` copies the module, not its array
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -121,22 +121,6 @@ def without_lora(model: Model) -> Model:
     for linear in projections(model).values():
         linear.lora = None
     return model
-
-
-def folding(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Callable[[Any], Any]]:
-    """The graph to sample with, and what makes its weights of the model's.
-
-    Adapters on kernels that are held and multiplied in float32 are merged once a call, instead of being multiplied at
-    every decode step (a fifth of one on CPU). Coarser kernels would round small updates away, and keep theirs.
-    """
-    graph, _ = nnx.split(model)
-    adapted = [linear for linear in projections(model).values() if linear.lora is not None]
-    wide = [isinstance(x.kernel, nnx.Param) and x.kernel.dtype == x.dtype == jnp.float32 for x in adapted]
-    if not adapted or not all(wide):
-        return graph, lambda params: params
-    plain, kernels = nnx.split(without_lora(model))
-    places = jax.tree.map(lambda x: x.sharding, kernels)
-    return plain, jax.jit(lambda params: nnx.split(merged(nnx.merge(graph, params)))[1], out_shardings=places)
 
 
 def has_lora(model: nnx.Module) -> bool:

@@ -9,7 +9,6 @@ from flax import nnx
 
 from covey.configs import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import folding
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
 from covey.rl.rows import pack
@@ -73,11 +72,10 @@ class RolloutWorker:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig):
-        self._graph, self.params = nnx.split(model)
+        graph, self.params = nnx.split(model)
         self.tokenizer, self.config = tokenizer, config
-        graph, self._folded = folding(model)
         self.sampler = Sampler(graph, tokenizer.stop_ids, config)
-        self._scorer = RowScorer(self._graph, config.temperature)
+        self._scorer = RowScorer(graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
 
@@ -89,7 +87,7 @@ class RolloutWorker:
     @property
     def model(self) -> Decoder:
         """The model with the weights it has now."""
-        return nnx.merge(self._graph, self.params)
+        return nnx.merge(self.sampler.graph, self.params)
 
     @property
     def pad_id(self) -> int:
@@ -124,8 +122,7 @@ class RolloutWorker:
         asked = [row["prompt"] for row in examples]
         tokens = [self.tokenizer.encode_prompt(prompt) for prompt in asked]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        params = self._folded(self.params)
-        drawn = self.sampler.generate(params, requests, config=config, tool=tool, progress=progress)
+        drawn = self.sampler.generate(self.params, requests, config=config, tool=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)

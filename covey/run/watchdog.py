@@ -30,6 +30,7 @@ class Watchdog:
     def __init__(self, folder: Path | None, limit: float, say: Callable[[str], None], every: float = 5.0):
         self.folder, self.limit, self.say, self._every = folder, limit, say, every
         self._phase, self._since, self._reported = "start", time.time(), False
+        self._failed: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -57,14 +58,17 @@ class Watchdog:
                 self._look(self.folder / STACKS, phase, since)
 
     def _beat(self, file: Path, phase: str, since: float) -> None:
-        """A reader sees the old file or the new one. A disk without room is the run's to report, not this thread's."""
+        """A reader sees the old file or the new one. What is in the way of it is told once, until it is something else."""
         told = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
         draft = file.with_name(f".{file.name}")
         try:
             draft.write_text(json.dumps(told) + "\n", encoding="utf-8")
             draft.replace(file)
+            self._failed = None
         except OSError as error:
-            self.say(f"{file.name} cannot be written: {error.strerror}")
+            if error.strerror != self._failed:
+                self.say(f"{file.name} cannot be written: {error.strerror}")
+            self._failed = error.strerror
 
     def _look(self, file: Path, phase: str, since: float) -> None:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  phase {phase!r} for {time.time() - since:.0f} s\n"

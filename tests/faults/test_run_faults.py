@@ -219,6 +219,21 @@ def test_a_phase_that_takes_too_long_shows_what_every_thread_does(tmp_path: Path
     assert beat["process"] == os.getpid()
 
 
+def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    said, looks = list[str](), threading.Semaphore(0)
+    (tmp_path / HEARTBEAT).mkdir()
+
+    class Counted(Watchdog):
+        def _beat(self, *given: Any) -> None:
+            super()._beat(*given)
+            looks.release()
+
+    with Counted(tmp_path, limit=0, say=said.append, every=0.01):
+        assert all(looks.acquire(timeout=10) for _ in range(3))
+    assert len(said) == 1
+    assert "heartbeat.json cannot be written" in said[0]
+
+
 def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every phase that the issue of trust names is announced, and the limit is the recipe's."""
     seen, limits = list[str](), list[float]()

@@ -15,7 +15,7 @@ from covey.errors import RecipeError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import dropped, folding, has_lora, merged, projections, with_lora, without_lora
+from covey.models.lora import dropped, has_lora, merged, projections, with_lora, without_lora
 from covey.parallel import flatten
 from covey.train.trainer import Part, Trainer
 
@@ -251,29 +251,3 @@ def test_updates_with_dropout_do_not_depend_on_how_they_are_cut_and_go_on_where_
     stopped.update(Part(jnp.asarray(TOKENS[row : row + 1]), 1.0) for row in (0, 1))
     for name, x in flatten(straight.trainable).items():
         np.testing.assert_allclose(flatten(stopped.trainable)[name], x, atol=1e-5)
-
-
-def test_a_rollout_has_adapters_merged_where_that_loses_no_digits() -> None:
-    adapted = stirred(with_lora(base(), LoRAConfig(rank=2)))
-    graph, folded = folding(adapted)
-    params = nnx.split(adapted)[1]
-    sampled = nnx.merge(graph, folded(params))
-    assert not has_lora(sampled)
-    np.testing.assert_allclose(hidden(sampled), hidden(adapted), rtol=1e-5, atol=1e-5)
-    assert has_lora(adapted)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: with_lora(base(param_dtype=jnp.bfloat16), LoRAConfig(rank=2)),
-        lambda: with_lora(base(compute_dtype=jnp.bfloat16), LoRAConfig(rank=2)),
-        base,
-    ],
-    ids=["held in bfloat16", "multiplied in bfloat16", "no adapters"],
-)
-def test_and_keeps_them_where_it_would(model: Any) -> None:
-    graph, folded = folding(model())
-    params = nnx.split(model())[1]
-    assert folded(params) is params
-    assert has_lora(nnx.merge(graph, params)) == has_lora(model())
