@@ -2,8 +2,8 @@
 
 Each library runs in a process and an environment of its own (`make bench-peers` makes them), on the same checkpoint. In
 every round each takes one step, and every other round they go backwards, so that whatever else the machine does falls
-on all; only one computes at a time. The first step, which compiles, is told apart. A ratio is the median of the rounds'
-own ratios of seconds per completion token.
+on all; only one computes at a time. The first step, which compiles, is told apart, and so is what later steps compile:
+their seconds are without it. A ratio is the median of the rounds' own ratios of seconds per completion token.
 """
 
 import argparse
@@ -170,12 +170,13 @@ def _show(number: int, name: str, step: Mapping[str, Any]) -> None:
 def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
     first, *steps = runner.steps
     spent, ours = _per_token(steps), next((_per_token(r.steps[1:]) for r in runners if r.name == OURS), None)
-    phases = {p: np.median([s["phases"].get(p, 0.0) for s in steps]) for p in ("rollout", "logps")}
-    rest = np.median([s["seconds"] - sum(s["phases"].values()) for s in steps])
+    plain = [s for s in steps if not s["compiled"]] or steps
+    phases = {p: np.median([s["phases"].get(p, 0.0) for s in plain]) for p in ("rollout", "logps")}
+    rest = np.median([s["seconds"] - sum(s["phases"].values()) for s in plain])
     return {
         "setup": runner.facts["setup"],
         "first_step": short(first["seconds"]),
-        "seconds": spread_of([s["seconds"] for s in steps]),
+        "seconds": spread_of([_net(s) for s in steps]),
         **{name: short(value) for name, value in {**phases, "update": rest}.items()},
         "tokens": spread_of([sum(s["lengths"]) for s in steps]),
         "seconds_per_1000": spread_of([1000 * x for x in spent]),
@@ -183,6 +184,7 @@ def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
         "peak_gib": max(s["peak_gib"] for s in (runner.facts, *runner.steps)),
         "peak_gib_warm": max(s["peak_gib"] for s in steps),
         "compiled": sum(s["compiled"] for s in steps),
+        "compile_seconds": short(sum(s["compile_seconds"] for s in steps)),
         "cpu_seconds": short(np.median([s["cores"] * s["seconds"] for s in steps])),
         "others": short(np.median([s["others"] for s in steps])),
         **{name: runner.facts[name] for name in ("parameters", "trainable", "versions")},
@@ -191,7 +193,12 @@ def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
 
 
 def _per_token(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [s["seconds"] / sum(s["lengths"]) for s in steps]
+    return [_net(s) / sum(s["lengths"]) for s in steps]
+
+
+def _net(step: Mapping[str, Any]) -> float:
+    """Seconds without those of compiling."""
+    return step["seconds"] - step["compile_seconds"]
 
 
 def tell(results: Mapping[str, Mapping[str, Any]], work: Work) -> None:
@@ -267,6 +274,7 @@ COLUMNS = (
     ("× Covey", "times_covey"),
     ("processor s", "cpu_seconds"),
     ("compiled later", "compiled"),
+    ("in s", "compile_seconds"),
     ("peak GiB", "peak_gib"),
     ("cores of others", "others"),
 )

@@ -18,6 +18,10 @@ from typing import Any
 from benchmarks.peers.work import Work
 
 
+COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+"""What JAX tells about making a program: it is lowered, and compiled."""
+
+
 class Steps:
     """Times the steps of a training loop that belongs to a library, and that calls `turn` between two of them.
 
@@ -26,7 +30,8 @@ class Steps:
         folder: the checkpoint.
         options: what sets one variant of a library apart from another.
         lengths: tokens of each completion of the step, the stop token included; the worker puts them here.
-        phases, compiled: seconds of the step's phases, and of each program that it compiled.
+        phases: seconds of each phase of the step.
+        compiled, compile_seconds: programs that the step compiled, and what that took.
     """
 
     def __init__(self) -> None:
@@ -36,7 +41,7 @@ class Steps:
         self.work, self.folder, self.options = Work(**asked["work"]), asked["folder"], asked["options"]
         self.lengths: Sequence[int] = ()
         self.phases: dict[str, float] = {}
-        self.compiled: list[float] = []
+        self.compiled, self.compile_seconds = 0, 0.0
         self._began = time.perf_counter()
         self._at: dict[str, float] | None = None
 
@@ -56,7 +61,7 @@ class Steps:
             self._tell(**self._measured())
         if json.loads(sys.stdin.readline() or "null") != "step":
             os._exit(0)  # in the middle of a library's loop, maybe with threads of its own
-        self.phases, self.compiled = {}, []
+        self.phases, self.compiled, self.compile_seconds = {}, 0, 0.0
         forget_peak()
         self._at = _clocks()
 
@@ -78,8 +83,9 @@ class Steps:
 
     def heard(self, event: str, seconds: float, **_: Any) -> None:
         """A listener for `jax.monitoring`: notes what is compiled."""
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.compiled.append(seconds)
+        if event in COMPILING:
+            self.compile_seconds += seconds
+            self.compiled += event == COMPILING[-1]
 
     def _measured(self) -> dict[str, Any]:
         assert self._at is not None
@@ -88,8 +94,8 @@ class Steps:
         return {
             "seconds": spent["wall"],
             "phases": self.phases,
-            "compiled": len(self.compiled),
-            "compile_seconds": sum(self.compiled),
+            "compiled": self.compiled,
+            "compile_seconds": self.compile_seconds,
             "lengths": list(map(int, self.lengths)),
             "peak_gib": peak_gib(),
             "cores": spent["own"] / spent["wall"],

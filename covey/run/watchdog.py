@@ -58,7 +58,7 @@ class Watchdog:
                 self._look(self.folder / STACKS, phase, since)
 
     def _beat(self, file: Path, phase: str, since: float) -> None:
-        """A reader sees the old file or the new one. What is in the way of it is told once, until it is something else."""
+        """A reader sees the old file or the new one. What is in the way is told once, until it is something else."""
         told = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
         draft = file.with_name(f".{file.name}")
         try:
