@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks.peers.work import Work
 
-
 COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 """What JAX tells about making a program: it is lowered, and compiled."""
 
