@@ -1,5 +1,7 @@
 """Programs: what a run compiled, and a word when it does not stop compiling."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -31,6 +33,24 @@ def test_programs_are_counted_in_the_phase_that_compiled_them(heard: list[str]) 
     assert programs.counts["rollout"] == 2
     assert programs.counts["beside"] >= 2  # the zeros too, the first time
     assert not heard
+
+
+def test_a_thread_has_a_phase_of_its_own(heard: list[str]) -> None:
+    def samples() -> None:
+        programs.phase("rollout")
+        began.set()
+        over.wait()
+
+    began, over = threading.Event(), threading.Event()
+    with Programs(heard.append) as programs:
+        programs.phase("update")
+        thread = threading.Thread(target=samples)
+        thread.start()
+        began.wait()
+        compiled_anew(6)
+        over.set()
+        thread.join()
+    assert set(programs.counts) == {"update"}
 
 
 def test_the_same_shape_again_compiles_nothing() -> None:

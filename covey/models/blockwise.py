@@ -4,7 +4,8 @@ Rows and prompts are causal, so that a run of queries needs the keys up to its o
 that only one block's scores exist at a time. The backward computes them again from the log-normaliser (Dao et al.,
 2022, "FlashAttention"). Who sees whom is told by three numbers a query (`Spans`) instead of a mask.
 
-`spanned` is the one place where an implementation is chosen; `attention.attention` is the oracle of all.
+`spanned` is the one place where an implementation is chosen; `attention.attention` is the oracle of all. An
+accelerator's own kernel holds a mask of the whole square, and attends again when a layer is computed again.
 """
 
 from collections.abc import Callable
@@ -59,21 +60,29 @@ def spanned(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
-        name = implementation(jax.default_backend(), q, softcap)
+        name = implementation(_backend(), q, softcap)
         return IMPLEMENTATIONS[name](q, k, v, spans, positions, window, softcap), cache
 
     return attend
 
 
 def implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
-    """The name in IMPLEMENTATIONS of what serves these queries best on `backend`.
+    """The name in IMPLEMENTATIONS of what serves these queries best on `backend` (see `_backend`).
 
-    cuDNN's attention takes 16 bits, heads of at most 128 numbers in eights, and no soft-cap. A TPU's splash kernel
-    wants masks known beforehand, which those of ragged rows are not.
+    cuDNN's attention takes 16 bits, heads of at most 128 numbers in eights, and no soft-cap. On a mesh JAX wants its
+    operands divided alike, which those of few key heads are not. A TPU's splash kernel wants masks known beforehand,
+    which those of ragged rows are not.
     """
     halves = q.dtype in (jnp.bfloat16, jnp.float16)
     fits = halves and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
-    return "cudnn" if backend == "gpu" and fits else "blocks"
+    return "cudnn" if backend == "cuda" and fits and jax.typeof(q).sharding.mesh.empty else "blocks"
+
+
+def _backend() -> str:
+    """JAX's backend, or `cuda` where cuDNN has attention: on devices of compute capability 8.0 or more."""
+    device = jax.devices()[0]
+    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm's is a name
+    return "cuda" if device.platform == "gpu" and major.isdigit() and int(major) >= 8 else jax.default_backend()
 
 
 def blockwise(
@@ -136,10 +145,10 @@ def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]
 
     def block(carry: tuple[Array, Array], at: Array, size: int, end: int) -> tuple[tuple[Array, Array], Array]:
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size, axis=3)  # noqa: E731
-        scores, bent = _scores(heads, at, size, end, softcap)
+        scores, bend = _scores(heads, at, size, end, softcap)
         weights = jnp.where(mask(at, size, end)[:, None, None], jnp.exp(scores - cut(total)), 0.0)
         slope = _product("bkgnw,bkuw->bkgnu", cut(pulled), heads.v[:, :, :end]) - cut(along)
-        slope = (weights * slope * bent).astype(q.dtype)
+        slope = (weights * slope * bend).astype(q.dtype)
         grad_q = _product("bkgnu,bkuw->bkgnw", slope, heads.k[:, :, :end])
         new_k = _product("bkgnu,bkgnw->bkuw", slope, cut(heads.q))
         new_v = _product("bkgnu,bkgnw->bkuw", weights.astype(v.dtype), cut(pulled))
@@ -220,6 +229,9 @@ def _fused(
     q: Array, k: Array, v: Array, spans: Spans, positions: Array, window: Any, softcap: None, how: Any = "cudnn"
 ) -> Array:
     allowed = _mask(spans, positions, window, jnp.int32(0), q.shape[1], q.shape[1])
+    allowed |= jnp.eye(
+        q.shape[1], dtype=bool
+    )  # padding sees itself: a row of nothing is where cuDNN's gradient may be NaN
     return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=how)
 
 

@@ -74,11 +74,14 @@ def row_scores(
 
 def even_block(vocabulary: int) -> int:
     """The largest block, of a quarter of BLOCK at least, that divides the vocabulary; else BLOCK, the last then masked.
+    A vocabulary that is smaller is one block.
 
-    >>> [even_block(n) for n in (49152, 32000, 151936, 50257, 50021)]
-    [4096, 4000, 2374, 1733, 4096]
+    >>> [even_block(n) for n in (49152, 32000, 151936, 50257, 50021, 301)]
+    [4096, 4000, 2374, 1733, 4096, 301]
     """
-    return next((size for size in range(BLOCK, BLOCK // 4, -1) if vocabulary % size == 0), BLOCK)
+    if vocabulary <= BLOCK:
+        return vocabulary
+    return next((size for size in range(BLOCK, BLOCK // 4 - 1, -1) if vocabulary % size == 0), BLOCK)
 
 
 def picked_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
@@ -238,14 +241,15 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
     """Log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the log-normaliser, the gradients are s·w of the target − E[s·w], and
-    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums. Without a soft-cap E[z] = h·E[s·w].
+    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums. Without a soft-cap E[z] = h·E[s·w], where
+    nothing is rounded on the way.
     """
-    capped = head.softcap is not None
+    weigh = head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
     def body(b: Array, carry: tuple[_Sums, tuple[Array, ...]]) -> tuple[_Sums, tuple[Array, ...]]:
         sums, means = carry
         (logits, _), (_, fresh) = _block_with_pull(head, weight, hidden, b)
-        sums, share, shrink = sums.plus(logits, fresh, capped)
+        sums, share, shrink = sums.plus(logits, fresh, weigh)
         share = share * _slope(head, logits)
         part = _block_of(head, weight, b)
         products = [project(of, part, head.dtype) for of in (share, share * logits)[: len(means)]]
@@ -253,7 +257,7 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
 
     start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
     sums, means = jax.lax.fori_loop(0, _blocks(head, weight), body, (_Sums.none(target.shape), start))
-    if not capped:
+    if not weigh:
         sums = sums._replace(weighted=(hidden.astype(jnp.float32) * means[0]).sum(-1))
     chosen = _chosen(head, weight, hidden, target)
     logps, entropy, total = sums.scores(chosen)
@@ -265,10 +269,18 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
 
 def _chosen(head: Head, weight: Array, hidden: Array, target: Array) -> Array:
     """Scaled logits of the targets, from their own rows of the head alone."""
-    rows, states = (x.astype(head.dtype).astype(jnp.float32) for x in (weight[target], hidden))
+    rows, states = (_rounded(x, head.dtype) for x in (weight[target], hidden))
     logits = (rows * states).sum(-1)
     capped = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
     return capped / head.temperature
+
+
+def _rounded(x: Array, dtype: DTypeLike) -> Array:
+    """`x` in float32 with the digits that it has as an operand in `dtype`. (A cast there and back may be left out by
+    the compiler.)
+    """
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
 def _slope(head: Head, logits: Array) -> Array:

@@ -94,7 +94,7 @@ def cheapest(groups: Sequence[Piece], row_length: int, micro_batch: int) -> tupl
     usual = max(least, bucket(row_length))
     found = [
         (_cost(len(bins), length, micro_batch) * (1 if length == usual else MARGIN), length, bins)
-        for length in ([b for b in ROW_BUCKETS if least <= b <= usual] or [usual])
+        for length in sorted({usual, *(b for b in ROW_BUCKETS if least <= b < usual)})
         for bins in (filled(groups, length, apart) for apart in (False, True))
     ]
     _, length, bins = min(found, key=lambda way: way[0])
@@ -116,6 +116,7 @@ def filled(groups: Sequence[Piece], capacity: int, apart: bool) -> list[Bin]:
                 place = Bin(capacity)
                 bins.append(place)
                 taken = place.share_of(left)
+                assert taken, f"no completion fits into {capacity} tokens"
             place.add(left.only(taken))
             left = left.only([i for i in range(len(left.completions)) if i not in taken])
     return bins

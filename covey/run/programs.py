@@ -5,6 +5,7 @@ nothing is compiled any more. A run tells how many programs each of its phases t
 A program that the cache on disk held counts too: it was fetched, not compiled, and takes its place in memory.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Self
@@ -20,7 +21,7 @@ WARM, LOOK_BACK = 20, 10
 
 
 class Programs:
-    """Counts from enter to exit.
+    """Counts from enter to exit. A phase belongs to the thread that begins it: one may sample while another trains.
 
     Attributes:
         counts: programs by phase.
@@ -28,13 +29,14 @@ class Programs:
 
     def __init__(self, say: Callable[[str], None]):
         self.counts: Counter[str] = Counter()
-        self._say, self._phase, self._steps, self._said = say, BESIDE, 0, False
+        self._say, self._steps, self._said = say, 0, False
+        self._phases: dict[int, str] = {}
         self._seconds, self._new = 0.0, Counter[str]()
         self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
 
     def phase(self, name: str) -> None:
         """The run begins `name` now."""
-        self._phase = name if name in PHASES else BESIDE
+        self._phases[threading.get_ident()] = name if name in PHASES else BESIDE
 
     def step(self, number: int) -> float:
         """Seconds that compiling took since the last step; says once when most of the last steps still compiled."""
@@ -61,8 +63,9 @@ class Programs:
 
     def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == READY:
-            self.counts[self._phase] += 1
-            self._new[self._phase] += 1
+            phase = self._phases.get(threading.get_ident(), BESIDE)
+            self.counts[phase] += 1
+            self._new[phase] += 1
             self._seconds += duration_secs
 
 

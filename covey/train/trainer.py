@@ -173,7 +173,8 @@ def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[A
     everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
     combined: Shares = {}
     for shares, _ in everyone:
-        combined = _added(combined, shares) if combined else shares
+        if shares:  # a process whose groups were all tied has none
+            combined = _added(combined, shares) if combined else shares
     return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 

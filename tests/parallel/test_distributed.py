@@ -30,6 +30,7 @@ from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.rows import unpack
 from covey.sampling.sampler import SamplerStats
+from covey.train import trainer
 from covey.types import Completion, FinishReason, Group
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
@@ -84,6 +85,18 @@ def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
     assert threads(3, lambda i: distributed.gathered(given_[i], "x")) == [given_] * 3
     assert threads(3, lambda i: distributed.all_of("ab" * i, "x")) == [list("ababab")] * 3
     assert threads(3, lambda i: distributed.agreed(i, "x")) == [0, 0, 0]
+
+
+def test_a_process_whose_groups_were_all_tied_leaves_the_metrics_of_others(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trap: what the last one has, nothing, is taken for the names there are."""
+    monkeypatch.setattr(distributed, "summed", lambda grads, about: grads)
+    given_ = [({"loss": 2.0, "kl/max": 5.0}, 3.0), ({}, 0.0), ({"loss": 1.0, "kl/max": 7.0}, 4.0)]
+    found = threads(3, lambda i: trainer._of_all_processes(None, *given_[i]))
+    for _, totals, denominator in found:
+        assert jax.device_get(totals) == {"loss": 3.0, "kl/max": 7.0}
+        assert denominator == 7.0
 
 
 def test_a_joint_computation_sees_all_and_gives_each_its_own(threads: Threads) -> None:

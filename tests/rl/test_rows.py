@@ -118,6 +118,12 @@ def test_a_sample_longer_than_the_row_raises_it() -> None:
     assert rows.tokens.shape[1] == 768
 
 
+def test_a_long_group_stays_whole_in_rows_as_long_as_were_asked_for() -> None:
+    """The trap: lengths beyond the last bucket are never tried."""
+    rows = pack(random_groups([(900, [120] * 8)]), row_length=2048, micro_batch=2048)
+    assert rows.tokens.shape == (1, 2048)
+
+
 def test_short_groups_share_rows_with_little_padding() -> None:
     rng = np.random.default_rng(0)
     groups = random_groups([(int(rng.integers(30, 90)), [int(n) for n in rng.integers(5, 60, 8)]) for _ in range(16)])
