@@ -9,6 +9,7 @@ recipe of its own, with a checkpoint of random weights; the real models of the c
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,11 +119,15 @@ def _facts(made: Sequence[Start]) -> dict[str, Any]:
 
 
 def _cache(folder: Path) -> Path:
-    """A cache folder like the user's, but without compiled programs: models are found in it."""
+    """A cache folder like the user's, but without compiled programs: models are found in it. Files are copied, since a
+    checkpoint that is a link out of its folder is refused.
+    """
     folder.mkdir()
     for there in cache_folder().iterdir() if cache_folder().is_dir() else ():
-        if there.name != COMPILED:
+        if there.is_dir() and there.name != COMPILED:
             (folder / there.name).symlink_to(there)
+        elif there.is_file():
+            shutil.copy(there, folder)
     return folder
 
 
