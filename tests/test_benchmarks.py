@@ -254,6 +254,23 @@ def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monk
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capfd, tmp_path):
+    from benchmarks import ragged
+
+    rows = [{"question": f"How much is {n} and 1 ?", "answer": f"It is so . #### {n + 1}"} for n in range(8)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fewer = {"grpo.num-generations": 2, "training.prompts-per-step": 2, "evaluation.prompts": 1}
+    monkeypatch.setattr(ragged, "SETTINGS", ragged.SETTINGS | {"rollout.max-new-tokens": 8} | fewer)
+    monkeypatch.setitem(ragged.SHAPES, "tiny", SHAPE)
+    assert ragged.main([str(tmp_path), "--steps", "2"]) == 0
+    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert told["steps_that_compiled"][0] == 1
+    assert all(0 <= share["low"] <= share["mean"] <= share["high"] < 1 for share in told["waste"].values())
+    assert {"rollout", "logps", "update"} <= set(told["programs"])
+
+
 def test_curves_say_what_is_missing_before_they_measure(smallest, monkeypatch, capsys):
     import importlib.util
 

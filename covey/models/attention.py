@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from covey.models.layers import softcapped
+
 
 class Attend(Protocol):
     """Mixes values by attention for one layer.
@@ -42,9 +44,7 @@ def attention(
     product = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     grouped = q.reshape(batch, time, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
     stacked = grouped.reshape(batch, kv_heads, -1, width)
-    scores = product(stacked, k.transpose(0, 2, 3, 1)).reshape(*grouped.shape[:-1], -1)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = softcapped(product(stacked, k.transpose(0, 2, 3, 1)).reshape(*grouped.shape[:-1], -1), softcap)
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     mixed = product(weights.astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[1]), v.transpose(0, 2, 1, 3))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
-from covey.models.layers import MLP, PRODUCT, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate
+from covey.models.layers import MLP, PRODUCT, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate, softcapped
 from covey.parallel.sharding import row_count, row_sharding
 
 
@@ -180,13 +180,13 @@ class Decoder(nnx.Module):
 def head_logits(
     weight: Float[Array, "V D"], hidden: Float[Array, "... D"], dtype: DTypeLike, softcap: float | None
 ) -> Float[Array, "... V"]:
-    """hidden · weightᵀ accumulated in float32, then softcap · tanh(logits / softcap) where there is one."""
+    """hidden · weightᵀ accumulated in float32, then soft-capped where there is a cap."""
     precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
     contract = (((hidden.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(
         hidden.astype(dtype), weight.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
     )
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return softcapped(logits, softcap)
 
 
 def _rematerialised(layer: Layer, keeps: str) -> Any:

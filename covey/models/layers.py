@@ -179,6 +179,11 @@ def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def softcapped(x: Array, softcap: float | None) -> Array:
+    """softcap · tanh(x / softcap) (Bello et al., 2016; Gemma 2), or `x` where there is no soft-cap."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
+
+
 class MLP(nnx.Module):
     """The feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or without gate down(act(up(x)))."""
 

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.decoder import Decoder, head_logits
-from covey.models.layers import project
+from covey.models.layers import project, softcapped
 from covey.models.lora import has_lora
 from covey.rl.rows import Rows, tree_attention
 
@@ -270,9 +270,7 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
 def _chosen(head: Head, weight: Array, hidden: Array, target: Array) -> Array:
     """Scaled logits of the targets, from their own rows of the head alone."""
     rows, states = (_rounded(x, head.dtype) for x in (weight[target], hidden))
-    logits = (rows * states).sum(-1)
-    capped = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
-    return capped / head.temperature
+    return softcapped((rows * states).sum(-1), head.softcap) / head.temperature
 
 
 def _rounded(x: Array, dtype: DTypeLike) -> Array:

@@ -30,13 +30,13 @@ class Programs:
     def __init__(self, say: Callable[[str], None]):
         self.counts: Counter[str] = Counter()
         self._say, self._steps, self._said = say, 0, False
-        self._phases: dict[int, str] = {}
+        self._own = threading.local()
         self._seconds, self._new = 0.0, Counter[str]()
         self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
 
     def phase(self, name: str) -> None:
         """The run begins `name` now."""
-        self._phases[threading.get_ident()] = name if name in PHASES else BESIDE
+        self._own.phase = name if name in PHASES else BESIDE
 
     def step(self, number: int) -> float:
         """Seconds that compiling took since the last step; says once when most of the last steps still compiled."""
@@ -63,7 +63,7 @@ class Programs:
 
     def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == READY:
-            phase = self._phases.get(threading.get_ident(), BESIDE)
+            phase = getattr(self._own, "phase", BESIDE)
             self.counts[phase] += 1
             self._new[phase] += 1
             self._seconds += duration_secs

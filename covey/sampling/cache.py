@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import causal_spans, spanned
+from covey.models.layers import softcapped
 
 NOTHING = -1
 """Stands for no forced token."""
@@ -108,9 +109,7 @@ def _attend_cached(
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(slots, keys.shape[1], -1, width).astype(keys.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    scores = product("skgw,skwt->skgt", grouped, keys)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = softcapped(product("skgw,skwt->skgt", grouped, keys), softcap)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)

@@ -91,7 +91,7 @@ class Trainer:
         denominator = 0.0
         for part in parts:
             grads, shares = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
-            totals = _added(totals, shares) if totals else shares
+            totals = _added(totals, shares)
             denominator += part.denominator
         grads, totals, denominator = _of_all_processes(grads, totals, denominator)
         scale = 1 / max(denominator, 1e-9)
@@ -156,9 +156,13 @@ class Skips:
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
-@jax.jit
 def _added(totals: Shares, shares: Shares) -> Shares:
-    """The metrics of the step so far."""
+    """The metrics of the step so far. Either side may have none: before the first, or where all groups were tied."""
+    return _sums(totals, shares) if totals and shares else totals or shares
+
+
+@jax.jit
+def _sums(totals: Shares, shares: Shares) -> Shares:
     combine = {"min": jnp.minimum, "max": jnp.maximum}
     return {
         name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], jnp.add), totals[name], share)
@@ -173,8 +177,7 @@ def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[A
     everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
     combined: Shares = {}
     for shares, _ in everyone:
-        if shares:  # a process whose groups were all tied has none
-            combined = _added(combined, shares) if combined else shares
+        combined = _added(combined, shares)
     return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 

@@ -76,6 +76,12 @@ def test_a_frozen_head_gives_the_same_and_passes_the_same_gradient_on(
     g, h = (jnp.asarray(rng.normal(size=(R, M)), jnp.float32) * (jnp.arange(M) < COUNT) for _ in range(2))
     head = Head(temperature, softcap, jnp.float32, 16, block)
     frozen = partial(frozen_scores, head, entropy_gradient)
+    for one, other in zip(
+        frozen(weight, hidden, target, jnp.int32(COUNT)),
+        chunked_scores(head, weight, hidden, target, jnp.int32(COUNT)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
     values, _ = jax.vjp(lambda x: frozen(weight, x, target, jnp.int32(COUNT)), hidden)  # those that training reports
     for one, other in zip(values, plain_scores(head, weight, hidden, target), strict=True):
         np.testing.assert_allclose(one[:, :COUNT], other[:, :COUNT], rtol=1e-5, atol=1e-5)
