@@ -190,6 +190,9 @@ NURSERY = """
     import jax, jax.numpy as jnp
     from covey.train.checkpoint import Checkpointer
 
+    def tell(word):
+        os.write(1, f"{word}\\n".encode())  # one write, so that a kill cannot come between a word and its end
+
     def write(folder):
         with Checkpointer(folder, max_to_keep=2) as saves:
             step = saves.latest() or 0
@@ -199,15 +202,15 @@ NURSERY = """
                 saves.save(step, state, {"step": step})
                 if step % 2:
                     saves.wait()
-                    print(step, flush=True)
+                    tell(step)
 
     for line in sys.stdin:
         child = os.fork()  # before JAX has a thread
         if not child:
             write(sys.argv[1])
-        print(child, flush=True)
+        tell(child)
         os.waitpid(child, 0)
-        print("gone", flush=True)
+        tell("gone")
 """
 
 
