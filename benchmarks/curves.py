@@ -25,7 +25,6 @@ from covey.errors import CoveyError
 from covey.models.config import ModelConfig
 from covey.rl.logprobs import row_scores
 from covey.sampling.sampler import Request, Sampler
-from covey.train.trainer import compiler_options
 
 FACTORS = (0.5, 1, 2)
 """Of the size, along each axis."""
@@ -107,9 +106,7 @@ class _Model:
     def __init__(self, settings: Settings):
         self.trainer = trainer_of(settings, remat=True)
         graph = self.trainer.graph
-        self.score = jax.jit(
-            lambda params, rows: row_scores(graph, params, rows, 1.0).logps, compiler_options=compiler_options()
-        )
+        self.score = jax.jit(lambda params, rows: row_scores(graph, params, rows, 1.0).logps)
         self.samplers: dict[tuple[int, ...], Sampler] = {}
 
     def sampler(self, settings: Settings) -> Sampler:

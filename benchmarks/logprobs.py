@@ -22,7 +22,6 @@ from covey.models.lora import split_trainable
 from covey.rl.logprobs import TokenScores, row_scores
 from covey.rl.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
 from covey.rl.trainer import rows_at_a_time
-from covey.train.trainer import compiler_options
 from covey.types import Group
 
 
@@ -68,7 +67,7 @@ class _Work:
         self.lengths = [len(c.tokens) for g in groups for c in g.completions]
         self.rows = pack(groups, size.row_length, packing, size.micro_batch)
         self.batches = list(micro_batches(self.rows, rows_at_a_time(self.rows, None, size.micro_batch)))
-        program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,), compiler_options=compiler_options())
+        program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,))
         lowered = program.lower(self.trainable, self.frozen, self._zeros(), self.batches[0])
         self.program = lowered.compile()
         self.facts = {

@@ -58,8 +58,6 @@ class ModelOptions:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     remat_keeps: Literal["nothing", "products"] = "products"
     """What recomputed layers keep nonetheless: the results of their projections, nearly all of the work, or nothing."""
-    scan_layers: bool = False
-    """Train with a scan over stacked layers: compiles faster, runs slower on CPU. Decoding always unrolls."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """Under adapters: hold the projections of the base, which nothing trains, in 8 bits with a scale a column, or in 4
     bits with a scale a block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.

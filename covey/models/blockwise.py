@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend, within_window
-from covey.models.layers import PRODUCT
+from covey.models.layers import kept
 
 BLOCK = 64
 """Queries in the smallest block (CPU: 64 of 32, 64 and 128 was the fastest)."""
@@ -132,9 +131,9 @@ def _forward(
 
     parts = [_in_blocks(block, None, run)[1] for run in _runs(q.shape[1])]
     mixed, total = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
-    # Kept under the name of the projections' results, so that recomputing a layer does not attend again.
-    out = checkpoint_name(_heads_last(mixed).astype(q.dtype), PRODUCT)
-    return out, (q, k, v, spans, positions, window, out, checkpoint_name(total, PRODUCT))
+    # Kept like the projections' results, so that recomputing a layer does not attend again.
+    out = kept(_heads_last(mixed).astype(q.dtype))
+    return out, (q, k, v, spans, positions, window, out, kept(total))
 
 
 def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]:

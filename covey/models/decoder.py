@@ -1,12 +1,14 @@
 """One decoder for every family: tokens and positions in, hidden states out. The head is applied apart (`rl.logprobs`,
 the sampler).
 
-Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list: decoding unrolls
-over it, training unrolls or scans, and recomputes each layer in the backward pass unless told not to.
+Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list. Decoding, which
+has a cache, is spelt out layer by layer. Without a cache the layers are a loop, compiled once for all of them; the
+backward pass computes each again unless told not to.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -17,7 +19,19 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
-from covey.models.layers import MLP, PRODUCT, Linear, RMSNorm, Rope, rope_frequencies, rope_tables, rotate, softcapped
+from covey.models.layers import (
+    MLP,
+    PRODUCT,
+    Linear,
+    RMSNorm,
+    Rope,
+    kept,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    softcapped,
+)
+from covey.models.picking import all_but_picked, gradient_slots, pick
 from covey.parallel.sharding import row_count, row_sharding
 
 
@@ -83,7 +97,6 @@ class Decoder(nnx.Module):
         compute_dtype: type of the operands of products.
         remat: recompute layers in the backward pass.
         remat_keeps: see `configs.ModelOptions`.
-        scan_layers: run layers as a scan when there is no cache.
     """
 
     def __init__(
@@ -95,10 +108,9 @@ class Decoder(nnx.Module):
         compute_dtype: DTypeLike = jnp.float32,
         remat: bool = True,
         remat_keeps: str = "products",
-        scan_layers: bool = False,
     ):
         self.config, self.dtype = config, jnp.dtype(compute_dtype)
-        self.remat, self.remat_keeps, self.scan_layers = remat, remat_keeps, scan_layers
+        self.remat, self.remat_keeps = remat, remat_keeps
         table = partial(Embedding, config, param_dtype=param_dtype, rngs=rngs)
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
@@ -121,14 +133,13 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm, and each layer's new cache as `attend` returned it."""
         c = self.config
         x, ropes = self._embedded(tokens), self._ropes(positions)
-        if cache is None and self.scan_layers:
-            return self.norm(self._scan(x, ropes, attend)), []
+        if cache is None:
+            return self.norm(self._loop(x, ropes, attend)), []
         caches = []
         for index, layer in enumerate(self.layers):
             window = c.window(index)
             rope = ropes[c.local_rope_theta is not None and window is not None]
-            run = _rematerialised(layer, self.remat_keeps) if self.remat and cache is None else layer
-            x, new = run(x, rope, attend, None if cache is None else cache[index], window)
+            x, new = layer(x, rope, attend, cache[index], window)
             x = self._over_rows(x)
             caches.append(new)
         return self.norm(x), caches
@@ -159,22 +170,28 @@ class Decoder(nnx.Module):
             return x
         return jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
-    def _scan(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        graph, _ = nnx.split(self.layers[0])
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[nnx.split(layer)[1] for layer in self.layers])
+    def _loop(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
+        """The layers as loops, one over each run of neighbours that have the same parts."""
+        for _, run in groupby(enumerate(self.layers), lambda numbered: _parts(numbered[1])):
+            x = self._loop_over(dict(run), x, ropes, attend)
+        return x
+
+    def _loop_over(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
+        graph, states = nnx.split(next(iter(layers.values())))[0], [nnx.split(layer)[1] for layer in layers.values()]
         c, far = self.config, jnp.iinfo(jnp.int32).max
-        windows = [c.window(i) for i in range(c.num_layers)]
+        windows = [c.window(i) for i in layers]
         local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
         spans = jnp.array([far if w is None else w for w in windows], jnp.int32)
 
         def body(x: Array, per_layer: Any) -> tuple[Array, None]:
-            state, is_local, span = per_layer
+            number, slot, is_local, span = per_layer
             rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
-            out, _ = nnx.merge(graph, state)(x, rope, attend, None, None if c.windows is None else span)
+            layer = nnx.merge(graph, pick(states, number, slot))
+            out, _ = layer(kept(x), rope, attend, None, None if c.windows is None else span)
             return self._over_rows(out), None
 
-        run = jax.checkpoint(body, policy=KEPT[self.remat_keeps]) if self.remat else body
-        return jax.lax.scan(run, x, (stacked, local, spans))[0]
+        run = jax.checkpoint(body, policy=KEPT[self.remat_keeps] if self.remat else all_but_picked)
+        return jax.lax.scan(run, x, (jnp.arange(len(states)), gradient_slots(states), local, spans))[0]
 
 
 def head_logits(
@@ -189,15 +206,10 @@ def head_logits(
     return softcapped(logits, softcap)
 
 
-def _rematerialised(layer: Layer, keeps: str) -> Any:
-    """`layer` as a call that keeps only its input, and what `keeps` says, for the backward pass."""
-    graph, state = nnx.split(layer)
-
-    def run(x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
-        inner = lambda state, x, rope: nnx.merge(graph, state)(x, rope, attend, cache, window)  # noqa: E731
-        return jax.checkpoint(inner, policy=KEPT[keeps])(state, x, rope)
-
-    return run
+def _parts(layer: Layer) -> Any:
+    """What tells layers apart: the names, shapes and types of their weights."""
+    state = nnx.split(layer)[1]
+    return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 
 
 KEPT: dict[str, Any] = {"nothing": None, "products": jax.checkpoint_policies.save_only_these_names(PRODUCT)}

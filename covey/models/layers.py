@@ -18,7 +18,25 @@ from covey.models.config import ModelConfig, RopeScaling
 from covey.models.quantised import Quantised, dequantised
 
 PRODUCT = "product"
-"""Name of the projections' results, for `decoder.KEPT`."""
+"""Name of what `kept` marks, for `decoder.KEPT`."""
+
+
+def kept(x: Array) -> Array:
+    """`x`, marked as worth keeping where a layer is recomputed.
+
+    Of 16 bits the bits alone: what a loop keeps goes into one array for all of its turns, and a CPU, where XLA has no
+    such floats, would in each turn convert the whole of it, there and back.
+    """
+    return _kept_bits(x) if jnp.dtype(x.dtype).itemsize == 2 else checkpoint_name(x, PRODUCT)
+
+
+def _through_bits(x: Array) -> Array:
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), PRODUCT)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+_kept_bits = jax.custom_vjp(_through_bits)
+_kept_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, grad: (grad,))
 
 
 def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
@@ -128,7 +146,7 @@ class Linear(nnx.Module):
             out = project(x, held[...], self.dtype)
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype)
-        return checkpoint_name(out if self.lora is None else out + self.lora(x, self.dtype), PRODUCT)
+        return kept(out if self.lora is None else out + self.lora(x, self.dtype))
 
 
 class RMSNorm(nnx.Module):

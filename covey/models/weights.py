@@ -56,7 +56,6 @@ class DecoderOptions(TypedDict, total=False):
     compute_dtype: str
     remat: bool
     remat_keeps: str
-    scan_layers: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ def load(
     compute_dtype: str = "float32",
     remat: bool = True,
     remat_keeps: str = "products",
-    scan_layers: bool = False,
     quantize: str = "none",
     quantize_block: int = 64,
     mesh: Mesh | None = None,
@@ -88,8 +86,7 @@ def load(
     Args:
         source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
             `scratch:name[@seed]`.
-        param_dtype, compute_dtype, remat, remat_keeps, scan_layers, quantize, quantize_block: see
-            `configs.ModelOptions`.
+        param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `configs.ModelOptions`.
         mesh: devices to divide the parameters over, as `parallel.sharding` says; the default device when not given.
         place: puts each tensor on its devices, in place of `mesh`.
         say: is told about slow steps.
@@ -110,7 +107,6 @@ def load(
             compute_dtype=compute_dtype,
             remat=remat,
             remat_keeps=remat_keeps,
-            scan_layers=scan_layers,
         )
 
     abstract, tensors = nnx.eval_shape(build), checkpoint.tensors()

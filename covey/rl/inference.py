@@ -4,7 +4,7 @@
 old log-probs, which its trainer's weights give.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from covey.rl.logprobs import row_scores
 from covey.rl.rows import Rows, micro_batches, pack, unpack
 from covey.rl.trainer import rows_at_a_time
 from covey.rl.values import groups_to_score, row_values
-from covey.train.trainer import compiler_options
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -35,7 +34,7 @@ class RowScorer:
     """
 
     def __init__(self, graph: Any, temperature: float):
-        self._score = _compiled(lambda params, rows: row_scores(graph, params, rows, temperature).logps)
+        self._score = jax.jit(lambda params, rows: row_scores(graph, params, rows, temperature).logps)
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """float32, one array a completion, `lengths[i]` long; `size` rows are computed at a time."""
@@ -51,7 +50,7 @@ class ValueScorer(RowScorer):
     """
 
     def __init__(self, graph: Any):
-        self._score = _compiled(partial(row_values, graph))
+        self._score = jax.jit(partial(row_values, graph))
 
 
 class InferenceWorker:
@@ -165,10 +164,6 @@ class InferenceWorker:
                 fix="a reward model of the actor's own family",
                 where="RLCluster.reward",
             )
-
-
-def _compiled(score: Callable[[Any, Rows], jax.Array]) -> Callable[[Any, Rows], jax.Array]:
-    return jax.jit(score, compiler_options=compiler_options())
 
 
 def _check(role: str, model: Decoder | ValueModel) -> None:

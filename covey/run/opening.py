@@ -89,7 +89,7 @@ def decoder_options(options: ModelOptions) -> dict[str, Any]:
 
 def _computed(options: ModelOptions) -> dict[str, Any]:
     """How a model is computed, whatever its weights are."""
-    return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps", "scan_layers")}
+    return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
 def refuse_other_weights(then: str, now: str, where: Path) -> None:

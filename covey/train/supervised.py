@@ -23,7 +23,7 @@ from covey.rl.logprobs import row_scores
 from covey.rl.packing import rows_together
 from covey.rl.rows import Rows, micro_batches, pack
 from covey.tokenizer import Tokenizer
-from covey.train.trainer import LossFn, Part, Shares, compiler_options
+from covey.train.trainer import LossFn, Part, Shares
 from covey.types import Completion, FinishReason, Group, Mean
 
 
@@ -120,7 +120,7 @@ class HeldOutLoss:
 
     def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
         self.config, self.mesh = config, mesh
-        self._sum = jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0], compiler_options=compiler_options())
+        self._sum = jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0])
 
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
         """`loss`, nats a token, and `perplexity`, its exponential."""

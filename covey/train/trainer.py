@@ -67,10 +67,7 @@ class Trainer:
         where = optimizer_shardings(optimizer, self.trainable)
         places = jax.tree.map(lambda x: x.sharding, self.trainable)
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
-        options = compiler_options()
-        self._accumulate = jax.jit(
-            self._share, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
-        )
+        self._accumulate = jax.jit(self._share, donate_argnums=(2,), out_shardings=(places, None))
         self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=places)
         self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))
@@ -198,12 +195,3 @@ def _apply(
     grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt_state = optimizer.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state
-
-
-def compiler_options() -> dict[str, str]:
-    """XLA's memory-saving order of operations on CPU; without it, rematerialised layers that are unrolled save nothing
-    there.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -15,7 +15,7 @@ from covey.configs import LoRAConfig
 from covey.models.attention import causal
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.decoder import Decoder, head_logits
-from covey.models.lora import with_lora
+from covey.models.lora import projections, split_trainable, with_lora
 from covey.parallel import make_mesh, row_sharding, shardings
 
 PLAIN = ModelConfig(
@@ -46,36 +46,36 @@ def build(config: ModelConfig, lora: bool = False, **switches: Any) -> Decoder:
     return nnx.merge(graph, jax.tree.map(shift, state))
 
 
-def forward(model: Decoder) -> Callable[..., jax.Array]:
-    """The jitted forward: (state, tokens, positions, valid) → hidden states."""
+def forward(model: Decoder, looped: bool = True) -> Callable[..., jax.Array]:
+    """The jitted forward: (state, tokens, positions, valid) → hidden states. A cache has the layers spelt out."""
     graph = nnx.split(model)[0]
 
     def run(state: Any, tokens: Any, positions: Any, valid: Any) -> jax.Array:
-        return nnx.merge(graph, state)(tokens, positions, causal(valid, positions))[0]
+        cache = None if looped else [None] * model.config.num_layers
+        return nnx.merge(graph, state)(tokens, positions, causal(valid, positions), cache)[0]
 
     return jax.jit(run)
 
 
 @cache
-def compiled(config: ModelConfig, scan_layers: bool = False) -> tuple[Callable[..., jax.Array], Any]:
-    model = build(config, scan_layers=scan_layers)
-    return forward(model), nnx.split(model)[1]
+def compiled(config: ModelConfig, looped: bool = True) -> tuple[Callable[..., jax.Array], Any]:
+    model = build(config)
+    return forward(model, looped), nnx.split(model)[1]
 
 
-def hidden(config: ModelConfig, tokens: np.ndarray, *, scan_layers: bool = False) -> np.ndarray:
-    run, state = compiled(config, scan_layers=scan_layers)
+def hidden(config: ModelConfig, tokens: np.ndarray, *, looped: bool = True) -> np.ndarray:
+    run, state = compiled(config, looped)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     return np.asarray(run(state, tokens, positions, np.ones(tokens.shape, bool)))
 
 
-def values_and_gradients(config: ModelConfig, lora: bool, **switches: bool) -> tuple[jax.Array, Any]:
+def values_and_gradients(model: Decoder, looped: bool = True) -> tuple[jax.Array, Any]:
     """Hidden states, and the gradient of a random combination of them for every array, adapters and base."""
-    graph, state = nnx.split(build(config, lora, **switches))
-    pull = np.random.default_rng(2).normal(size=(2, TIME, config.hidden_size)).astype(np.float32)
+    state, run = nnx.split(model)[1], forward(model, looped)
+    pull = np.random.default_rng(2).normal(size=(2, TIME, model.config.hidden_size)).astype(np.float32)
 
     def total(state: Any) -> tuple[jax.Array, jax.Array]:
-        positions = jnp.asarray(POSITIONS)
-        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal(jnp.ones((2, TIME), bool), positions))
+        out = run(state, TOKENS, jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool))
         return jnp.sum(out * pull), out
 
     grads, out = jax.jit(jax.grad(total, has_aux=True))(state)
@@ -91,33 +91,89 @@ def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.slow
-def test_neither_scan_nor_recomputation_changes_values_or_gradients() -> None:
+def test_neither_the_loop_nor_recomputation_changes_values_or_gradients(remat: bool) -> None:
     """With every switch of the families on, and adapters."""
     for config in (EVERYTHING, NANOCHAT):
-        plain = values_and_gradients(config, True, remat=False, scan_layers=False)
-        same(values_and_gradients(config, True, remat=True, scan_layers=True), plain)
+        same(values_and_gradients(build(config, True, remat=remat)), values_and_gradients(build(config, True), False))
 
 
 @pytest.mark.slow
-def test_recomputing_unrolled_layers_changes_neither() -> None:
-    config = dataclasses.replace(PLAIN, windows=(3, None))
-    plain = values_and_gradients(config, False, remat=False, scan_layers=False)
-    same(values_and_gradients(config, False, remat=True, scan_layers=False), plain)
+def test_layers_of_different_parts_are_different_loops() -> None:
+    """Adapters on the two layers in the middle of five: 1, 2 and 2 layers in a loop."""
+    base = build(dataclasses.replace(EVERYTHING, num_layers=5, windows=(3, None, 3, 3, None)))
+    model = with_lora(base, LoRAConfig(rank=3, targets=(r"layers\.[12]\..*",)))
+    same(values_and_gradients(model), values_and_gradients(model, looped=False))
+    loops = scans(jax.make_jaxpr(forward(model))(nnx.split(model)[1], TOKENS, POSITIONS, np.ones((2, TIME), bool)))
+    assert [loop.params["length"] for loop in loops] == [1, 2, 2]
+
+
+def scans(program: Any) -> list[Any]:
+    """The scans of a program that are in no other, in order."""
+    found = []
+    for equation in getattr(program, "jaxpr", program).eqns:
+        inner = [value for value in equation.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+        found += [equation] if equation.primitive.name == "scan" else [scan for one in inner for scan in scans(one)]
+    return found
+
+
+@pytest.mark.parametrize(("lora", "remat"), [(True, True), (True, False), (False, True)])
+def test_a_loop_copies_no_weights(lora: bool, remat: bool) -> None:
+    """Trap: what a loop keeps for its backward holds copies of the kernels. Only their gradients are gathered."""
+    model = build(dataclasses.replace(PLAIN, num_layers=3), lora, remat=remat)
+    graph, trained, rest = split_trainable(model)
+
+    def total(trained: Any, rest: Any) -> jax.Array:
+        positions, valid = jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)
+        return nnx.merge(graph, trained, rest)(TOKENS, positions, causal(valid, positions))[0].sum()
+
+    kernels = {linear.kernel.shape for linear in projections(model).values()}
+    loops = scans(jax.make_jaxpr(jax.grad(total))(trained, rest))
+    ahead, back = ({v.aval.shape[1:] for v in loop.outvars if v.aval.shape[:1] == (3,)} for loop in loops)
+    assert (48,) in {shape[-1:] for shape in ahead}  # the projections are kept
+    assert kernels.isdisjoint(ahead)
+    assert kernels.isdisjoint(back) == lora
 
 
 @pytest.mark.slow
-def test_scan_gives_the_values_of_the_unrolled_layers() -> None:
-    np.testing.assert_allclose(hidden(EVERYTHING, TOKENS, scan_layers=True), hidden(EVERYTHING, TOKENS), atol=1e-5)
+def test_a_loop_stacks_no_weights() -> None:
+    """Trap: layers that lie apart are put into one array first, to be looped over."""
+    wide = dataclasses.replace(PLAIN, hidden_size=256, intermediate_size=512, num_layers=8, head_dim=64)
+    model = build(wide, True)
+    _, trained, rest = split_trainable(model)
+    run, whole = forward(model), 4 * sum(linear.kernel.size for linear in projections(model).values())
+
+    def look(trained: Any, rest: Any) -> jax.Array:
+        return run(nnx.merge_state(trained, rest), TOKENS, jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)).sum()
+
+    for program in (look, jax.grad(look)):
+        memory = jax.jit(program).lower(trained, rest).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < whole / 3
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_windows_shorter_than_the_sequence_bound_the_reach(scan_layers: bool) -> None:
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_loop_keeps_no_floats_of_16_bits(lora: bool) -> None:
+    """Trap: XLA's CPU has none, and would convert all that a loop has kept, in each of its turns (1.6 × the time)."""
+    model = build(dataclasses.replace(PLAIN, num_layers=3), lora, param_dtype="bfloat16", compute_dtype="bfloat16")
+    graph, trained, rest = split_trainable(model)
+
+    def total(trained: Any, rest: Any) -> jax.Array:
+        positions, valid = jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)
+        return nnx.merge(graph, trained, rest)(TOKENS, positions, causal(valid, positions))[0].sum()
+
+    kept = [v.aval for loop in scans(jax.make_jaxpr(jax.grad(total))(trained, rest)) for v in loop.outvars]
+    assert any(aval.dtype == jnp.uint16 and aval.shape == (3, 2, TIME, 48) for aval in kept)
+    assert not [aval for aval in kept if aval.dtype == jnp.bfloat16 and aval.shape[0] == 3]
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_windows_shorter_than_the_sequence_bound_the_reach(looped: bool) -> None:
     """Two layers with a window of 4 reach 2·3 tokens back, exactly."""
     config = dataclasses.replace(PLAIN, windows=(4, 4))
     changed = TOKENS.copy()
     changed[:, 2] = (changed[:, 2] + 1) % 50
-    moved = np.abs(hidden(config, changed, scan_layers=scan_layers) - hidden(config, TOKENS, scan_layers=scan_layers))
+    moved = np.abs(hidden(config, changed, looped=looped) - hidden(config, TOKENS, looped=looped))
     touched = moved.max(axis=(0, 2)) > 1e-6
     assert np.flatnonzero(touched).tolist() == [2, 3, 4, 5, 6, 7, 8]
 
@@ -129,11 +185,11 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
 
 
 @pytest.mark.parametrize("config", [PLAIN, EVERYTHING, NANOCHAT], ids=["plain", "every switch", "nanochat"])
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.slow
-def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, scan_layers: bool) -> None:
+def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, looped: bool) -> None:
     """Left, right, both and none, with rubbish for padding; a row of nothing but padding is finite."""
-    run, state = compiled(config, scan_layers=scan_layers)
+    run, state = compiled(config, looped)
     size, places = 7, [0, 4, TIME - 7]
     tokens = np.random.default_rng(3).integers(0, 50, (4, TIME))
     valid = np.zeros((4, TIME), bool)
@@ -142,7 +198,7 @@ def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, scan_layers: 
     positions = np.maximum(np.cumsum(valid, axis=1) - 1, 0)
     out = np.asarray(run(state, tokens, positions, valid))
     assert np.isfinite(out).all()
-    want = hidden(config, TOKENS, scan_layers=scan_layers)[0, :size]
+    want = hidden(config, TOKENS, looped=looped)[0, :size]
     for row, start in enumerate(places):
         np.testing.assert_allclose(out[row, start : start + size], want, atol=1e-5)
 
@@ -218,7 +274,8 @@ def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bo
     state = jax.device_put(state, shardings(state, mesh))
     tokens = np.zeros((rows, TIME), np.int32)
     positions = np.broadcast_to(np.arange(TIME), tokens.shape)
-    run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+    valid, cache = jnp.ones(tokens.shape, bool), [None] * PLAIN.num_layers
+    run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal(valid, positions), cache)[0])
     asked = str(run.trace(state).jaxpr).count("sharding_constraint")
     assert asked == (1 + PLAIN.num_layers if divided else 0)
     assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided

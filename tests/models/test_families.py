@@ -32,17 +32,14 @@ TIME = 40
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_logits_are_those_of_transformers(
-    name: str, scan: bool, golden_folder: Callable[[str], Path], logits: Logits
-) -> None:
+def test_logits_are_those_of_transformers(name: str, golden_folder: Callable[[str], Path], logits: Logits) -> None:
     """Of whole texts, and of texts padded on the left, in one batch. Windows are shorter than any of them."""
     golden = np.load(GOLDEN / "families.npz")
     tokens, valid = np.zeros((5, TIME), np.int32), np.ones((5, TIME), bool)
     tokens[:2], tokens[2:, -24:] = golden["tokens"], INPUTS["padded"]
     for row, length in enumerate(INPUTS["lengths"], start=2):
         valid[row, : TIME - length] = False
-    model = weights.load(golden_folder(name), scan_layers=scan).model
+    model = weights.load(golden_folder(name)).model
     assert all(window is None or window < min(INPUTS["lengths"]) for window in model.config.windows or ())
     ours = logits(model, tokens, valid)
     assert golden[name].std() > 0.5  # the model is not one that says nothing

@@ -234,11 +234,11 @@ def test_options_and_places_reach_the_decoder(tmp_path: Path) -> None:
         return jax.device_put(tensor, jax.devices()[1])
 
     source = spoiled(tmp_path / "m")
-    model = load_value_model(source, place=place, param_dtype="bfloat16", remat=False, scan_layers=True).model
+    model = load_value_model(source, place=place, param_dtype="bfloat16", remat=False).model
     assert sorted(seen) == sorted(arrays(model))
     assert all(x.devices() == {jax.devices()[1]} for x in arrays(model).values())
     assert {name for name, x in arrays(model).items() if x.dtype != jnp.bfloat16} == {"score"}
-    assert (model.decoder.remat, model.decoder.scan_layers) == (False, True)
+    assert not model.decoder.remat
 
 
 @pytest.mark.parametrize("labels", [0, 2, 5])

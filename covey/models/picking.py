@@ -1,0 +1,59 @@
+"""One of several layers' weights, chosen inside a loop.
+
+To loop over weights that lie apart, as decoding wants them, they would be stacked first: a copy of the model in every
+call, and one of its gradient. Here the loop picks each layer's weights from where they lie. Were that differentiated as
+it is, each turn would add a gradient for every layer, all of them zeros but one; instead the gradient goes into slots
+that the loop runs along.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+Tree = TypeVar("Tree")
+
+
+def gradient_slots(trees: Sequence[Tree]) -> Tree:
+    """What a scan runs along to get the gradients of `trees`: a tree like each of them, its leaves [n, ...]; on a CPU
+    floats of 32 bits, since XLA has no others there and would convert the whole of a leaf in each turn.
+    """
+    return jax.tree.map(lambda *leaves: _slots(leaves[0].dtype, leaves), *trees)
+
+
+def pick(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
+    """`trees[number]`, whose gradient goes to `slot`: the leaves at `number` of `gradient_slots`."""
+    held = jax.lax.stop_gradient(list(trees))
+    chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in held])
+    return jax.tree.map(lambda value, slot: _through(slot.dtype, value, slot), chosen, slot)
+
+
+def all_but_picked(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps everything but what was picked: that would be the copy after all."""
+    handed_on = primitive.name == "custom_vjp_call" and not params["call_jaxpr"].eqns  # `_through`
+    return not handed_on and primitive.name != "cond"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _slots(kind: DTypeLike, leaves: Sequence[Array]) -> Array:
+    widen = jax.default_backend() == "cpu" and jnp.issubdtype(kind, jnp.floating)
+    return jnp.zeros((len(leaves), *leaves[0].shape), jnp.promote_types(kind, jnp.float32) if widen else kind)
+
+
+def _slots_backward(kind: DTypeLike, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
+    return (tuple(part.astype(kind) for part in grad),)
+
+
+_slots.defvjp(lambda kind, leaves: (_slots(kind, leaves), None), _slots_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _through(kind: DTypeLike, value: Array, slot: Array) -> Array:
+    return value
+
+
+_through.defvjp(lambda kind, value, slot: (value, None), lambda kind, _, grad: (None, grad.astype(kind)))
