@@ -32,6 +32,7 @@ from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
+"""Most prompts that are prefilled together."""
 SMALLEST_BATCH = 4
 
 
@@ -172,6 +173,7 @@ class _Run:
         self.keys = self._sample_keys()
         longest = max((len(r.prompt) for r in self.requests), default=1)
         self.width = bucket(longest, smallest=16)
+        self.prefill_rows = min(PREFILL_BATCH, power_of_two(len(self.requests)))
         self.prefix: Prefix | None = None
         self.prefix_first = self.prefix_end = 0
         size = min(self.config.slots, power_of_two(self.total))
@@ -230,9 +232,9 @@ class _Run:
             self._place(placed)
 
     def _prefill_next(self, first: int) -> None:
-        batch = self.requests[first : first + PREFILL_BATCH]
-        tokens = np.zeros((PREFILL_BATCH, self.width), np.int32)
-        lengths = np.ones(PREFILL_BATCH, np.int32)
+        batch = self.requests[first : first + self.prefill_rows]
+        tokens = np.zeros((self.prefill_rows, self.width), np.int32)
+        lengths = np.ones(self.prefill_rows, np.int32)
         for row, request in enumerate(batch):
             tokens[row, : len(request.prompt)] = request.prompt
             lengths[row] = len(request.prompt)
