@@ -117,8 +117,8 @@ def test_counted_flops_are_those_that_xla_counts(rank):
 
     def total(trained, tokens):
         model = nnx.merge(graph, trained, frozen)
-        positions = jnp.arange(length - 1)[None]
-        hidden, _ = model(tokens[:, :-1], positions, causal(jnp.ones((1, length - 1), bool), positions))
+        positions, spelt_out = jnp.arange(length - 1)[None], [None] * c.num_layers  # of a loop it counts one turn
+        hidden, _ = model(tokens[:, :-1], positions, causal(jnp.ones((1, length - 1), bool), positions), spelt_out)
         logps = jax.nn.log_softmax(model.logits(hidden))
         return jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1).sum()
 

@@ -50,12 +50,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self.folder is not None
-        while not self._ended.wait(min(self._every, self.limit or self._every)):
+        ended = False
+        while not ended:  # at once, so that the shortest run has told
             phase, since = self._phase, self._since
             self._beat(self.folder / HEARTBEAT, phase, since)
             if self.limit and time.time() - since > self.limit and not self._reported:
                 self._reported = True
                 self._look(self.folder / STACKS, phase, since)
+            ended = self._ended.wait(min(self._every, self.limit or self._every))
 
     def _beat(self, file: Path, phase: str, since: float) -> None:
         """A reader sees the old file or the new one. What is in the way is told once, until it is something else."""
