@@ -95,11 +95,9 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def decayed(params: PyTree) -> PyTree:
-    """True for each parameter that weight decay shrinks: matrices and embeddings, not biases and norm scales.
-
-    The name counts as well as the rank: with layers stacked for a scan a norm's scale is [layers, D].
+    """True for each parameter that weight decay shrinks: matrices and embeddings, not biases and norm scales. The name
+    counts as well as the rank: scales of stacked layers are [layers, D].
     """
-
     return jax.tree_util.tree_map_with_path(lambda path, leaf: kind_of(path, leaf) != VECTOR, params)
 
 
