@@ -23,6 +23,7 @@ from covey.models.layers import (
     MLP,
     PRODUCT,
     Linear,
+    LoRA,
     RMSNorm,
     Rope,
     kept,
@@ -144,6 +145,10 @@ class Decoder(nnx.Module):
             caches.append(new)
         return self.norm(x), caches
 
+    def loops(self) -> list[dict[int, Layer]]:
+        """Layers by number: a loop over each run of neighbours that have the same parts."""
+        return [dict(run) for _, run in groupby(enumerate(self.layers), lambda numbered: _parts(numbered[1]))]
+
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32, soft-capped where the family does so. Only for a few positions: it makes [.., V]."""
         return head_logits(self.head_weight, hidden, self.dtype, self.config.final_softcap)
@@ -171,9 +176,8 @@ class Decoder(nnx.Module):
         return jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
     def _loop(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        """The layers as loops, one over each run of neighbours that have the same parts."""
-        for _, run in groupby(enumerate(self.layers), lambda numbered: _parts(numbered[1])):
-            x = self._loop_over(dict(run), x, ropes, attend)
+        for layers in self.loops():
+            x = self._loop_over(layers, x, ropes, attend)
         return x
 
     def _loop_over(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
@@ -207,9 +211,21 @@ def head_logits(
 
 
 def _parts(layer: Layer) -> Any:
-    """What tells layers apart: the names, shapes and types of their weights."""
+    """What tells layers apart: the names, shapes and types of their weights, and the scales of their adapters."""
     state = nnx.split(layer)[1]
-    return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    scales = [node.scale for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
+    return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)], scales
+
+
+def compiler_options(model: nnx.Module) -> dict[str, str]:
+    """How XLA is to compile a gradient of `model`. A loop of one turn it spells out; and layers that are spelt out and
+    computed again save memory on a CPU only in the order of operations asked for here.
+    """
+    decoders = [node for _, node in nnx.iter_graph(model) if isinstance(node, Decoder)]
+    turns = [len(loop) for decoder in decoders for loop in decoder.loops()]
+    if jax.default_backend() != "cpu" or turns.count(1) < 2:
+        return {}
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 KEPT: dict[str, Any] = {"nothing": None, "products": jax.checkpoint_policies.save_only_these_names(PRODUCT)}

@@ -56,4 +56,7 @@ def _through(kind: DTypeLike, value: Array, slot: Array) -> Array:
     return value
 
 
-_through.defvjp(lambda kind, value, slot: (value, None), lambda kind, _, grad: (None, grad.astype(kind)))
+# Called again, not handed back: a second derivative goes the same way.
+_through.defvjp(
+    lambda kind, value, slot: (_through(kind, value, slot), None), lambda kind, _, grad: (None, grad.astype(kind))
+)

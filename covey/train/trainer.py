@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.errors import NumbersError
+from covey.models.decoder import compiler_options
 from covey.models.lora import dropped, split_trainable
 from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
@@ -67,7 +68,10 @@ class Trainer:
         where = optimizer_shardings(optimizer, self.trainable)
         places = jax.tree.map(lambda x: x.sharding, self.trainable)
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
-        self._accumulate = jax.jit(self._share, donate_argnums=(2,), out_shardings=(places, None))
+        options = compiler_options(model)
+        self._accumulate = jax.jit(
+            self._share, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
+        )
         self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=places)
         self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from covey.configs import LoRAConfig
 from covey.models.attention import causal
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.decoder import Decoder, head_logits
+from covey.models.decoder import Decoder, compiler_options, head_logits
 from covey.models.lora import projections, split_trainable, with_lora
 from covey.parallel import make_mesh, row_sharding, shardings
 
@@ -116,6 +117,48 @@ def scans(program: Any) -> list[Any]:
         inner = [value for value in equation.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
         found += [equation] if equation.primitive.name == "scan" else [scan for one in inner for scan in scans(one)]
     return found
+
+
+def test_layers_whose_adapters_weigh_differently_are_different_loops() -> None:
+    """The scale of an adapter is no array, and a loop has one for all of its turns."""
+    model = build(dataclasses.replace(PLAIN, num_layers=3), True)
+    model.layers[1].mlp.up_proj.lora.scale = 5.0
+    assert [list(loop) for loop in model.loops()] == [[0], [1], [2]]
+    np.testing.assert_allclose(*(values_and_gradients(model, looped)[0] for looped in (True, False)), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_alone_are_recomputed_too() -> None:
+    """Trap: XLA spells out a loop of one turn, and undoes the recomputation then."""
+    wide = dataclasses.replace(PLAIN, hidden_size=64, intermediate_size=256, num_layers=6)
+    base, tokens = build(wide, remat_keeps="nothing"), np.zeros((4, 128), np.int32)
+
+    def memory(target: str) -> int:
+        model = with_lora(base, LoRAConfig(rank=1, targets=(target,)))
+        graph, trained, rest = split_trainable(model)
+        positions, valid = jnp.broadcast_to(jnp.arange(128), tokens.shape), jnp.ones(tokens.shape, bool)
+
+        def total(trained: Any, rest: Any) -> jax.Array:
+            return nnx.merge(graph, trained, rest)(tokens, positions, causal(valid, positions))[0].sum()
+
+        program = jax.jit(jax.grad(total), compiler_options=compiler_options(model)).lower(trained, rest).compile()
+        return int(program.memory_analysis().temp_size_in_bytes)
+
+    assert memory(r"layers\.[024]\..*") < 1.5 * memory("all-linear")
+
+
+@pytest.mark.slow
+def test_second_derivatives_go_through_a_loop() -> None:
+    model = build(PLAIN)
+    state = nnx.split(model)[1]
+
+    def slope(looped: bool) -> jax.Array:
+        run = forward(model, looped)
+        total = lambda s: jnp.sin(run(s, TOKENS, jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool))).sum()  # noqa: E731
+        along = lambda s: optax.tree.norm(jax.grad(total)(s))  # noqa: E731
+        return optax.tree.norm(jax.grad(along)(state))
+
+    assert float(slope(True)) == pytest.approx(float(slope(False)), rel=1e-3)
 
 
 @pytest.mark.parametrize(("lora", "remat"), [(True, True), (True, False), (False, True)])
@@ -266,16 +309,17 @@ def test_the_head_is_the_embedding_only_when_tied() -> None:
     assert not jnp.array_equal(apart.head_weight, apart.embed.embedding[...])
 
 
+@pytest.mark.parametrize(("looped", "places"), [(True, 1 + 1), (False, 1 + PLAIN.num_layers)])
 @pytest.mark.parametrize(("rows", "divided"), [(4, True), (3, False)])
-def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bool) -> None:
+def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bool, looped: bool, places: int) -> None:
     """Where the number of rows allows it; weights alone decide, nothing is told to the model."""
     graph, state = nnx.split(Decoder(PLAIN, rngs=nnx.Rngs(0), remat=False))
     mesh = make_mesh((2, 2))
     state = jax.device_put(state, shardings(state, mesh))
     tokens = np.zeros((rows, TIME), np.int32)
     positions = np.broadcast_to(np.arange(TIME), tokens.shape)
-    valid, cache = jnp.ones(tokens.shape, bool), [None] * PLAIN.num_layers
+    valid, cache = jnp.ones(tokens.shape, bool), None if looped else [None] * PLAIN.num_layers
     run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal(valid, positions), cache)[0])
     asked = str(run.trace(state).jaxpr).count("sharding_constraint")
-    assert asked == (1 + PLAIN.num_layers if divided else 0)
+    assert asked == (places if divided else 0)
     assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided

@@ -197,9 +197,9 @@ def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised:
 
         return jax.lax.scan(again, jnp.zeros(()), length=9)[0]
 
-    for program in (jax.grad(lambda t, r: jnp.sum(jnp.sin(run(t, r)))), loop):
+    for program, most in ((jax.grad(lambda t, r: jnp.sum(jnp.sin(run(t, r)))), whole / 2), (loop, whole / 3)):
         compiled = jax.jit(program).lower(trained, rest).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
+        assert compiled.memory_analysis().temp_size_in_bytes < most
 
 
 # --- models
