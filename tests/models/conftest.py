@@ -51,7 +51,7 @@ def golden_folder(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture
 def logits() -> Callable[..., np.ndarray]:
     """`logits(model, tokens [B, T], valid [B, T])` → float32 [B, T, V] under causal attention; all is valid when not
-    given.
+    given. With `looped=False` layers are spelt out, as in decoding.
     """
     import jax
     import jax.numpy as jnp
@@ -60,15 +60,18 @@ def logits() -> Callable[..., np.ndarray]:
     from covey.models.attention import causal
     from covey.models.decoder import Decoder
 
-    @partial(jax.jit, static_argnums=0)
-    def forward(graph: nnx.GraphDef[Decoder], state: nnx.State, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+    @partial(jax.jit, static_argnums=(0, 4))
+    def forward(
+        graph: nnx.GraphDef[Decoder], state: nnx.State, tokens: jax.Array, valid: jax.Array, looped: bool
+    ) -> jax.Array:
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         model = nnx.merge(graph, state)
-        return model.logits(model(tokens, positions, causal(valid, positions))[0])
+        cache = None if looped else [None] * model.config.num_layers
+        return model.logits(model(tokens, positions, causal(valid, positions), cache)[0])
 
-    def run(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
+    def run(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None, *, looped: bool = True) -> np.ndarray:
         valid = np.ones(tokens.shape, bool) if valid is None else valid
-        return np.asarray(forward(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(valid)))
+        return np.asarray(forward(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(valid), looped))
 
     return run
 

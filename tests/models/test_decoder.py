@@ -83,6 +83,17 @@ def values_and_gradients(model: Decoder, looped: bool = True) -> tuple[jax.Array
     return out, grads
 
 
+def summed(model: Decoder, tokens: np.ndarray = TOKENS) -> tuple[Callable[..., jax.Array], Any, Any]:
+    """The sum of all hidden states as a function of (trained, rest), and these two."""
+    graph, trained, rest = split_trainable(model)
+    valid, positions = jnp.ones(tokens.shape, bool), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def total(trained: Any, rest: Any) -> jax.Array:
+        return nnx.merge(graph, trained, rest)(tokens, positions, causal(valid, positions))[0].sum()
+
+    return total, trained, rest
+
+
 def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
     np.testing.assert_allclose(one[0], other[0], atol=1e-5 * float(jnp.abs(other[0]).max()))
     theirs = jax.tree_util.tree_leaves_with_path(other[1])
@@ -135,12 +146,7 @@ def test_layers_alone_are_recomputed_too() -> None:
 
     def memory(target: str) -> int:
         model = with_lora(base, LoRAConfig(rank=1, targets=(target,)))
-        graph, trained, rest = split_trainable(model)
-        positions, valid = jnp.broadcast_to(jnp.arange(128), tokens.shape), jnp.ones(tokens.shape, bool)
-
-        def total(trained: Any, rest: Any) -> jax.Array:
-            return nnx.merge(graph, trained, rest)(tokens, positions, causal(valid, positions))[0].sum()
-
+        total, trained, rest = summed(model, tokens)
         program = jax.jit(jax.grad(total), compiler_options=compiler_options(model)).lower(trained, rest).compile()
         return int(program.memory_analysis().temp_size_in_bytes)
 
@@ -165,12 +171,7 @@ def test_second_derivatives_go_through_a_loop() -> None:
 def test_a_loop_copies_no_weights(lora: bool, remat: bool) -> None:
     """Trap: what a loop keeps for its backward holds copies of the kernels. Only their gradients are gathered."""
     model = build(dataclasses.replace(PLAIN, num_layers=3), lora, remat=remat)
-    graph, trained, rest = split_trainable(model)
-
-    def total(trained: Any, rest: Any) -> jax.Array:
-        positions, valid = jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)
-        return nnx.merge(graph, trained, rest)(TOKENS, positions, causal(valid, positions))[0].sum()
-
+    total, trained, rest = summed(model)
     kernels = {linear.kernel.shape for linear in projections(model).values()}
     loops = scans(jax.make_jaxpr(jax.grad(total))(trained, rest))
     ahead, back = ({v.aval.shape[1:] for v in loop.outvars if v.aval.shape[:1] == (3,)} for loop in loops)
@@ -184,13 +185,9 @@ def test_a_loop_stacks_no_weights() -> None:
     """Trap: layers that lie apart are put into one array first, to be looped over."""
     wide = dataclasses.replace(PLAIN, hidden_size=256, intermediate_size=512, num_layers=8, head_dim=64)
     model = build(wide, True)
-    _, trained, rest = split_trainable(model)
-    run, whole = forward(model), 4 * sum(linear.kernel.size for linear in projections(model).values())
-
-    def look(trained: Any, rest: Any) -> jax.Array:
-        return run(nnx.merge_state(trained, rest), TOKENS, jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)).sum()
-
-    for program in (look, jax.grad(look)):
+    total, trained, rest = summed(model)
+    whole = 4 * sum(linear.kernel.size for linear in projections(model).values())
+    for program in (total, jax.grad(total)):
         memory = jax.jit(program).lower(trained, rest).compile().memory_analysis()
         assert memory.temp_size_in_bytes < whole / 3
 
@@ -199,12 +196,7 @@ def test_a_loop_stacks_no_weights() -> None:
 def test_a_loop_keeps_no_floats_of_16_bits(lora: bool) -> None:
     """Trap: XLA's CPU has none, and would convert all that a loop has kept, in each of its turns (1.6 × the time)."""
     model = build(dataclasses.replace(PLAIN, num_layers=3), lora, param_dtype="bfloat16", compute_dtype="bfloat16")
-    graph, trained, rest = split_trainable(model)
-
-    def total(trained: Any, rest: Any) -> jax.Array:
-        positions, valid = jnp.asarray(POSITIONS), jnp.ones((2, TIME), bool)
-        return nnx.merge(graph, trained, rest)(TOKENS, positions, causal(valid, positions))[0].sum()
-
+    total, trained, rest = summed(model)
     kept = [v.aval for loop in scans(jax.make_jaxpr(jax.grad(total))(trained, rest)) for v in loop.outvars]
     assert any(aval.dtype == jnp.uint16 and aval.shape == (3, 2, TIME, 48) for aval in kept)
     assert not [aval for aval in kept if aval.dtype == jnp.bfloat16 and aval.shape[0] == 3]

@@ -32,7 +32,10 @@ TIME = 40
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, golden_folder: Callable[[str], Path], logits: Logits) -> None:
+@pytest.mark.parametrize("looped", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(
+    name: str, looped: bool, golden_folder: Callable[[str], Path], logits: Logits
+) -> None:
     """Of whole texts, and of texts padded on the left, in one batch. Windows are shorter than any of them."""
     golden = np.load(GOLDEN / "families.npz")
     tokens, valid = np.zeros((5, TIME), np.int32), np.ones((5, TIME), bool)
@@ -41,7 +44,7 @@ def test_logits_are_those_of_transformers(name: str, golden_folder: Callable[[st
         valid[row, : TIME - length] = False
     model = weights.load(golden_folder(name)).model
     assert all(window is None or window < min(INPUTS["lengths"]) for window in model.config.windows or ())
-    ours = logits(model, tokens, valid)
+    ours = logits(model, tokens, valid, looped=looped)
     assert golden[name].std() > 0.5  # the model is not one that says nothing
     np.testing.assert_allclose(ours[:2], golden[name], atol=1e-4)
     np.testing.assert_allclose(ours[2:][valid[2:]], golden[f"{name}/padded"], atol=1e-4)

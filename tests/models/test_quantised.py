@@ -185,7 +185,7 @@ def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised:
     """Trap: the backward reuses the kernels that the forward has dequantised, so that all of them are kept; and a loop
     of decoding dequantises all of them before it begins.
     """
-    wide = replace(CONFIG, hidden_size=256, intermediate_size=512, num_layers=4, head_dim=64)
+    wide = replace(CONFIG, hidden_size=512, intermediate_size=1024, num_layers=8, head_dim=64)
     model = with_lora(rebased(Decoder(wide, rngs=nnx.Rngs(0), remat=remat), "float32", how), LoRAConfig(rank=1))
     whole = 4 * sum(linear.kernel.size for linear in projections(model).values())
     graph, trained, rest = split_trainable(model)
@@ -197,9 +197,9 @@ def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised:
 
         return jax.lax.scan(again, jnp.zeros(()), length=9)[0]
 
-    for program, most in ((jax.grad(lambda t, r: jnp.sum(jnp.sin(run(t, r)))), whole / 2), (loop, whole / 3)):
+    for program in (jax.grad(lambda t, r: jnp.sum(jnp.sin(run(t, r)))), loop):
         compiled = jax.jit(program).lower(trained, rest).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < most
+        assert compiled.memory_analysis().temp_size_in_bytes < whole / 3
 
 
 # --- models

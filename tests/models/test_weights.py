@@ -20,7 +20,7 @@ from covey.models import weights
 from covey.models.decoder import Decoder
 from covey.parallel import flatten, make_mesh, shardings
 
-Logits = Callable[[Decoder, np.ndarray], np.ndarray]
+Logits = Callable[..., np.ndarray]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 
@@ -182,8 +182,10 @@ def test_tensors_go_straight_to_their_places_on_a_mesh(
 def test_a_model_loaded_onto_a_mesh_is_the_model(logits: Logits):
     golden = np.load(TINY / "logits.npz")
     tokens, expected = np.repeat(golden["tokens"][:1], 2, axis=0), golden["logits"][:1]
-    ours = logits(weights.load(TINY, mesh=make_mesh((2, 2))).model, tokens)  # its residual stream is divided by rows
-    np.testing.assert_allclose(ours, np.repeat(expected, 2, axis=0), atol=1e-4)
+    model = weights.load(TINY, mesh=make_mesh((2, 2))).model
+    for looped in (False, True):  # and its residual stream is divided by rows
+        ours = logits(model, tokens, looped=looped)
+        np.testing.assert_allclose(ours, np.repeat(expected, 2, axis=0), atol=1e-4)
 
 
 # --- spoiled checkpoints
