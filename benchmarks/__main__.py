@@ -22,7 +22,15 @@ def main(words: Sequence[str] | None = None) -> int:
         shape = size_of(asked.size, overrides)
         lora = shape.lora if asked.lora is None else asked.lora
         settings = Settings(
-            asked.size, asked.ragged, lora, asked.repeat, shape, tuple(overrides), asked.picture, asked.only
+            asked.size,
+            asked.ragged,
+            lora,
+            asked.repeat,
+            shape,
+            tuple(overrides),
+            asked.dtype,
+            asked.picture,
+            asked.only,
         )
         for part in USUAL if asked.part == "all" else [asked.part]:
             PARTS[part](settings)
@@ -47,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         help="rank of the adapters; 0: every weight (a recipe has its own)",
     )
+    add("--dtype", choices=["float32", "bfloat16"], default=Settings.dtype, help="of weights, cache and products")
     add("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
     add("--only", default="", metavar="TEXT", help="only variants with this in their names, as 'groups'")
     add("--picture", type=Path, default=Settings.picture, metavar="FILE", help="where curves are drawn")

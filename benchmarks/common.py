@@ -39,6 +39,7 @@ class Settings:
     Attributes:
         size: a name of `sizes.SIZES`, or a recipe; `shape` is what it stands for.
         overrides: settings put over the recipe.
+        dtype: type of the weights, of the cache and of the operands of products.
         picture: where curves are drawn.
         only: part of the names of the variants to take; others are too slow for some sizes.
     """
@@ -49,13 +50,14 @@ class Settings:
     repeat: int
     shape: Size
     overrides: tuple[str, ...] = ()
+    dtype: str = "float32"
     picture: Path = Path("benchmarks/curves.png")
     only: str = ""
 
     @property
     def asked(self) -> dict[str, Any]:
         """What the line of JSON says of it."""
-        named = {name: getattr(self, name) for name in ("size", "ragged", "lora", "repeat")}
+        named = {name: getattr(self, name) for name in ("size", "ragged", "lora", "repeat", "dtype")}
         return named | ({"settings": list(self.overrides)} if self.overrides else {})
 
     def chosen(self, variants: Iterable[str]) -> list[str]:
@@ -81,7 +83,9 @@ class Settings:
         """Always the same random weights, in arrays of their own: a trainer takes them over. Put on the device by
         choice, as a cluster does: else the first update would hand back others in kind, and all be compiled anew.
         """
-        model = Decoder(self.shape.model, rngs=nnx.Rngs(0), **switches)
+        model = Decoder(
+            self.shape.model, rngs=nnx.Rngs(0), param_dtype=self.dtype, compute_dtype=self.dtype, **switches
+        )
         graph, params = nnx.split(with_lora(model, LoRAConfig(rank=self.lora)) if self.lora else model)
         return nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
 
@@ -165,7 +169,7 @@ def tell(result: Result, part: str, settings: Settings) -> None:
     asked, tokens = settings.asked, f"; {result.tokens} completion tokens" if result.tokens else ""
     print(f"\n{part}: " + ", ".join(f"{k} {v}" for k, v in asked.items()) + tokens)
     _print_table(variants)
-    measured = {"peaks": peaks().json()} if result.limits else {}
+    measured = {"peaks": peaks(settings.dtype).json()} if result.limits else {}
     tell_json(part, settings, {"tokens": result.tokens, "variants": variants, "checks": result.checks, **measured})
 
 

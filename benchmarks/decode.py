@@ -17,13 +17,13 @@ from flax import nnx
 from benchmarks.common import Result, Settings, interleaved, short
 from benchmarks.counting import Span, decoding
 from benchmarks.peaks import peaks, product_rate
-from covey.models.config import ModelConfig
 from covey.sampling import steps
 from covey.sampling.cache import Slots, empty_slots
 from covey.sampling.lengths import bucket
 from covey.sampling.logits import Warp
 
 BATCHES = (8, 32)
+"""Decoded beside as many as the size has slots."""
 CHUNKS = 4
 """Of the largest batch; smaller ones make more, so that all decode the same number of tokens."""
 
@@ -38,24 +38,27 @@ class Limits(NamedTuple):
 def measure(settings: Settings) -> Result:
     """Decodes some chunks at each batch."""
     shape = settings.shape
-    tokens, place = CHUNKS * shape.decode_chunk * max(BATCHES), shape.prompt_length + shape.max_new_tokens // 2
-    works = {f"batch {batch}": _Work(settings, batch, place) for batch in BATCHES}
+    batches = sorted({*BATCHES, shape.slots})
+    tokens, place = CHUNKS * shape.decode_chunk * max(batches), shape.prompt_length + shape.max_new_tokens // 2
+    works = {f"batch {batch}": _Work(settings, batch, place) for batch in batches}
     runs = {name: partial(work, tokens) for name, work in works.items()}
     checks = {f"{name}: slots busy to the end": run() for name, run in runs.items()}
     seconds = interleaved(runs, settings.repeat)
     facts, least = {}, {}
     for name, work in works.items():
         fed, count = [(place, shape.decode_chunk)] * work.batch, tokens // (work.batch * shape.decode_chunk)
-        found = limits(shape.model, fed, work.batch, settings.lora)
+        found = limits(settings, fed, work.batch)
         facts[name] = _facts(found, float(np.median(seconds[name])), count, shape.decode_chunk)
         least[name] = count * max(found)
     return Result(seconds, tokens, facts, checks, least)
 
 
-def limits(model: ModelConfig, fed: list[Span], batch: int, rank: int) -> Limits:
-    """Of decoding `fed`, `batch` tokens at a time."""
-    flops, read = decoding(model, fed, batch, rank)
-    return Limits(read / peaks().bandwidth, flops / product_rate(batch, model.hidden_size, model.intermediate_size))
+def limits(settings: Settings, fed: list[Span], batch: int) -> Limits:
+    """Least time to decode `fed`, `batch` tokens at a time."""
+    model, dtype = settings.shape.model, settings.dtype
+    flops, read = decoding(model, fed, batch, settings.lora, jnp.dtype(dtype).itemsize)
+    rate = product_rate(batch, model.hidden_size, model.intermediate_size, dtype)
+    return Limits(read / peaks(dtype).bandwidth, flops / rate)
 
 
 def _facts(found: Limits, seconds: float, chunks: int, size: int) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class _Work:
         self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
         graph, self.params = nnx.split(settings.model())
         time = bucket(place + self.chunk)
-        self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.float32)
+        self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.dtype(settings.dtype))
         self.place = place
         program = partial(steps.decode, graph, (c.vocab_size,), warp=Warp(), steps=self.chunk)
         self.program = jax.jit(program, donate_argnums=(1,))

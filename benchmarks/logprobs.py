@@ -44,7 +44,7 @@ def measure(settings: Settings) -> Result:
     seconds = interleaved({name: work.grads for name, work in works.items()}, settings.repeat)
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     facts = {name: work.facts for name, work in works.items()}
-    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks().matmul
+    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks(settings.dtype).matmul
     return Result(seconds, tokens, facts, checks, dict.fromkeys(works, limit))
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured once a process: products in float32, and reading.
+"""What this machine can do at most, measured once a process: products of one type of number, and reading.
 
 Everything goes through JAX with the precision that the models use, so a peak is what JAX reaches here, not what a data
 sheet says. The best of some calls counts: other work on the machine can only take away.
@@ -32,28 +32,29 @@ class Peaks:
 
 
 @cache
-def peaks() -> Peaks:
-    """Of the default device."""
+def peaks(dtype: str = "float32") -> Peaks:
+    """Peaks of the default device, with operands of `dtype`."""
     side = 2048 if jax.default_backend() == "cpu" else 8192
-    square = jnp.ones((side, side))
+    square = jnp.ones((side, side), dtype)
     streamed, matrix = jnp.ones(STREAMED // 4), jnp.ones((1024, STREAMED // 4096))
     reading = min(_best(jax.jit(jnp.sum), streamed), _best(_product, jnp.ones((1, 1024)), matrix))
     return Peaks(2 * side**3 / _best(_product, square, square), STREAMED / reading)
 
 
 @cache
-def product_rate(batch: int, width: int, inner: int) -> float:
+def product_rate(batch: int, width: int, inner: int, dtype: str = "float32") -> float:
     """flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that wide, or many
     with `inner` columns, whichever is faster.
     """
-    vectors, columns = jnp.ones((batch, width)), STREAMED // 4 // width
+    vectors, columns = jnp.ones((batch, width), dtype), STREAMED // jnp.dtype(dtype).itemsize // width
     count = max(1, min(columns // inner, MOST_KERNELS))
-    wide = _best(_product, vectors, jnp.ones((width, columns))) / columns
-    several = _best(_products, vectors, [jnp.full((width, inner), float(n)) for n in range(count)]) / (count * inner)
+    wide = _best(_product, vectors, jnp.ones((width, columns), dtype)) / columns
+    kernels = [jnp.full((width, inner), float(n), dtype) for n in range(count)]
+    several = _best(_products, vectors, kernels) / (count * inner)
     return 2 * batch * width / min(wide, several)
 
 
-_product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST))
+_product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32))
 
 
 @jax.jit

@@ -47,7 +47,8 @@ def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
     """Seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
     c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
     fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
-    return counting.prefill(c, prompts, settings.lora) / peaks().matmul + max(limits(c, fed, slots, settings.lora))
+    prefill = counting.prefill(c, prompts, settings.lora) / peaks(settings.dtype).matmul
+    return prefill + max(limits(settings, fed, slots))
 
 
 def ways(shape: Size) -> dict[str, RolloutConfig]:

@@ -35,7 +35,7 @@ def measure(settings: Settings) -> Result:
     facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     checks = {"grad_norm_difference": short((max(norms) - min(norms)) / min(norms))}
-    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks().matmul
+    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks(settings.dtype).matmul
     return Result(interleaved(runs, settings.repeat), tokens, facts, checks, dict.fromkeys(runs, limit))
 
 

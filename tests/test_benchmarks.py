@@ -157,7 +157,7 @@ def told(smallest, capsys):
 @pytest.mark.slow
 def test_a_part_ends_in_its_line_of_json(told):
     found = told("logprobs")
-    asked = {"part": "logprobs", "size": "smallest", "ragged": True, "lora": 0, "repeat": 1}
+    asked = {"part": "logprobs", "size": "smallest", "ragged": True, "lora": 0, "repeat": 1, "dtype": "float32"}
     assert found.items() >= asked.items()
     assert found.keys() == asked.keys() | {"tokens", "variants", "checks", "peaks", "machine", "versions"}
     assert found["machine"].keys() == {"device", "devices", "cpu", "cores", "load"}
@@ -177,6 +177,7 @@ def test_a_part_ends_in_its_line_of_json(told):
 def test_decoding_keeps_every_slot_busy(told):
     found = told("decode", "--lora", "2")
     assert found["tokens"] == 4 * 8 * 32
+    assert {"batch 8", "batch 32"} <= set(found["variants"])
     assert set(found["checks"].values()) == {True}
     for figures in found["variants"].values():
         assert figures["percent_of_peak"] > 0
