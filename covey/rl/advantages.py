@@ -92,7 +92,8 @@ def gae(
 def whiten(
     arrays: Sequence[Float[np.ndarray, "n"]], mask: Sequence[Bool[np.ndarray, "n"]] | None = None
 ) -> list[Float[np.ndarray, "n"]]:
-    """(x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 0 as in PPO's code: mean 0, variance 1.
+    """(x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 1 as in TRL, Tunix and verl: mean 0,
+    variance 1.
 
     Args:
         arrays: one a sample.
@@ -102,14 +103,14 @@ def whiten(
         Arrays of the same lengths. A single number, or equal ones, become 0.
 
     >>> arrays, mask = [np.array([1.0, 3.0]), np.array([5.0])], [np.array([True, True]), np.array([False])]
-    >>> [a.round(6).tolist() for a in whiten(arrays, mask)]
-    [[-1.0, 1.0], [0.0]]
+    >>> [a.round(4).tolist() for a in whiten(arrays, mask)]
+    [[-0.7071, 0.7071], [0.0]]
     """
     masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
     counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(0)])
     if counted.size < 2 or _tied(counted):
         return [np.zeros(len(a)) for a in arrays]
-    mean, std = counted.mean(), counted.std()
+    mean, std = counted.mean(), counted.std(ddof=1)
     return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _pairs(arrays, masks)]
 
 

@@ -1,5 +1,7 @@
 """Advantages: the formulas, ties, samples nobody scored, and PPO's estimates over tokens."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -212,7 +214,15 @@ def test_whitened_numbers_have_mean_zero_and_variance_one(arrays: list[np.ndarra
     assert np.isfinite(got).all()
     assert (np.diff(got[np.argsort(flat)]) >= 0).all()
     if flat.size > 1 and np.ptp(flat) > 0.1:
-        assert (got.mean(), got.var()) == pytest.approx((0.0, 1.0), abs=1e-5)
+        assert (got.mean(), got.var(ddof=1)) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+def test_whitening_divides_by_the_std_of_a_sample() -> None:
+    """Mean 4, deviations −3, −1, 0, 4: their squares add up to 26, which 4 − 1 divides (ddof 1), as in TRL, Tunix and
+    verl.
+    """
+    first, second = whiten([np.array([1.0, 3.0]), np.array([4.0, 8.0])])
+    np.testing.assert_allclose([*first, *second], np.array([-3, -1, 0, 4]) / math.sqrt(26 / 3), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -229,5 +239,5 @@ def test_differences_next_to_nothing_are_not_blown_up() -> None:
 
 def test_tokens_outside_the_loss_do_not_count_and_get_zero() -> None:
     arrays, mask = [np.array([1.0, 3.0, 1e9]), np.array([NAN])], [np.array([True, True, False]), np.array([False])]
-    assert [a.round(6).tolist() for a in whiten(arrays, mask)] == [[-1.0, 1.0, 0.0], [0.0]]
+    assert [a.round(4).tolist() for a in whiten(arrays, mask)] == [[-0.7071, 0.7071, 0.0], [0.0]]
     assert [a.tolist() for a in whiten(arrays, [~mask[0], mask[1]])] == [[0.0, 0.0, 0.0], [0.0]]
