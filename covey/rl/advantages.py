@@ -66,26 +66,34 @@ def informative(group: Float[np.ndarray, "G"]) -> bool:
 
 
 def gae(
-    rewards: Sequence[Float[np.ndarray, "n"]], values: Sequence[Float[np.ndarray, "n"]], gamma: float, lam: float
+    rewards: Sequence[Float[np.ndarray, "n"]],
+    values: Sequence[Float[np.ndarray, "n"]],
+    gamma: float,
+    lam: float,
+    mask: Sequence[Bool[np.ndarray, "n"]] | None = None,
 ) -> tuple[list[Float[np.ndarray, "n"]], list[Float[np.ndarray, "n"]]]:
     """Generalised advantage estimation (Schulman et al., 2016, eq. 16): A_t = δ_t + γλ·A_{t+1} with
     δ_t = r_t + γ·V_{t+1} − V_t. The value after the last token is 0.
+
+    The steps t are the tokens that the policy drew. Tokens that a tool put between two of them are no step: they are
+    skipped, and nothing is discounted over them.
 
     Args:
         rewards: one array a sample: the reward of each token.
         values: the critic's, of the state each token was drawn from.
         gamma: discount γ.
         lam: λ; 0 trusts the critic, 1 the rewards.
+        mask: True for the tokens that the policy drew. All when None.
 
     Returns:
-        Advantages, and returns A + V, which the critic learns. Whiten the advantages afterwards, never the returns.
+        Advantages, 0 at the tokens that are skipped, and returns A + V, which the critic learns. Whiten the advantages
+        afterwards, never the returns.
 
     >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
     ([array([0.125, 0.75 ])], [array([0.625, 1.   ])])
     """
-    advantages = [
-        _gae_of_one(np.asarray(r, float), np.asarray(v, float), gamma, lam) for r, v in _pairs(rewards, values)
-    ]
+    samples = zip(_pairs(rewards, values), _masks(mask, values), strict=True)
+    advantages = [_gae_of_one(np.asarray(r, float), np.asarray(v, float), m, gamma, lam) for (r, v), m in samples]
     return advantages, [a + v for a, v in _pairs(advantages, values)]
 
 
@@ -106,7 +114,7 @@ def whiten(
     >>> [a.round(4).tolist() for a in whiten(arrays, mask)]
     [[-0.7071, 0.7071], [0.0]]
     """
-    masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
+    masks = _masks(mask, arrays)
     counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(0)])
     if counted.size < 2 or _tied(counted):
         return [np.zeros(len(a)) for a in arrays]
@@ -133,11 +141,17 @@ def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tupl
     return pairs
 
 
-def _gae_of_one(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    deltas = rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
-    out, ahead = np.zeros(len(values)), 0.0
-    for t in reversed(range(len(values))):
-        out[t] = ahead = deltas[t] + gamma * lam * ahead
+def _masks(mask: Sequence[np.ndarray] | None, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
+    return [m for _, m in _pairs(arrays, masks)]
+
+
+def _gae_of_one(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    out, ahead, next_value = np.zeros(len(values)), 0.0, 0.0
+    for t in reversed(np.flatnonzero(mask)):
+        delta = rewards[t] + gamma * next_value - values[t]
+        out[t] = ahead = delta + gamma * lam * ahead
+        next_value = values[t]
     return out
 
 

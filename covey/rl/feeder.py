@@ -78,6 +78,11 @@ class Experience:
         return np.array([len(c.tokens) for g in self.groups for c in g.completions])
 
     @property
+    def drawn(self) -> list[np.ndarray]:
+        """Bool: True for the tokens that the model drew itself."""
+        return [drawn_tokens(c) for g in self.groups for c in g.completions]
+
+    @property
     def policy_logps(self) -> list[np.ndarray]:
         """Under the policy that sampled: the trainer's where they were computed, else the sampler's."""
         return self.old_logps or [c.logps for g in self.groups for c in g.completions]
@@ -314,11 +319,16 @@ def _in_all(groups: Sequence[Group]) -> int:
     return sum(distributed.gathered(len(groups), "groups kept"))
 
 
+def drawn_tokens(completion: Completion) -> np.ndarray:
+    """Bool [n]: False for the tokens that a tool put there."""
+    return np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+
+
 def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
     """Bool [n]: the tokens that the model drew itself; none of a completion that ran out of tokens where such are left
     out.
     """
-    drawn = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+    drawn = drawn_tokens(completion)
     return drawn & (completion.finish is not FinishReason.LENGTH) if mask_truncated else drawn
 
 

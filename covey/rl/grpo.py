@@ -61,12 +61,12 @@ class GRPOLearner(Learner):
 def group_advantages(
     x: Experience, algorithm: Algorithm, beta: float, advantage_fn: AdvantageFn | None = None
 ) -> Experience:
-    """The experience with advantages from its groups' rewards, less β·KL of the whole answer where the KL is in the
-    reward.
+    """The experience with advantages from its groups' rewards, less β·KL of all tokens that the model drew where the KL
+    is in the reward.
     """
     rewards = x.rewards
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta)
+        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)
         rewards = rewards - np.array([p.sum() for p in penalties]).reshape(rewards.shape)
     compute = advantage_fn or ADVANTAGES[algorithm.advantage]
     over_groups = advantage_fn is not None or algorithm.advantage == "batch_std"

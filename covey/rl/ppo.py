@@ -77,15 +77,17 @@ def _explained(batches: Sequence[TrainBatch]) -> Metrics:
 def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experience:
     """The experience with each token's advantage and return.
 
-    A token's reward is −β·KL where the KL is in the reward, and the answer's reward comes on top at its last token.
-    An answer that nothing scored earns nothing and teaches nothing: its advantages are 0, its returns its values.
+    A token's reward is −β·KL where the KL is in the reward, and the answer's reward comes on top at its last token. An
+    answer that nothing scored earns nothing and teaches nothing: its advantages are 0, its returns its values. So it is
+    with each token that a tool put into an answer; the tokens that count are those which the model drew.
     """
     assert x.values is not None, "the feeder computes values for an algorithm with a critic"
     penalties = [np.zeros(n) for n in x.lengths]
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta)
+        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)
     rewards = x.rewards.ravel()
-    advantages, returns = gae(token_rewards(rewards, penalties), x.values, algorithm.gamma, algorithm.gae_lambda)
+    earned = token_rewards(rewards, penalties, x.drawn)
+    advantages, returns = gae(earned, x.values, algorithm.gamma, algorithm.gae_lambda, x.drawn)
     scored = [np.full(n, not np.isnan(r)) for n, r in zip(x.lengths, rewards, strict=True)]
     if algorithm.whiten:
         taught = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
@@ -93,7 +95,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
         advantages = distributed.jointly(_whitened, list(zip(advantages, counted, strict=True)), "advantages")
     advantages = [np.where(known, a, 0.0) for known, a in zip(scored, advantages, strict=True)]
     returns = [np.where(known, r, v) for known, r, v in zip(scored, returns, x.values, strict=True)]
-    means = iter([float(a.mean()) if a.size else 0.0 for a in advantages])
+    means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.drawn, strict=True)])
     groups = [replace(g, advantages=np.array([next(means) for _ in g.completions], np.float32)) for g in x.groups]
     return replace(x, groups=groups, advantages=advantages, returns=returns)
 

@@ -5,7 +5,7 @@ reward instead of a term of the loss. On the host, in float64; lengths are in to
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from covey.rl.losses import LIMIT
 
@@ -13,6 +13,8 @@ STEP_CLIP = 0.2
 """Largest relative error that `adapted_beta` reacts to."""
 
 PerToken = Float[np.ndarray, "n"]
+Drawn = Sequence[Bool[np.ndarray, "n"]]
+"""One mask a sample: True for the tokens that the policy drew, False for those that a tool put there."""
 
 
 def overlong_penalty(
@@ -35,7 +37,9 @@ def overlong_penalty(
     return penalty * np.clip((max_new_tokens - room - np.asarray(lengths)) / room, -1.0, 0.0)
 
 
-def kl_penalty(logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float) -> list[PerToken]:
+def kl_penalty(
+    logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float, drawn: Drawn | None = None
+) -> list[PerToken]:
     """β·KL of each token, one array a sample; their sum is what a sample's own reward loses.
 
     In a reward k1 is the one to use: its sum is log(policy / reference) of the whole answer, whose expected gradient is
@@ -46,21 +50,27 @@ def kl_penalty(logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimat
         ref_logps: of the same tokens under the reference.
         estimator: a name of `KLS`.
         beta: weight β.
+        drawn: the other tokens cost nothing, for no choice of the policy was made there. All when None.
 
     >>> kl_penalty([np.array([-1.0, -2.0]), np.zeros(0)], [np.array([-1.5, -1.5]), np.zeros(0)], "k1", beta=0.1)
     [array([ 0.05, -0.05]), array([], dtype=float64)]
     """
-    return [beta * KLS[estimator](_difference(p, ref)) for p, ref in zip(logps, ref_logps, strict=True)]
+    samples = zip(logps, ref_logps, _masks(drawn, logps), strict=True)
+    return [_only(mask, beta * KLS[estimator](_difference(p, ref))) for p, ref, mask in samples]
 
 
-def token_rewards(rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken]) -> list[PerToken]:
-    """The reward of each token, one array a sample: −penalty, and at the last token the sample's reward besides (Ouyang
-    et al., 2022). Zeros for a sample that no function scored (NaN), nothing for one without tokens.
+def token_rewards(
+    rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], drawn: Drawn | None = None
+) -> list[PerToken]:
+    """The reward of each token, one array a sample: −penalty at each token that the policy drew, and at the last of
+    them the sample's reward besides (Ouyang et al., 2022). Zeros for a sample that no function scored (NaN), or that
+    the policy drew nothing of.
 
     >>> token_rewards(np.array([1.0, np.nan]), [np.array([0.1, 0.2]), np.array([0.3])])
     [array([-0.1,  0.8]), array([0.])]
     """
-    return [_laid(float(reward), penalty) for reward, penalty in zip(rewards, penalties, strict=True)]
+    samples = zip(rewards, penalties, _masks(drawn, penalties), strict=True)
+    return [_laid(float(reward), penalty, mask) for reward, penalty, mask in samples]
 
 
 def adapted_beta(beta: float, kl: float, target: float, horizon: int, samples: int) -> float:
@@ -107,11 +117,22 @@ def _difference(logps: PerToken, ref_logps: PerToken) -> PerToken:
     return np.asarray(ref_logps, np.float64) - np.asarray(logps, np.float64)
 
 
-def _laid(reward: float, penalty: PerToken) -> PerToken:
-    out = np.zeros(len(penalty))
-    if not np.isnan(reward) and out.size:
-        out -= penalty
-        out[-1] += reward
+def _laid(reward: float, penalty: PerToken, drawn: Bool[np.ndarray, "n"]) -> PerToken:
+    if np.isnan(reward) or not drawn.any():
+        return np.zeros(len(penalty))
+    out = -_only(drawn, penalty)
+    out[np.flatnonzero(drawn)[-1]] += reward
+    return out
+
+
+def _masks(drawn: Drawn | None, arrays: Sequence[PerToken]) -> Drawn:
+    return [np.ones(len(a), bool) for a in arrays] if drawn is None else drawn
+
+
+def _only(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
+    """0 where the mask is False; indexing refuses a mask of another length, which `np.where` would broadcast."""
+    out = np.zeros(len(values))
+    out[mask] = values[mask]
     return out
 
 
