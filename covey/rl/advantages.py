@@ -116,7 +116,7 @@ def whiten(
     """
     masks = _masks(mask, arrays)
     counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(0)])
-    if counted.size < 2 or _tied(counted):
+    if not counted.size or _tied(counted):
         return [np.zeros(len(a)) for a in arrays]
     mean, std = counted.mean(), counted.std(ddof=1)
     return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _pairs(arrays, masks)]
