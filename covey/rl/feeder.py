@@ -335,4 +335,6 @@ def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
 def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
     if x.returns is None or x.values is None:
         return None
-    return ValueInputs(returns=lay(rows, x.returns), old_values=lay(rows, x.values), weight=lay(rows, in_loss))
+    scored = ~np.isnan(x.rewards.ravel())
+    weight = [mask & known for mask, known in zip(in_loss, scored, strict=True)]
+    return ValueInputs(returns=lay(rows, x.returns), old_values=lay(rows, x.values), weight=lay(rows, weight))

@@ -28,7 +28,7 @@ class ValueInputs(NamedTuple):
     Attributes:
         returns: what the values should have been.
         old_values: the critic's at the rollout.
-        weight: of the token in the sum; more than 0 exactly where the token is in the loss.
+        weight: of the token in the sum; more than 0 exactly where the token is in the loss and its answer was scored.
     """
 
     returns: Float[Any, "R M"]
@@ -78,7 +78,8 @@ def value_loss(
 
 
 def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> float:
-    """1 − Var(R − v) / Var(R) over all tokens of a step; NaN when the returns are all equal.
+    """1 − Var(R − v) / Var(R) over all tokens that the critic learnt from in a step; NaN when the returns are all
+    equal.
 
     Args:
         values: the critic's, one array a completion.

@@ -13,7 +13,9 @@ from covey.rewards import RewardRunner
 from covey.rl.feeder import Clock, Feeder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
+from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
+from covey.rl.rows import Rows, unpack
 from covey.rl.trainer import TrainBatch
 from covey.safety import RewardSafetyConfig
 from covey.sampling.sampler import SamplerStats
@@ -43,6 +45,9 @@ class Fake:
         self.asked.append((first, [e["prompt"] for e in examples]))
         return [Group(e["prompt"], np.ones(2, np.int32), e["completions"], {"points": e["points"]}) for e in examples]
 
+    def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
+        return unpack(rows, np.sin(rows.target), lengths)
+
 
 def in_order(completions: Sequence[str], points: Sequence[tuple[float, float]]) -> list[float]:
     """The two completions of a prompt get its two points."""
@@ -61,7 +66,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
         runner = settings.pop("runner", RewardRunner())
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         training, algorithm = RLTrainingConfig(prompts_per_step=len(rows)), algorithm_of(config)
-        stock = list(spare)
+        stock, estimate = list(spare), gae_advantages if algorithm.has_critic else group_advantages
 
         def take(count: int) -> list[Any]:
             taken, stock[:] = stock[:count], stock[count:]
@@ -74,7 +79,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
             algorithm=algorithm,
             training=training,
             sizes=stage_sizes(training, G),
-            estimate=lambda x, beta: group_advantages(x, algorithm, beta),
+            estimate=lambda x, beta: estimate(x, algorithm, beta),
             beta=algorithm.beta,
             runner=runner,
         )
@@ -111,6 +116,21 @@ def test_a_tools_tokens_weigh_nothing_and_are_not_counted(fed: Callable) -> None
     weights = batch.inputs.weight[batch.rows.home[..., 0] == 0]
     assert weights.tolist() == [0.5, 0, 0, 0.5]
     assert batch.denominator == 2
+
+
+def test_the_critic_learns_from_drawn_tokens_of_scored_answers(fed: Callable) -> None:
+    """A tool's tokens, an answer that nothing scored and one that is masked have no weight, and so no part in the
+    critic's loss, its metrics and the variance it explains.
+    """
+    answers = completion(4, [True, False, False, True]), completion(2)
+    cut_off = completion(3, cut_off=True), completion(1)
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    rows = [row("a", (1.0, float("nan")), answers), row("b", (0.0, 1.0), cut_off)]
+    (batch,), _ = fed(rows, runner=runner, algorithm="ppo", mask_truncated=True)
+    weights = unpack(batch.rows, batch.value_inputs.weight, [4, 2, 3, 1])
+    assert [w.tolist() for w in weights] == [[1, 0, 0, 1], [0, 0], [0, 0, 0], [1]]
+    returns = unpack(batch.rows, batch.value_inputs.returns, [4, 2, 3, 1])
+    np.testing.assert_allclose(returns[0][3], 1.0, rtol=1e-6)  # the reward, at the last token
 
 
 def test_a_step_whose_completions_are_all_masked_weighs_nothing(fed: Callable) -> None:
