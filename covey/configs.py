@@ -138,7 +138,9 @@ class GRPOConfig:
     num_iterations: int = 1
     """Updates per batch of rollouts: μ."""
     reward_weights: tuple[float, ...] | None = None
-    """Weight of each reward function in the total; all 1 when not set. A reward model comes last."""
+    """Weight of each reward function in the total; all 1 when not set. A reward model comes last. With weight 0 a
+    function is only shown: it counts for nothing, neither in the total nor in whether an answer was scored.
+    """
     advantage: Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"] | None = None
     """How rewards become advantages; gae needs a critic."""
     ratio: Literal["token", "sequence", "sequence_token"] | None = None

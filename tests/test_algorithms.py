@@ -76,6 +76,12 @@ def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
         recipe.parse(SMALL, words)
 
 
+def test_reward_weights_that_are_all_zero_are_refused() -> None:
+    (found,) = problems(GRPOConfig(reward_weights=(0.0, 0.0)))
+    assert found[:2] == ("reward_weights", "grpo.reward_weights are all 0: no answer would be scored")
+    assert list(problems(GRPOConfig(reward_weights=(0.0, -1.0)))) == []
+
+
 def test_an_unknown_algorithm_gets_the_nearest_name() -> None:
     with pytest.raises(RecipeError) as caught:
         recipe.parse(SMALL, ["--algorithm", "drgrpo"])

@@ -36,7 +36,8 @@ def score(
     Args:
         groups: completions of any number of prompts; the functions see all of them in one call.
         reward_fns: functions, or names that `resolve` knows; one alone will do.
-        weights: factor of each function in the total; all 1 when not given.
+        weights: factor of each function in the total; all 1 when not given. A function of weight 0 is called and
+            listed, and counts for nothing: neither in the sum nor in whether a sample was scored.
         runner: says where they run, and what becomes of what fails; here, and an error, when not given.
         failed: failures that the runner let pass are added to it, by function.
 
@@ -54,7 +55,7 @@ def score(
     names = function_names(functions)
     called = runner or RewardRunner()
     table = called.run(dict(zip(names, functions, strict=True)), samples, failed)
-    scored = ~np.isnan(table)
+    scored = ~np.isnan(table) & (factors != 0)[:, None]
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
     totals[~scored.any(axis=0)] = np.nan
     return _split(groups, names, table, totals)
@@ -130,6 +131,9 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
         raise RecipeError(
             what, want=f"{count} finite numbers", fix="one for each function", where="grpo.reward_weights"
         )
+    if not factors.any():
+        what = "the reward weights are all 0: no answer would be scored"
+        raise RecipeError(what, want="one that is not 0", where="grpo.reward_weights")
     return factors
 
 

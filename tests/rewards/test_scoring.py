@@ -205,6 +205,21 @@ def test_none_is_left_out_of_the_sum_and_all_none_is_nan():
     assert np.array_equal(totals, [np.nan, 1.0, 5.0, 5.0, 0.0], equal_nan=True)
 
 
+def test_a_weight_of_zero_counts_for_nothing():
+    """A function that is only watched neither adds to a sum nor makes a sample one that was scored."""
+    judge, watched = returns([None, 1.0, None, 2.0, 0.0]), returns([7.0, None, None, 3.0, 5.0])
+    scored = score(GROUPS, [judge, watched], weights=[0.5, 0.0])
+    totals = np.concatenate([g.rewards for g in scored])
+    assert np.array_equal(totals, [np.nan, 0.5, np.nan, 1.0, 0.0], equal_nan=True)
+    shown = np.concatenate([g.rewards_by_function["constant_2"] for g in scored])
+    assert np.array_equal(shown, [7.0, np.nan, np.nan, 3.0, 5.0], equal_nan=True)
+
+
+def test_weights_that_are_all_zero_are_refused():
+    with pytest.raises(RecipeError, match="weights are all 0"):
+        score(GROUPS, [length, length], weights=[0.0, -0.0])
+
+
 NUMBERS = [
     [0.7] * 5,
     (0, 1, 2, 3, 4),
