@@ -113,12 +113,21 @@ def problems(config: GRPOConfig) -> Iterator[Problem]:
     if a.beta and a.kl == "k1" and a.kl_in == "loss":
         what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"
         yield "kl", what, "k2 or k3, or grpo.kl_in reward"
+    if config.num_iterations > 1 and a.surrogate == "reinforce":
+        yield _updates_without_a_ratio(config)
     if config.reward_weights is not None and not any(config.reward_weights):
         what = "grpo.reward_weights are all 0: no answer would be scored"
         yield "reward_weights", what, "one that is not 0"
     if config.reference_every_n_updates and not a.beta:
         what = "grpo.reference_every_n_updates moves a reference that nothing uses, for grpo.beta is 0"
         yield "reference_every_n_updates", what, "0, or a grpo.beta above 0"
+
+
+def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
+    what = f"grpo.num_iterations is {config.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
+    what += "on a batch would take the answers for those of a policy that did not sample them"
+    with_ratio = ", ".join(name for name, preset in PRESETS.items() if preset.surrogate != "reinforce")
+    return "num_iterations", what, f"1, or an algorithm with a ratio: {with_ratio}"
 
 
 def _uses(config: GRPOConfig, a: Algorithm) -> Iterator[tuple[tuple[str, ...], bool, str]]:

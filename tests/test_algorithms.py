@@ -62,6 +62,8 @@ def test_ppo_has_a_config_of_its_own() -> None:
         ({"whiten": True}, "whiten", "no use"),
         ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "nothing uses"),
         ({"algorithm": "ppo", "num_generations": 1, "max_sampling_rounds": 2}, "max_sampling_rounds", "always equal"),
+        ({"algorithm": "reinforce", "num_iterations": 4}, "num_iterations", "has no ratio"),
+        ({"surrogate": "reinforce", "num_iterations": 2, "correction": "token_mask"}, "num_iterations", "has no ratio"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
@@ -74,6 +76,15 @@ def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
     words = [f"--grpo.{key}={value}" for key, value in settings.items()]
     with pytest.raises(RecipeError, match=f"grpo.{name}"):
         recipe.parse(SMALL, words)
+
+
+def test_a_second_update_without_a_ratio_is_refused_with_what_has_one() -> None:
+    """Every other algorithm weighs it by a ratio; a correction compares sampler and trainer before any update."""
+    (found,) = problems(GRPOConfig(algorithm="reinforce", num_iterations=4))
+    others = [name for name in PRESETS if name != "reinforce"]
+    assert found[2] == f"1, or an algorithm with a ratio: {', '.join(others)}"
+    assert all(list(problems(GRPOConfig(algorithm=name, num_iterations=4))) == [] for name in others)
+    assert list(problems(GRPOConfig(algorithm="reinforce", surrogate="clip", num_iterations=4))) == []
 
 
 def test_reward_weights_that_are_all_zero_are_refused() -> None:

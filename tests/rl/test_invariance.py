@@ -75,9 +75,12 @@ class Remembered(NamedTuple):
     seen: tuple[Any, Any]
 
 
-def remembering() -> optax.GradientTransformation:
+def remembering(updates: int) -> optax.GradientTransformation:
     """Follows no gradient: after a batch's first update the weights are half as large again, after its last they are
     back to the bit, for the difference of numbers so close is exact.
+
+    Args:
+        updates: on each batch.
     """
 
     def init(params: Any) -> Remembered:
@@ -86,7 +89,7 @@ def remembering() -> optax.GradientTransformation:
 
     def update(grads: Any, state: Remembered, params: Any = None) -> tuple[Any, Remembered]:
         count = state.count + 1
-        factor = jnp.where(count % UPDATES == 0, 1.0, 1.5)
+        factor = jnp.where(count % updates == 0, 1.0, 1.5)
         moves = jax.tree.map(lambda start, now: start * factor - now, state.start, params)
         return moves, Remembered(state.start, count, (state.seen[1], grads))
 
@@ -115,7 +118,8 @@ class Lab:
     """
 
     def __init__(self, config: GRPOConfig, meshes: dict[Role, Any], like: "Lab | None" = None):
-        optimizer: Any = remembering()
+        updates = 1 if config.algorithm == "reinforce" else UPDATES  # it has no ratio for a second one
+        optimizer: Any = remembering(updates)
         self.training = RLTrainingConfig(
             max_steps=100, prompts_per_step=P, actor_optimizer=optimizer, critic_optimizer=optimizer, row_length=64,
             max_tokens_per_micro_batch=64,
@@ -134,7 +138,7 @@ class Lab:
         if like is not None:
             self.cluster.rollout = copy(like.cluster.rollout)
         self.steps: Steps = Steps([], [])
-        self.learner = self._learner(replace(config, num_generations=G, num_iterations=UPDATES))
+        self.learner = self._learner(replace(config, num_generations=G, num_iterations=updates))
         self.start = self.learner.state()
         self.learner.prepare(100)
         if like is not None:
