@@ -34,11 +34,20 @@ SETTINGS = [
     "evaluation.format=",
 ]
 JUDGES = """
+from pathlib import Path
+
 def length(completions):
     return [float(i % 2) for i, _ in enumerate(completions)]
 
 def alike(completions):
     return [0.1 + 0.2] * len(completions)
+
+def alike_from_the_second_step(completions):
+    trained, step = len(completions) == 8, Path("one step")  # an evaluation has fewer
+    different = trained and not step.exists()
+    if different:
+        step.touch()
+    return length(completions) if different else alike(completions)
 """
 
 slow = pytest.mark.slow
@@ -67,12 +76,22 @@ def weights(folder: Path, step: int) -> list[np.ndarray]:
         return [np.asarray(x) for x in jax.tree.leaves(saves.restore(step)[0]["params"])]
 
 
+def moments(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
+    """Adam's, by name."""
+    with Checkpointer(folder / "checkpoints", read_only=True) as saves:
+        leaves = jax.tree_util.tree_leaves_with_path(saves.restore(step)[0]["opt_state"])
+    named = [("".join(map(str, path)), np.asarray(x)) for path, x in leaves]
+    return {name: [x for path, x in named if f"'{name}'" in path] for name in ("mu", "nu")}
+
+
 # --- nothing to learn
 
 
 @slow
-def test_groups_of_equal_rewards_teach_exactly_nothing_and_the_run_says_so(place: Path, capsys: Any) -> None:
-    """0.1 + 0.2 is no number that a mean of four gives back; the weights must not move by its rounding."""
+def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Path, capsys: Any) -> None:
+    """0.1 + 0.2 is no number that a mean of four gives back; its rounding must not become a gradient. From a fresh
+    optimizer no weight moves.
+    """
     steps = PATIENCE + 2
     every = (f"training.max_steps={steps}", "training.checkpoint_every_n_steps=1", "training.max_to_keep=9")
     metrics = trained(place / "run", "rewards=judges:alike", *every)
@@ -84,6 +103,25 @@ def test_groups_of_equal_rewards_teach_exactly_nothing_and_the_run_says_so(place
     assert told.count("samples of every group scored alike") == 1
     assert f"step {PATIENCE}: in {PATIENCE} steps" in told
     assert "raise rollout.temperature" in told
+
+
+@slow
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_equal_rewards_in_the_middle_of_a_run_have_no_gradient(place: Path, momentum: float) -> None:
+    """Adam's moments fade by exactly b1 and b2, so that the gradient added to them was exactly 0. The momentum of the
+    step before still moves the weights; without one they stay.
+    """
+    more = (f"training.actor_optimizer.b1={momentum}", "training.checkpoint_every_n_steps=1")
+    first, second = trained(place / "run", "rewards=judges:alike_from_the_second_step", *more)
+    assert first["grad_norm"] > 0
+    assert (second["frac_reward_zero_std"], second["loss"], second["grad_norm"]) == (1, 0, 0)
+    before, after = (moments(place / "run", step) for step in (1, 2))
+    assert all(any(x.any() for x in found) for found in (before["nu"], after["nu"]))
+    for name, decay in (("mu", momentum), ("nu", 0.99)):
+        for x, y in zip(before[name], after[name], strict=True):
+            np.testing.assert_array_equal(y, np.float32(decay) * x)
+    moved = [np.abs(x - y).max() for x, y in zip(*(weights(place / "run", step) for step in (1, 2)), strict=True)]
+    assert (max(moved) > 1e-3) == (max(moved) > 0) == (momentum > 0)
 
 
 @slow
