@@ -74,6 +74,13 @@ def test_a_small_difference_is_no_tie() -> None:
     np.testing.assert_allclose(of("centred", (0.3, 0.3 + 2e-9)), [[-1e-9, 1e-9]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-9, 1.0, -1e6])
+def test_a_tie_is_a_share_of_the_largest_reward(size: float) -> None:
+    """Half of 1e-12 of it is none of a difference, twice that is one, whatever the unit of the rewards."""
+    assert not informative(size * np.array([1.0, 1.0 + 5e-13, 1.0]))
+    assert informative(size * np.array([1.0, 1.0 + 2e-12, 1.0]))
+
+
 @every
 def test_unscored_samples_are_left_out_and_get_zero(name: str) -> None:
     first, second = of(name, (1, 0))[0]
