@@ -1,5 +1,8 @@
 """A run as a model: on the mesh that its recipe names, where the devices are there, and the same model everywhere."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -8,15 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from covey import recipe, run
 from covey.configs import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
+from covey.errors import ResumeError
+from covey.models import weights
 from covey.models.decoder import Decoder
+from covey.models.export import write_gguf
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
+from covey.recipe import SFTRecipe
 from covey.run import use
-from covey.run.opening import load_source, mesh_at_hand
+from covey.run.opening import load_source, mesh_at_hand, refuse_other_weights
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
 
@@ -30,10 +38,12 @@ def silent(text: str) -> None:
 @pytest.fixture(params=[0, 4], ids=["all weights", "adapters"])
 def trained(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """What a run on the mesh (1, 2) leaves: its recipe, and a checkpoint of weights that have moved."""
-    folder = tmp_path / "run"
-    settings = [f"model.source={TINY}", f"model.lora.rank={request.param}", "model.mesh.tp=2", "evaluation.prompts=2"]
-    ready = recipe.load("quickstart", settings)
-    model, _, origin = load_source(ready.model, TINY, silent)
+    return left_by_a_run(TINY, tmp_path / "run", f"model.lora.rank={request.param}", "model.mesh.tp=2")
+
+
+def left_by_a_run(source: str, folder: Path, *settings: str) -> str:
+    ready = recipe.load("quickstart", [f"model.source={source}", "evaluation.prompts=2", *settings])
+    model, _, origin = load_source(ready.model, source, silent)
     moved = nnx.to_pure_dict(jax.tree.map(lambda x: x + 0.1, split_trainable(model)[1]))
     with Checkpointer(folder / "checkpoints") as saves:
         saves.save(1, {"params": moved}, {"model": origin})
@@ -115,3 +125,116 @@ def test_one_device_needs_no_mesh() -> None:
     found = mesh_at_hand(MeshConfig(fsdp=2, tp=2), silent)
     assert found is not None
     assert found.size == 4
+
+
+# --- a run knows its weights by their content
+
+
+def adapted_run(source: Path, out: Path) -> Path:
+    """One step of supervised training of adapters on the model at `source`; `recipe.yaml` asks for a second step."""
+    data = out.with_name("data.jsonl")
+    data.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "yes"}) + "\n" for n in range(20)))
+    settings = ["model.lora.rank=2", "training.max_steps=1", "training.batch_size=2", "training.row_length=64"]
+    settings += ["evaluation.answers=0", "training.max_tokens_per_micro_batch=64", f"data.path={data}"]
+    run.train_sft(recipe.load("sft-smollm2", [f"model.source={source}", *settings], SFTRecipe), out)
+    edit(out / "recipe.yaml", "max_steps: 1", "max_steps: 2")
+    return out
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def as_folder(place: Path) -> Path:
+    return Path(shutil.copytree(TINY, place / "model"))
+
+
+def as_gguf(place: Path) -> Path:
+    loaded = weights.load(TINY)
+    write_gguf(loaded.model, loaded.tokenizer, place / "gguf")
+    return place / "gguf" / "model.gguf"
+
+
+def add_a_half(model: Path) -> None:
+    """To every number of the model, which keeps its place and size."""
+    if model.is_dir():
+        for file in model.glob("*.safetensors"):
+            held = safetensors.numpy.load_file(file)
+            safetensors.numpy.save_file({name: x + np.float32(0.5) for name, x in held.items()}, file)
+        return
+    import gguf
+
+    for tensor in gguf.GGUFReader(model, "r+").tensors:
+        tensor.data[...] += np.float32(0.5)
+        tensor.data.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [as_folder, as_gguf])
+def test_adapters_stay_on_the_same_bytes_wherever_they_lie(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = make(tmp_path)
+    out = left_by_a_run(str(source), tmp_path / "run", "model.lora.rank=2")
+    moved = tmp_path / ("moved" + source.suffix)
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, moved)
+    add_a_half(source)
+    with pytest.raises(ResumeError, match="this run began with the weights"):
+        run.open_model(out, ModelOptions(), silent)
+    edit(Path(out) / "recipe.yaml", f"source: {source}", f"source: {moved}")
+    run.open_model(out, ModelOptions(), silent)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_path: Path) -> None:
+    source = as_folder(tmp_path)
+    out = adapted_run(source, tmp_path / "run")
+    moved = shutil.copytree(source, tmp_path / "moved")
+    add_a_half(source)
+    with pytest.raises(ResumeError, match="this run began with the weights"):
+        run.resume_sft(out)
+    edit(out / "recipe.yaml", f"source: {source}", f"source: {moved}")
+    assert run.resume_sft(out)["steps"] == 2
+
+
+@pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
+def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(trained: str) -> None:
+    said: list[str] = []
+    with Checkpointer(Path(trained) / "checkpoints") as saves:
+        state, _ = saves.restore()
+        saves.save(2, state, {"model": TINY})
+    run.open_model(trained, ModelOptions(), said.append)
+    assert f"taking those at {TINY} for the same" in "\n".join(said)
+
+
+ADAPTER = " with the adapter sha256 0123456789abcdef"
+ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "accepted"),
+    [
+        ("/a" + ONE, "/b" + ONE, True),
+        ("/a" + ONE, "/a" + OTHER, False),
+        ("/a" + ONE + ADAPTER, "/b" + ONE + ADAPTER, True),
+        ("/a" + ONE + ADAPTER, "/a" + ONE, False),
+        ("/a" + ONE, "/a" + ONE + ADAPTER.replace("0", "f"), False),
+        ("/a", "/a" + ONE, True),
+        ("/a", "/b" + ONE, False),
+        ("/a" + ADAPTER, "/a" + ONE + ADAPTER, True),
+        ("/a" + ADAPTER, "/a" + ONE, False),
+        ("/a" + ONE, "hf:org/name@0123", False),
+        ("hf:org/name@0123", "/a" + ONE, False),
+        ("hf:org/name@0123", "hf:org/name@0123", True),
+        ("hf:org/name@0123", "hf:org/name@4567", False),
+        ("/a\nb" + ONE, "/c" + ONE, True),
+        ("/a" + ONE + ONE, "/b" + ONE, True),
+    ],
+)
+def test_which_weights_continue_a_run(then: str, now: str, accepted: bool) -> None:
+    if accepted:
+        refuse_other_weights(then, now, Path("run"), silent)
+        return
+    with pytest.raises(ResumeError, match=re.escape(repr(then))):
+        refuse_other_weights(then, now, Path("run"), silent)

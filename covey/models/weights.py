@@ -134,6 +134,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUF(path) if path.is_file() else Folder(path)
 
 
+def files(path: Path) -> list[Path]:
+    """The files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
+
+    Raises:
+        WeightsError: the folder has no weights.
+    """
+    if path.is_file():
+        return [path]
+    beside = [path / name for name in DESCRIBING if (path / name).is_file()]
+    return beside + [path / name for name in _files(path)]
+
+
 def labels(checkpoint: Checkpoint) -> int | None:
     """How many labels its classification head has; None for a language model."""
     return checkpoint.labels() if isinstance(checkpoint, Folder) else None
@@ -304,3 +316,7 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+DESCRIBING = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+"""What is read of a folder beside its weights."""

@@ -216,7 +216,7 @@ class Run(ABC, Generic[RecipeT]):
 
     def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
         compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
-        refuse_other_weights(extra["model"], self.origin, self.out)
+        refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
 
     def _written(self) -> dict[str, Any] | None:
         """The summary of the run that is gone on with, if it came so far."""

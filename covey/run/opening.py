@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from covey import recipe as recipes
 from covey.configs import MeshConfig, ModelOptions
 from covey.errors import ResumeError
-from covey.models import peft, scratch, weights
+from covey.models import digests, peft, scratch, weights
 from covey.models.decoder import Decoder
 from covey.models.lora import rebased, split_trainable, with_lora
 from covey.models.quantised import format_of
@@ -25,6 +26,11 @@ from covey.train.checkpoint import Checkpointer
 from covey.train.folders import SUMS
 
 CHECKPOINTS = "checkpoints"
+LOCAL = re.compile(
+    r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
+    re.DOTALL,
+)
+"""The origin of weights at a path. Runs made before they were known by content noted no digest."""
 Say = Callable[[str], None]
 
 
@@ -92,14 +98,28 @@ def _computed(options: ModelOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
-def refuse_other_weights(then: str, now: str, where: Path) -> None:
-    """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`."""
-    if then != now:
+def refuse_other_weights(then: str, now: str, where: Path, say: Say) -> None:
+    """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`.
+
+    Weights at a path are compared by content, wherever they lie. Of a run that noted their path alone the path is
+    compared, and `say` is told.
+    """
+    if then != now and not _same_local(then, now, say):
         raise ResumeError(
             f"this run began with the weights {then!r}, and {now!r} is what can be had now",
             fix="make the first available again: other weights would not continue the run",
             where=str(where),
         )
+
+
+def _same_local(then: str, now: str, say: Say) -> bool:
+    begun, found = LOCAL.fullmatch(then), LOCAL.fullmatch(now)
+    if begun is None or found is None or begun["adapter"] != found["adapter"]:
+        return False
+    if begun["digest"] is None and begun["path"] == found["path"]:
+        say(f"the run noted where its weights lay and not what they were: taking those at {found['path']} for the same")
+        return True
+    return begun["digest"] == found["digest"]
 
 
 def use_compilation_cache() -> None:
@@ -121,7 +141,14 @@ def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None)
         mesh=mesh,
         say=say,
     )
-    return loaded.model, loaded.tokenizer, loaded.origin
+    return loaded.model, loaded.tokenizer, _with_digest(loaded.origin)
+
+
+def _with_digest(origin: str) -> str:
+    """`origin`, and for a path the digest of what lies there (`LOCAL`)."""
+    if not os.path.isabs(origin):
+        return origin
+    return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
 
 
 def _placed(model: Decoder, mesh: Mesh) -> Decoder:
@@ -147,6 +174,6 @@ def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         sums = saves.folder / f"{step or 0:08d}" / SUMS
         origin = f"checkpoint {step} of a run, sha256 {hashlib.sha256(sums.read_bytes()).hexdigest()[:16]}"
-    refuse_other_weights(extra["model"], base, folder)
+    refuse_other_weights(extra["model"], base, folder, say)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin
