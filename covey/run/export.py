@@ -1,12 +1,13 @@
 """A run or a model in the formats of others, read back and compared before it is in place."""
 
+import shlex
 from pathlib import Path
 
 from covey import recipe as recipes
 from covey.configs import ModelOptions
+from covey.errors import WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
-from covey.recipe import is_run
 from covey.run.card import USES, History, model_card
 from covey.run.opening import open_model
 from covey.tokenizer import Tokenizer
@@ -21,15 +22,16 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
         shard_size: hf: most bytes in a file of weights.
 
     Raises:
-        CoveyError: `out` is taken; the run has no adapters (peft); the family has no such format (gguf).
+        CoveyError: `out` is taken; the run has no adapters, or they belong on what another run left (peft); the family
+            has no such format (gguf).
     """
     formats.check_new(out)
-    trained = recipes.load_any(source).model if is_run(source) else ModelOptions()
-    if kind == "peft" and not (trained.adapter or trained.lora.rank):
-        raise formats.no_adapters()
+    history = History.of(source)
+    if kind == "peft":
+        _check_adapters(history, source, out)
     model, tokenizer = open_model(source, ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32"), _say)
     _say(f"writing {kind}, and reading it back")
-    apart = _write(History.of(source), model, tokenizer, out, kind, dtype, shard_size)
+    apart = _write(history, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
     _say(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
     _say(f"logits of what was read back differ by {apart.largest:.2g} at most; the largest is {apart.of:.2g}")
@@ -42,19 +44,38 @@ def _write(
     assert library in USES
     card = model_card(history, library)
     if kind == "peft":
-        return formats.write_peft(model, tokenizer.vocab_size, out, base=_adapted(history), card=card)
+        return formats.write_peft(model, tokenizer.vocab_size, out, base=_base(history), card=card)
     if kind == "gguf":
         return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card)
     folder = history.folder()
     return formats.write_hf(model, tokenizer, out, source=folder, dtype=dtype, shard_size=shard_size, card=card)
 
 
-def _adapted(history: History) -> str:
-    """What the adapters were trained on: the base itself, or the model that an earlier run left."""
+def _check_adapters(history: History, source: str, out: Path) -> None:
+    """Refuse a run whose adapters others cannot use: it has none, or their base is the model of another run."""
+    trained = recipes.load_any(source).model if history.runs else ModelOptions()
+    if not (trained.adapter or trained.lora.rank):
+        raise formats.no_adapters()
     if len(history.runs) > 1:
-        return str(history.runs[1].resolve())
+        raise WeightsError(
+            f"the adapters of this run belong on the model that the run {history.runs[1].name!r} left, and nobody else "
+            "has that",
+            want="adapters of a model that others can load",
+            fix=f"export base and adapters merged: covey export {shlex.quote(source)} --out {shlex.quote(str(out))}",
+            where=source,
+        )
+
+
+def _base(history: History) -> str:
+    """What adapter_config.json calls the base: its repository, or the name of a local one without its path."""
+    if repository := history.repository():
+        return repository
     local = Path(history.base).expanduser()
-    return history.repository() or (str(local.resolve()) if local.exists() else history.base)
+    if not local.exists():
+        return history.base
+    name = local.resolve().name
+    _say(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
+    return name
 
 
 def _say(text: str) -> None:

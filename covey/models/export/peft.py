@@ -21,7 +21,7 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
     Args:
         vocabulary: tokens that the comparison may use.
         out: the folder, new or empty.
-        base: what adapter_config.json calls the base model: a repository or a folder.
+        base: what adapter_config.json calls the base model: a repository, or the name of a local one.
         card: text of README.md.
 
     Returns:
