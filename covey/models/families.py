@@ -10,10 +10,11 @@ Norm scales stay as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from covey.errors import WeightsError, nearest
+from covey.errors import WeightsError
 from covey.models import hf_config
 from covey.models.config import ModelConfig
 from covey.models.hf_config import Config, Fields
@@ -56,14 +57,29 @@ def read_config(config: Config, where: str = "config.json") -> ModelConfig:
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise WeightsError(
-            f"model_type {kind!r} is not supported", want=f"one of: {known}", fix=nearest(kind, FAMILIES), where=where
-        )
+        raise _unknown(kind, config, where)
     try:
         return FAMILIES[kind].read(config)
     except KeyError as error:
         raise WeightsError(f"the field {error} is missing", where=where) from error
+
+
+def _unknown(kind: str, config: Config, where: str) -> WeightsError:
+    """The answer to a family that has no row. No neighbour is named: a tool wrote the name, so it is no misspelling."""
+    why, fix, text = "", "", config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    if has_experts(kind, {**config, **inner}):
+        why = ": mixtures of experts are not"
+    elif str(inner.get("model_type")) in FAMILIES:
+        why = f": its text model alone, {inner['model_type']!r}, is"
+        fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
+    known = "one of: " + ", ".join(sorted(FAMILIES))
+    return WeightsError(f"model_type {kind!r} is not supported{why}", want=known, fix=fix, where=where)
+
+
+def has_experts(kind: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a mixture of experts goes by the name `kind` or has such `settings`."""
+    return "moe" in kind.lower() or any("expert" in name and value for name, value in settings.items())
 
 
 def write_config(config: ModelConfig) -> Fields:

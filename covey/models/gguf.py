@@ -13,10 +13,10 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from covey.errors import WeightsError, nearest
+from covey.errors import WeightsError
 from covey.files import check_given
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.families import NameTable, match, names, orient
+from covey.models.families import NameTable, has_experts, match, names, orient
 from covey.tokenizer import Tokenizer
 
 
@@ -133,9 +133,10 @@ class _Fields:
 def _read_config(fields: _Fields, tensors: Mapping[str, Any]) -> ModelConfig:
     arch = fields["general.architecture"]
     if arch not in ARCHITECTURES:
-        raise WeightsError(
-            f"GGUF architecture {arch!r} is not supported", fix=nearest(arch, ARCHITECTURES), where=fields.where
-        )
+        mixed = has_experts(arch, {"experts": fields.get(f"{arch}.expert_count")})
+        why = ": mixtures of experts are not" if mixed else ""
+        known = "one of: " + ", ".join(ARCHITECTURES)
+        raise WeightsError(f"GGUF architecture {arch!r} is not supported{why}", want=known, where=fields.where)
     heads, hidden = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
     head_dim = fields.get(f"{arch}.attention.key_length") or hidden // heads
     if fields.get(f"{arch}.expert_count"):

@@ -155,7 +155,18 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
     ("fields", "says"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"model_type": "qwen4"}, "did you mean 'qwen"),
+        ({"model_type": "qwen4"}, "wanted: one of: gemma2, gemma3_text, llama"),
+        ({"model_type": "qwen2_moe", "num_experts": 4}, "'qwen2_moe' is not supported: mixtures of experts are not"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "'mixtral' is not supported: mixtures of experts are not"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "its text model alone, 'gemma3_text', is",
+        ),
+        (
+            {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
+            "model_type 'gemma3n' is not supported\n",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, "mixtures of experts are not"),
         ({"model_type": "nanochat", "attention_bias": True}, "attention_bias: True is not supported for nanochat"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
@@ -174,6 +185,15 @@ def test_gemma_that_looks_both_ways_is_refused() -> None:
     config = MODELS["gemma3_text"]["config"] | {"use_bidirectional_attention": True}
     with pytest.raises(WeightsError, match="use_bidirectional_attention: True is not supported for gemma3_text"):
         families.read_config(config)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3n", "qwen2_moe", "qwen3_next", "llama4", "gemma4_text", None])
+def test_another_family_is_not_taken_for_a_mistyped_one(kind: str | None) -> None:
+    """A tool wrote the name: a neighbour with a similar one is another architecture."""
+    with pytest.raises(WeightsError) as refused:
+        families.read_config({"model_type": kind, "text_config": {"model_type": [kind]}, "num_experts": 0})
+    assert "did you mean" not in str(refused.value)
+    assert ("experts" in str(refused.value)) == ("moe" in str(kind))
 
 
 def test_defaults_of_older_configs():

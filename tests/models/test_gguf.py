@@ -289,7 +289,8 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
     ("changes", "says"),
     [
         ({"arch": "mamba"}, "architecture 'mamba' is not supported"),
-        ({"arch": "qwen22"}, "did you mean 'qwen2'"),
+        ({"arch": "qwen2moe"}, r"'qwen2moe' is not supported: mixtures of experts are not\n  wanted: [a-z0-9:, ]*$"),
+        ({"arch": "qwen22"}, r"'qwen22' is not supported\n  wanted: one of: llama, qwen2, qwen3$"),
         ({"meta": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is unknown"),
         ({"meta": {"tokenizer.ggml.model": "llama"}}, "tokenizer 'llama' is not supported"),
         ({"meta": {"llama.expert_count": 8}}, "mixtures of experts"),
