@@ -70,6 +70,8 @@ class ModelConfig:
     """Heads turn the other way with growing position (nanochat)."""
     local_rope_theta: float | None = None
     """RoPE base of the layers with a window (Gemma 3)."""
+    local_rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary frequencies of the layers with a window (Gemma 3)."""
 
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer`, None when it sees everything before it."""

@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
     def _ropes(self, positions: Int[Array, "B T"]) -> list[Rope]:
         """Of the layers that see everything, and of those with a window."""
         c = self.config
-        bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, None)]
+        bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
         turns = [rope_frequencies(c.head_dim, *base) for base in bases]
         return [rope_tables(positions, -turn if c.rope_backwards else turn) for turn in turns]
 

@@ -74,19 +74,34 @@ def read_gemma2(c: Config) -> ModelConfig:
 
 
 def read_gemma3(c: Config) -> ModelConfig:
-    """Gemma 3, text alone."""
+    """Gemma 3, text alone.
+
+    `attn_logit_softcapping` is passed over: transformers, the reference, reads it and applies no cap to the scores.
+    """
     every = c.get("sliding_window_pattern", 6)
     default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(c))]
-    local = (c.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta")
     return _gemma(
         c,
         qk_norm=True,
-        attn_softcap=c.get("attn_logit_softcapping"),
         final_softcap=c.get("final_logit_softcapping"),
         windows=_windows(c, default),
-        rope_theta=_rope(c).get("rope_theta", c.get("rope_theta", 1_000_000.0)),
-        local_rope_theta=local or c.get("rope_local_base_freq", 10_000.0),
+        **_gemma3_ropes(c),
     )
+
+
+def _gemma3_ropes(c: Config) -> Fields:
+    """RoPE bases and scalings of the layers that see everything and of those with a window."""
+    kinds: dict[str, Any] = c.get("rope_parameters") or {}
+    if kinds and not kinds.keys() & {"full_attention", "sliding_attention"}:
+        raise WeightsError("rope_parameters name no kind of layer", want="full_attention and sliding_attention in them")
+    wide = (kinds.get("full_attention") or {}) | (c.get("rope_scaling") or {})
+    local = kinds.get("sliding_attention") or {}
+    return {
+        "rope_theta": wide.get("rope_theta", c.get("rope_theta", 1_000_000.0)),
+        "rope_scaling": _rope_scaling(wide, c, "full_attention"),
+        "local_rope_theta": local.get("rope_theta", c.get("rope_local_base_freq", 10_000.0)),
+        "local_rope_scaling": _rope_scaling(local, {}, "sliding_attention"),
+    }
 
 
 def read_nanochat(c: Config) -> ModelConfig:
@@ -141,7 +156,10 @@ def _rope(c: Config) -> Config:
     return settings.get("full_attention") or settings
 
 
-def _rope_scaling(rope: Config, c: Config) -> RopeScaling | None:
+def _rope_scaling(rope: Config, c: Config, layers: str = "") -> RopeScaling | None:
+    """The scaling that `rope` or an older config asks for; `layers` names those that it is for, where there are several
+    kinds.
+    """
     scaling = rope or c.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -158,7 +176,8 @@ def _rope_scaling(rope: Config, c: Config) -> RopeScaling | None:
             high_freq_factor=scaling["high_freq_factor"],
             original_max_positions=scaling["original_max_position_embeddings"],
         )
-    raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="one of: default, linear, llama3")
+    of = f" under {layers}" if layers else ""
+    raise WeightsError(f"RoPE scaling {kind!r}{of} is not supported", want="one of: default, linear, llama3")
 
 
 def _refuse(c: Config, *switches: str) -> None:
@@ -198,7 +217,16 @@ def write_gemma2(c: ModelConfig) -> Fields:
 
 
 def write_gemma3(c: ModelConfig) -> Fields:
-    return write_gemma2(c) | {"rope_local_base_freq": c.local_rope_theta}
+    """A scaling of the layers with a window has no place in the form of transformers 4: that of 5 is written then."""
+    fields = write_gemma2(c) | {"rope_local_base_freq": c.local_rope_theta}
+    if c.local_rope_scaling is None:
+        return fields
+    kinds = {
+        "full_attention": (c.rope_theta, c.rope_scaling),
+        "sliding_attention": (c.local_rope_theta, c.local_rope_scaling),
+    }
+    named = {kind: {"rope_theta": theta} | _by_type(scaling) for kind, (theta, scaling) in kinds.items()}
+    return {name: value for name, value in fields.items() if not name.startswith("rope_")} | {"rope_parameters": named}
 
 
 def write_nanochat(c: ModelConfig) -> Fields:
@@ -236,6 +264,10 @@ def _written_scaling(scaling: RopeScaling | None) -> Fields | None:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_positions,
     }
+
+
+def _by_type(scaling: RopeScaling | None) -> Fields:
+    return _written_scaling(scaling) or {"rope_type": "default"}
 
 
 def _layer_types(c: ModelConfig) -> Fields:

@@ -181,6 +181,32 @@ def test_what_we_do_not_compute_is_refused_by_name(fields: dict, says: str):
         families.read_config(llama(**fields))
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("scaling", ["yarn", "longrope", "dynamic"])
+def test_a_scaling_of_either_kind_of_layer_that_we_do_not_compute_is_refused(kind: str, scaling: str) -> None:
+    ropes = {kind: {"rope_type": scaling, "factor": 4.0, "rope_theta": 1e4}}
+    with pytest.raises(WeightsError, match=f"RoPE scaling '{scaling}' under {kind} is not supported"):
+        families.read_config(MODELS["gemma3_text"]["config"] | {"rope_parameters": ropes})
+
+
+def test_gemma3_rotations_in_every_spelling() -> None:
+    """The form of transformers 5, with one kind of layer left out, and that of 4, whose scaling was for wide layers."""
+    bare = {name: value for name, value in MODELS["gemma3_text"]["config"].items() if not name.startswith("rope_")}
+    linear = RopeScaling("linear", 8.0)
+    spelt = {"rope_type": "linear", "factor": 8.0}
+
+    def read(**fields: object) -> tuple:
+        found = families.read_config(bare | fields)
+        return found.rope_theta, found.rope_scaling, found.local_rope_theta, found.local_rope_scaling
+
+    assert read() == (1e6, None, 1e4, None)
+    assert read(rope_scaling=spelt, rope_theta=3e5, rope_local_base_freq=2e4) == (3e5, linear, 2e4, None)
+    assert read(rope_parameters={"sliding_attention": spelt}, rope_theta=3e5) == (3e5, None, 1e4, linear)
+    assert read(rope_parameters={"full_attention": spelt | {"rope_theta": 5.0}}) == (5.0, linear, 1e4, None)
+    with pytest.raises(WeightsError, match="rope_parameters name no kind of layer"):
+        read(rope_parameters=spelt)
+
+
 def test_gemma_that_looks_both_ways_is_refused() -> None:
     config = MODELS["gemma3_text"]["config"] | {"use_bidirectional_attention": True}
     with pytest.raises(WeightsError, match="use_bidirectional_attention: True is not supported for gemma3_text"):
@@ -216,11 +242,11 @@ def test_gemma_windows_of_configs_without_layer_types():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_written_config_means_what_was_read(name: str) -> None:
-    """Also after a way through JSON, and in the form that both transformers 4 and 5 know."""
+    """Also after a way through JSON, and in the form that both transformers 4 and 5 know where 4 has one."""
     config = families.read_config(MODELS[name]["config"])
     written = json.loads(json.dumps(families.write_config(config)))
     assert families.read_config(written) == config
-    assert "rope_parameters" not in written
+    assert ("rope_parameters" in written) == (config.local_rope_scaling is not None)
 
 
 @pytest.mark.parametrize(

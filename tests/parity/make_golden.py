@@ -123,8 +123,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 2.0,  # read and never applied
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         },
     },
