@@ -213,7 +213,9 @@ def write_gemma2(c: ModelConfig) -> Fields:
         "attn_logit_softcapping": c.attn_softcap,
         "final_logit_softcapping": c.final_softcap,
     }
-    return common | _layer_types(c) | own
+    layers = _layer_types(c)
+    layers["sliding_window"] = layers["sliding_window"] or c.max_positions  # transformers wants one, used or not
+    return common | layers | own
 
 
 def write_gemma3(c: ModelConfig) -> Fields:

@@ -265,6 +265,16 @@ def test_what_a_family_cannot_say_is_not_written(change: dict) -> None:
         families.write_config(config)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_written_as_null_that_transformers_never_leaves_null(name: str) -> None:
+    """It computes with the width of a window even where no layer has one."""
+    config = families.read_config(MODELS[name]["config"])
+    theirs = [model["config"] for model in MODELS.values() if model["config"]["model_type"] == config.family]
+    for ours in (config, dataclasses.replace(config, windows=None)):
+        nulls = {field for field, value in families.write_config(ours).items() if value is None}
+        assert nulls == {field for field in nulls if any(found.get(field) is None for found in theirs)}
+
+
 def test_projections_have_both_names() -> None:
     found = families.projections(families.read_config(MODELS["nanochat"]["config"]))
     assert found["layers.1.mlp.up_proj"] == "model.layers.1.mlp.fc1"

@@ -3,7 +3,8 @@
 Run by `make parity`, in an environment with the extra `[parity]`; it needs Covey and torch together and writes nothing
 into the repository. For each family of `make_golden.FAMILIES`, with its tiny random model:
 
-    hf         transformers → ours → export hf → transformers; with the source's config.json, and with one of our own
+    hf         transformers → ours → export hf → transformers; with the source's config.json, with one of our own, and
+               with no window in any layer
     peft       three steps of LoRA → export peft → PEFT on transformers; and merged → export hf → transformers
     from peft  an adapter that PEFT made (rank-stabilised, on some projections) → ours
     gguf       ours → export gguf → transformers, where it knows the family
@@ -91,6 +92,10 @@ def round_trips(name: str, room: Path) -> Iterator[Result]:
     yield "hf", apart(ours, theirs(load_theirs(room / "hf")))
     write_hf(loaded.model, loaded.tokenizer, room / "anew")
     yield "hf, config anew", apart(ours, theirs(load_theirs(room / "anew")))
+    if loaded.config.windows is not None:
+        wide = without_windows(loaded.model)
+        write_hf(wide, loaded.tokenizer, room / "wide")
+        yield "hf, no windows", apart(logits(wide, tokens()), theirs(load_theirs(room / "wide")))
     yield from adapters(loaded, folder, room)
     yield "from peft", from_peft(loaded.model, folder, room)
 
@@ -151,6 +156,12 @@ def as_gguf(name: str, room: Path) -> Iterator[Result]:
         write_hf(again.model, again.tokenizer, room / f"back-{bos}")
         same_tokens(again.tokenizer, room / f"back-{bos}")
     yield "gguf, hf", apart(ours, theirs(load_theirs(room / "back-True")))
+
+
+def without_windows(model: Decoder) -> Decoder:
+    """`model` with the same weights, and layers that all see everything."""
+    config = replace(model.config, windows=None)
+    return nnx.merge(nnx.graphdef(Decoder(config, rngs=nnx.Rngs(0))), nnx.state(model))
 
 
 def grown(model: Decoder, config: Any) -> Decoder:
