@@ -4,6 +4,7 @@ PYTHON ?= python3
 OUT ?=
 ARGS ?=
 # CPU builds of torch lie on an index of their own on most machines: TORCH="torch --index-url ..." as its site says.
+# The pins of the oracle (torch, transformers) were tried with Python 3.11.
 TORCH ?= torch==2.13.0
 # Its JAX is that for CPU, of the version that Covey is measured with.
 TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
@@ -20,10 +21,10 @@ DEV := -e '.[gguf,dev]'
 ORACLE := -e '.[gguf,parity]'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install test test-quick lint bench bench-peers parity clean
+.PHONY: help quickstart tiny install test test-quick lint bench bench-peers parity golden-families clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 quickstart: .venv/ready ## install, then train a small model: a few minutes on 2 cores (OUT=folder ARGS="--seed 1")
 	$(BIN)/covey train quickstart $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -58,6 +59,9 @@ parity: .venv-parity/ready ## golden numbers again, and round trips, with torch,
 	.venv-parity/bin/python tests/parity/make_trl_golden.py
 	.venv-parity/bin/python tests/parity/live_round_trip.py
 
+golden-families: .venv-parity/ready ## golden numbers of the model families again, and no others; tried with Python 3.11 (PYTHON=python3.11)
+	.venv-parity/bin/python tests/parity/make_golden.py families
+
 clean: ## remove all environments, caches and build outputs; runs/ stays
 	rm -rf .venv .venv-parity .venv-tunix .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -71,7 +75,8 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 	@touch .venv/ready $@
 
 .venv-parity/ready: $(WANT) | .venv-parity/bin/pip
-	$(call install,.venv-parity,$(TORCH))
+	@$(call install,.venv-parity,$(TORCH)) || { \
+	  echo "If $(TORCH) has no build for $$(.venv-parity/bin/python --version): rm -r .venv-parity, and the same with PYTHON=python3.11"; exit 1; }
 	$(call install,.venv-parity,$(ORACLE))
 	@touch $@
 
@@ -83,7 +88,7 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 # An environment that could not be made in full is removed, so that the next call starts afresh.
 %/bin/pip:
 ifdef UV
-	uv venv --seed --python '>=3.11' $*
+	uv venv --seed --python '$(if $(filter file,$(origin PYTHON)),>=3.11,$(PYTHON))' $*
 else
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Covey needs Python 3.11 or newer, and $(PYTHON) is not: name another with  make PYTHON=python3.12"; exit 1; }

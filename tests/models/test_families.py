@@ -4,7 +4,7 @@ in rows, sampled with a cache.
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -104,6 +104,39 @@ def test_every_tensor_has_a_place_and_every_place_a_tensor(name: str):
     table = families.names(config)
     assert sorted(table.values()) == sorted(MODELS[name]["shapes"])
     assert sorted(table) == sorted(families.parameters(config))
+
+
+def without_golden_case(rows: Mapping[str, families.Family]) -> list[str]:
+    """Families of which no golden model is computed; `windows` behind the name of one that reads windows and has no
+    golden model with some.
+    """
+    lacking = []
+    for name, family in rows.items():
+        cases = [model["config"] for model in MODELS.values() if model["config"]["model_type"] == name]
+        if not cases:
+            lacking.append(name)
+        elif reads_windows(family, cases[0]) and not any(family.read(case).windows for case in cases):
+            lacking.append(f"{name} windows")
+    return lacking
+
+
+def reads_windows(family: families.Family, config: dict) -> bool:
+    layers = ["sliding_attention"] * config["num_hidden_layers"]
+    asking = {"layer_types": layers, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
+    try:
+        return family.read(config | asking).windows is not None
+    except WeightsError:
+        return False
+
+
+def test_every_row_of_the_table_has_golden_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever adds one: a row in FAMILIES of tests/parity/make_golden.py, then `make golden-families`."""
+    assert without_golden_case(families.FAMILIES) == []
+    assert without_golden_case(families.FAMILIES | {"new": families.FAMILIES["qwen3"]}) == ["new"]
+    windowed = dataclasses.replace(families.FAMILIES["nanochat"], read=families.FAMILIES["gemma2"].read)
+    config = MODELS["gemma2"]["config"] | {"model_type": "nanochat", "layer_types": ["full_attention"] * 4}
+    monkeypatch.setitem(MODELS, "nanochat", {"config": config})
+    assert without_golden_case({"nanochat": windowed}) == ["nanochat windows"]
 
 
 # --- configs, old and new

