@@ -252,16 +252,21 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise WeightsError(
-            "no tokenizer.json in this folder",
-            fix="save it with the model's tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
-            where=str(path.parent),
-        )
+        raise _no_tokenizer(path.parent)
     check_given(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise WeightsError(f"not a tokenizer: {error}", where=str(path)) from error
+
+
+def _no_tokenizer(folder: Path) -> WeightsError:
+    what, needs = "no tokenizer.json in this folder", "transformers"
+    if (folder / "tokenizer.model").is_file():
+        what += ", only a sentencepiece vocabulary (tokenizer.model), which is not read"
+        needs = "transformers, sentencepiece and protobuf"
+    convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    return WeightsError(what, want="tokenizer.json", fix=f"write one with {needs}: {convert}", where=str(folder))
 
 
 def _special_id(

@@ -365,3 +365,16 @@ def test_malformed_files_are_named_with_their_line(folder: Path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsError, match="not a tokenizer"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_a_folder_without_tokenizer_json_is_told_how_to_get_one(tmp_path: Path, model: bool) -> None:
+    """Also what the conversion of a sentencepiece vocabulary needs."""
+    if model:
+        (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(WeightsError, match=r"no tokenizer\.json in this") as refused:
+        Tokenizer.from_folder(tmp_path)
+    folder = str(tmp_path)
+    assert f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})" in str(refused.value)
+    assert ("tokenizer.model" in str(refused.value)) == model
+    assert ("with transformers, sentencepiece and protobuf:" in str(refused.value)) == model

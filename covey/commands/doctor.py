@@ -104,7 +104,6 @@ EXTRAS = {
     "gguf": ("gguf", "GGUF files, among them the packaged SmolLM2"),
     "hub": ("huggingface_hub", "hf:org/name models"),
     "math": ("math_verify", "mathematical answers compared as mathematics"),
-    "sentencepiece": ("sentencepiece", "models that come with tokenizer.model"),
     "tfds": ("tensorflow_datasets", "GSM8K and others from TensorFlow Datasets"),
     "track": ("tensorboardX", "experiment trackers"),
 }
