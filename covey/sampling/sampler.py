@@ -179,7 +179,7 @@ class _Run:
         size = min(self.config.slots, power_of_two(self.total))
         model = nnx.merge(self.sampler.graph, self.params)
         c = model.config
-        self.time = bucket(longest + self.config.decode_chunk)
+        self.time = self._room(longest)
         dtype = model.head_weight.dtype
         forced = 0 if self.tool is None else MOST_FORCED
         self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype, forced=forced)
@@ -312,7 +312,7 @@ class _Run:
         and at most three quarters of them are in use.
         """
         live = [slot for slot, held in enumerate(self.held) if held is not None]
-        time = max(self.time, bucket(int(self.lengths[live].max()) + self.config.decode_chunk))
+        time = max(self.time, self._room(int(self.lengths[live].max())))
         size = len(self.held) if self.waiting else max(few_above(len(live)), SMALLEST_BATCH)
         if size >= len(self.held) and time == self.time:
             return
@@ -320,3 +320,12 @@ class _Run:
         rows = np.array((live + idle)[:size] if size < len(self.held) else range(len(self.held)))
         self.slots, self.time = refit(self.slots, rows, time), time
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
+
+    def _room(self, length: int) -> int:
+        """Tokens that a slot of the cache gets where its samples have up to `length`, for the next chunk's steps too.
+
+        Never more than `kv_cache_size`: no prompt with its answer is longer, so what a chunk would add beyond is not
+        drawn.
+        """
+        room = bucket(length + self.config.decode_chunk)
+        return min(room, self.config.kv_cache_size or room)

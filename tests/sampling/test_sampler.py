@@ -1,5 +1,7 @@
 """The sampler's claims: nothing about a sample depends on how it was scheduled, and its log-probs are the trainer's."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from covey.errors import DataError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.sampling import sampler
 from covey.sampling.lengths import bucket
 from covey.sampling.sampler import Request, Sampler
 from covey.types import Completion, FinishReason
@@ -193,6 +196,26 @@ def test_prompts_that_cannot_be_sampled_are_errors_with_a_fix(size: int, words: 
 def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
     with pytest.raises(DataError, match="kv_cache_size"):
         sample(requests(), kv_cache_size=40)
+
+
+def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers come in few lengths, so that few programs are compiled; 300 tokens would have 384."""
+    made: list[int] = []
+    for name in ("empty_slots", "refit"):
+        build = getattr(sampler, name)
+
+        def noted(*args: Any, build: Any = build, **options: Any) -> Any:
+            slots = build(*args, **options)
+            made.extend(size for keys, values in slots.cache for size in (keys.shape[-1], values.shape[-2]))
+            return slots
+
+        monkeypatch.setattr(sampler, name, noted)
+    tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
+    limited = sample(tall, kv_cache_size=94, decode_chunk=32)
+    assert max(made) == 94
+    made.clear()
+    same(limited, sample(tall, decode_chunk=32))
+    assert max(made) == 128
 
 
 def test_buckets_are_few_and_close() -> None:
