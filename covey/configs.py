@@ -396,4 +396,6 @@ class SFTEvalConfig(EvalConfig):
     """The evaluation before and after supervised training: the loss on held-out examples, and a few answers."""
 
     answers: int = 4
-    """Held-out prompts that are also answered, judged by accuracy and format where those are named; 0 is none."""
+    """Held-out prompts that are also answered, judged by accuracy and format where those are named; 0 is none. A prompt
+    that leaves the model no room for rollout.max_new_tokens is passed over.
+    """

@@ -3,6 +3,7 @@ be used and trained on.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,13 @@ from flax import nnx
 
 from covey import recipe, run
 from covey.cli import main
-from covey.configs import ModelOptions
+from covey.configs import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
 from covey.parallel import flatten
 from covey.recipe import SFTRecipe
 from covey.run.opening import load_source
+from covey.run.use import answerable, answering_worker
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
@@ -238,3 +240,30 @@ def test_the_command_trains_and_others_use_the_run(
     assert main(["sft", "--resume", "run"]) == 0
     assert main(["train", "--resume", "run"]) == 2
     assert "fix: covey sft --resume run" in capsys.readouterr().err
+
+
+def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
+    tmp_path: Path, ready: Callable[..., SFTRecipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Room is needed to sample the answer that is shown, not to train, and not for the held-out loss."""
+    test = tmp_path / "test.jsonl"
+    long, short = ({"prompt": prompt, "completion": "done"} for prompt in ("word " * 155 + "end", "1: "))
+    test.write_text(json.dumps(long) + "\n" + json.dumps(short) + "\n")
+    more = ("rollout.max_new_tokens=60", "evaluation.answers=1", "training.max_steps=1", f"data.test_path={test}")
+    summary = run.train_sft(ready(*more), tmp_path / "run")
+    assert summary["before"]["examples"] == 2
+    assert [row["prompt"] for row in rows(tmp_path / "run", "before.jsonl")] == [short["prompt"]]
+    told = capsys.readouterr().out
+    assert "1 held-out example is not answered" in told
+    (most,) = re.findall(r"--rollout\.max-new-tokens (\d+)", told)
+    model, tokenizer, _ = load_source(ModelOptions(), TINY, print)
+    worker = answering_worker(model, tokenizer, RolloutConfig(max_new_tokens=int(most), max_prompt_length=8))
+    assert answerable(worker, [long, short], 1, print) == [long]
+
+
+def test_training_needs_no_room_for_any_answer(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
+    """An answer longer than the model leaves nothing to show, and is no reason not to train."""
+    more = ("rollout.max_new_tokens=900", "evaluation.answers=2", "training.max_steps=1", "evaluation.prompts=1")
+    summary = run.train_sft(ready(*more), tmp_path / "run")
+    assert summary["steps"] == 1
+    assert rows(tmp_path / "run", "before.jsonl") == []

@@ -10,11 +10,10 @@ from covey import recipe as recipes
 from covey.data import source as data_source
 from covey.errors import NumbersError
 from covey.recipe import SFTRecipe
-from covey.rl.rollout import RolloutWorker
 from covey.rl.rows import Rows
 from covey.run.base import Run
 from covey.run.opening import load_source, mesh_at_hand, open_model
-from covey.run.use import answer_examples
+from covey.run.use import answer_examples, answerable, answering_worker
 from covey.train.metrics import write_answers
 from covey.train.progress import Progress
 from covey.train.sft import SFTLearner, StepRecord, total_steps
@@ -43,7 +42,9 @@ def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=ready.training, mesh=mesh, observers=[])
         chosen = learner.fit(held_out, HELD_OUT).examples[: ready.evaluation.prompts or None]
         figures = learner.held_out_loss(chosen) | {"examples": len(chosen)}
-        figures |= answer_examples(RolloutWorker(model, tokenizer, ready.rollout), chosen, ready, progress)[0]
+        worker = answering_worker(model, tokenizer, ready.rollout)
+        asked = answerable(worker, chosen, ready.evaluation.answers, progress.say)
+        figures |= answer_examples(worker, asked, ready, progress)[0]
         progress.evaluation(source, figures)
     return figures
 
@@ -60,7 +61,7 @@ class SFTRun(Run[SFTRecipe]):
     def prepare(self) -> int:
         ready = self.recipe
         model, tokenizer, self.origin = load_source(ready.model, ready.model.source, self.phase, ready.seed, self.mesh)
-        self.worker = RolloutWorker(model, tokenizer, ready.rollout)
+        self.worker = answering_worker(model, tokenizer, ready.rollout)
         self.learner = SFTLearner(
             model=model,
             tokenizer=tokenizer,
@@ -73,6 +74,7 @@ class SFTRun(Run[SFTRecipe]):
         )
         self.fitted = self.learner.fit(self.data.train)
         self.held_out = self.learner.fit(self.data.test, HELD_OUT).examples[: ready.evaluation.prompts or None]
+        self.asked = answerable(self.worker, self.held_out, ready.evaluation.answers, self.progress.say)
         self.loader = self.learner.loader(self.fitted.examples)
         total = total_steps(ready.training, len(self.loader))
         self.trainer = self.learner.prepare(total)
@@ -88,7 +90,7 @@ class SFTRun(Run[SFTRecipe]):
     def judged(self, name: str) -> dict[str, Any]:
         self.phase(f"evaluating {name} training")
         self.worker.update_params(self.trainer.params)
-        answered, groups = answer_examples(self.worker, self.held_out, self.recipe, self.progress)
+        answered, groups = answer_examples(self.worker, self.asked, self.recipe, self.progress)
         figures = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
         self.progress.evaluation(name, figures)
         self.trackers.log(self.step, {f"eval/{what}": value for what, value in figures.items()})

@@ -14,6 +14,7 @@ from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.evaluate import Evaluation, Generates
 from covey.evaluate import evaluate as judge
+from covey.models.decoder import Decoder
 from covey.recipe import Recipe, SFTRecipe, is_run
 from covey.rewards import RewardRunner
 from covey.rl.rollout import RolloutWorker
@@ -78,19 +79,54 @@ def judge_held_out(
     return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress.advance, runner)
 
 
-def answer_examples(
-    worker: RolloutWorker, examples: Sequence[Row], ready: SFTRecipe, progress: Progress
-) -> tuple[dict[str, Any], Sequence[Group]]:
-    """Answers to the first few of `examples` that have a prompt, and how they were judged; nothing when there are
-    none.
+def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:
+    """A worker for the answers to held-out examples: a prompt may be as long as the model and its cache have room for
+    beside an answer, whatever `max_prompt_length` says.
     """
-    asked = [row for row in examples if row["prompt"]][: ready.evaluation.answers]
+    positions = model.config.max_positions
+    answer = min(rollout.max_new_tokens, positions - 1)
+    prompt = max(1, min(positions, rollout.kv_cache_size or positions) - answer)
+    return RolloutWorker(
+        model, tokenizer, dataclasses.replace(rollout, max_new_tokens=answer, max_prompt_length=prompt)
+    )
+
+
+def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int, say: Say) -> list[Row]:
+    """The first `count` of `examples` that have a prompt with room for an answer behind it; `say` is told of those
+    that have none.
+    """
+    chosen: list[Row] = []
+    too_long: list[int] = []
+    for row in (row for row in examples if row["prompt"]):
+        if len(chosen) == count:
+            break
+        tokens = len(worker.tokenizer.encode_prompt(row["prompt"]))
+        if tokens <= worker.config.max_prompt_length:
+            chosen.append(row)
+        else:
+            too_long.append(tokens)
+    if too_long:
+        say(_not_answered(too_long, worker.config))
+    return chosen
+
+
+def _not_answered(tokens: Sequence[int], config: RolloutConfig) -> str:
+    room = config.max_prompt_length + config.max_new_tokens
+    which = "1 held-out example is" if len(tokens) == 1 else f"{len(tokens)} held-out examples are"
+    asked = f"{max(tokens)} tokens and rollout.max_new_tokens = {config.max_new_tokens}"
+    why = f"{asked} are more than the {room} that there is room for"
+    fix = f"; --rollout.max-new-tokens {room - max(tokens)} would do" if room > max(tokens) else ""
+    return f"{which} not answered: {why}{fix}"
+
+
+def answer_examples(
+    worker: RolloutWorker, asked: Sequence[Row], ready: SFTRecipe, progress: Progress
+) -> tuple[dict[str, Any], Sequence[Group]]:
+    """Answers to the examples `asked`, and how they were judged; nothing when there are none."""
     if not asked:
         return {}, ()
-    longest = max(len(worker.tokenizer.encode_prompt(row["prompt"])) for row in asked)
-    rollout = dataclasses.replace(ready.rollout, max_prompt_length=max(ready.rollout.max_prompt_length, longest))
     every = dataclasses.replace(ready.evaluation, prompts=0)
-    found = judge(worker, asked, every, rollout, progress=progress.advance)
+    found = judge(worker, asked, every, worker.config, progress=progress.advance)
     return found.summary(), found.groups
 
 
