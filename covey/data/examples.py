@@ -1,9 +1,5 @@
 """Examples for supervised training: rows with a `prompt` and the `completion` to learn, out of the forms users hold
-theirs in.
-
-    prompt, completion    text, or chat messages; the completion is one assistant's turn
-    messages              a chat that ends with the assistant's turn: that one is learnt, the earlier ones are prompt
-    text                  plain text, all of it learnt; as an example it has the prompt ""
+theirs in (`forms`).
 
 A completion is kept as text. `Tokenizer.encode_completion` makes tokens of it, the stop token included.
 """
@@ -11,19 +7,18 @@ A completion is kept as text. `Tokenizer.encode_completion` makes tokens of it, 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from covey.data.forms import FORMS, LISTED, PAIR, form_of
 from covey.data.loader import PromptLoader
-from covey.data.rows import Row, as_prompt, items
+from covey.data.rows import Row, as_prompt, items, plain
 from covey.errors import DataError, nearest
 from covey.types import Prompt
-
-FORMS = "prompt and completion, or messages, or text"
 
 
 def as_examples(data: Any) -> list[Row]:
     """`data` as rows with a prompt and a completion; other columns stay.
 
     Args:
-        data: a sequence or iterable of rows in one of the forms above, or one dict of columns.
+        data: a sequence, an iterable or a table of rows in one of the forms, or one dict of columns.
 
     Raises:
         DataError: a row in none of the forms, an empty completion, an empty or endless data set.
@@ -34,7 +29,7 @@ def as_examples(data: Any) -> list[Row]:
     rows = _from_columns(data) if isinstance(data, Mapping) else items(data)
     examples = [as_example(row, f"example {number}") for number, row in enumerate(rows)]
     if not examples:
-        raise DataError("the data set is empty", want=f"at least one row with {FORMS}")
+        raise DataError("the data set is empty", want=f"at least one row with {LISTED}")
     return examples
 
 
@@ -45,19 +40,18 @@ def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "
         DataError: it has none of the forms, or something in it is malformed or empty.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"is a {type(row).__name__}", want=f"a row with {FORMS}", where=where)
-    if prompt in row and completion in row:
-        asked, answer = _pair(row[prompt], row[completion], where)
-    elif "messages" in row:
-        asked, answer = _chat(row["messages"], where)
-    elif "text" in row:
-        asked, answer = "", _not_empty(row["text"], where)
+        raise DataError(f"is a {type(row).__name__}", want=f"a row with {LISTED}", where=where)
+    form = PAIR if prompt in row and completion in row else form_of(row)
+    if form is PAIR:
+        asked, answer = _pair(row[prompt], plain(row[completion]), where)
+    elif form is None:
+        raise _nothing_to_learn(row, (prompt, completion), where)
+    elif form.chat:
+        asked, answer = _chat(form.chat(row, where), where)
     else:
-        missing = completion if prompt in row else prompt
-        fix = nearest(missing, map(str, row)) if row else ""
-        raise DataError(f"there is nothing to learn: no column {missing!r}", want=FORMS, fix=fix, where=where)
-    used = (prompt, completion, "messages", "text")
-    return {**{name: row[name] for name in row if name not in used}, "prompt": asked, "completion": answer}
+        asked, answer = "", _not_empty(plain(row["text"]), where)
+    used = {prompt, completion, *form.columns, *form.more}
+    return {**{name: plain(row[name]) for name in row if name not in used}, "prompt": asked, "completion": answer}
 
 
 class ExampleLoader(PromptLoader):
@@ -74,6 +68,14 @@ def _pair(prompt: Any, completion: Any, where: str) -> tuple[Prompt, str]:
         return "", answer
     asked = as_prompt(prompt, where)
     return ([{"role": "user", "content": asked}] if is_turn and isinstance(asked, str) else asked), answer
+
+
+def _nothing_to_learn(row: Mapping[str, Any], pair: tuple[str, str], where: str) -> DataError:
+    """The error for a row of no form, which names the column that is missing from the form that it comes closest to."""
+    begun = next((names for names in (pair, *(form.columns for form in FORMS)) if names[0] in row), None)
+    lacks = begun[-1] if begun else pair[0]
+    fix = nearest(lacks, map(str, row)) if row else ""
+    return DataError(f"there is nothing to learn: no column {lacks!r}", want=LISTED, fix=fix, where=where)
 
 
 def _chat(messages: Any, where: str) -> tuple[Prompt, str]:

@@ -1,12 +1,15 @@
 """Rows: plain dicts with a `prompt` and any other columns, out of whatever form users hold their data in.
 
-Taken: rows, texts, chats, a dict of columns, a data set that iterates over rows, and batches (dicts of lists or arrays,
-as other trainers want them), which are taken apart again: Covey makes its own batches.
+Taken: rows, texts, chats, a dict of columns, a table (pandas, Arrow, Polars), a data set that iterates over rows, and
+batches (dicts of lists or arrays, as other trainers want them), which are taken apart again: Covey makes its own
+batches. Where a row has no prompt but a chat in one of the forms of `forms`, the chat is the prompt, up to the answer
+at its end, which becomes the column `completion`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from covey.data.forms import FORMS, chat_form_of
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 
@@ -24,8 +27,8 @@ def as_rows(data: Any) -> list[Row]:
     some rows have is None in the others, so that what a batch holds does not depend on how the data are cut.
 
     Args:
-        data: a sequence or iterable of rows, of prompts, or of batches; or one dict of columns. The prompt is in the
-            column `prompt` or `prompts`.
+        data: a sequence or iterable of rows, of prompts, or of batches; a table; or one dict of columns. The prompt is
+            in the column `prompt` or `prompts`, or in that of a chat form.
 
     Raises:
         DataError: no prompt column, columns of different lengths, an empty or endless data set, a malformed prompt.
@@ -49,7 +52,7 @@ def as_prompt(value: Any, where: str) -> Prompt:
     Raises:
         DataError: it is neither, or it is empty.
     """
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, str) and value.strip():
         return value
     messages = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
@@ -60,26 +63,69 @@ def as_prompt(value: Any, where: str) -> Prompt:
     raise DataError(what, want="text, or chat messages with a role and a content, not empty", where=where)
 
 
-def items(data: Any) -> Iterator[Any]:
-    """What a data set iterates over.
+def as_asked(row: Mapping[str, Any], where: str) -> Row:
+    """A row of a chat form with its chat as `prompt`, and the answer at its end, if it has one, as `completion`.
 
     Raises:
-        DataError: it is a text, has nothing to go through, or does not end.
+        DataError: the chat is malformed, or an answer is all there is.
+    """
+    form = chat_form_of(row)
+    assert form is not None
+    assert form.chat is not None
+    turns = as_prompt(form.chat(row, where), where)
+    used = {*PROMPT_NAMES, *form.columns, *form.more}
+    columns = {name: plain(value) for name, value in row.items() if name not in used}
+    if isinstance(turns, str) or turns[-1]["role"] != "assistant":
+        return {"prompt": turns, **columns}
+    return {"prompt": as_prompt(turns[:-1], where), **columns, "completion": turns[-1]["content"]}
+
+
+def items(data: Any) -> Iterator[Any]:
+    """What a data set iterates over; the rows of a table.
+
+    Raises:
+        DataError: it is a text, has nothing to go through, does not end, or gives something else than rows.
     """
     if isinstance(data, (str, bytes)):
         fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
         raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
+    if _length(data) > MOST_ROWS:
+        raise _endless()
     try:
-        found = iter(data)
+        table = _table(data)
+        parts = iter(data if table is None else table)
     except TypeError:
         what = f"the data is a {type(data).__name__}, which has no rows to go through"
         raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
-    if _length(data) > MOST_ROWS:
-        raise _endless()
-    for number, item in enumerate(found):
+    for number, item in enumerate(row for part in parts for row in _table(part) or (part,)):
         if number > MOST_ROWS:
             raise _endless()
+        _refuse_part_of_table(item, number, data)
         yield item
+
+
+def _table(data: Any) -> list[Any] | None:
+    """The rows of a table as dicts, by the methods that Arrow, Polars and pandas have; None when `data` is no table."""
+    for to_rows in ("to_pylist", "to_dicts"):
+        if hasattr(data, to_rows):
+            return getattr(data, to_rows)()
+    if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas, which writes what is missing as NaN
+        return data.astype(object).where(data.notna(), None).to_dict("records")
+    return None
+
+
+def _refuse_part_of_table(item: Any, number: int, data: Any) -> None:
+    """Refuses the name of a column, and what a frame's `iterrows` and `itertuples` give."""
+    names = getattr(data, "columns", ())
+    parts = item if isinstance(item, tuple) else (item,)
+    if isinstance(item, str) and isinstance(names, Iterable) and item in list(names):
+        what = f"the data is a {type(data).__name__}, which gives the names of its columns ({item!r}) and not its rows"
+    elif hasattr(item, "_fields") or any(hasattr(part, "to_dict") for part in parts):
+        what = f"item {number} of the data is a {type(item).__name__} out of a table, which is no row"
+    else:
+        return
+    fix = "pass the table itself (pandas, Arrow, Polars), or its rows as a list of dicts"
+    raise DataError(what, want="rows as dicts", fix=fix)
 
 
 def _length(data: Any) -> int:
@@ -99,27 +145,32 @@ def _from_item(item: Any, where: str) -> list[Row]:
     if not isinstance(item, Mapping):
         return [{"prompt": as_prompt(item, where)}]
     name = _prompt_name(item, where)
-    if _is_one_prompt(item[name]):
-        columns = {key: _plain(value) for key, value in item.items() if key not in PROMPT_NAMES}
-        return [{"prompt": as_prompt(item[name], where), **columns}]
-    return _from_columns(item, name, where)
+    return [_row(item, name, where)] if _is_one_prompt(item[name], name) else _from_columns(item, name, where)
+
+
+def _row(item: Mapping[str, Any], name: str, where: str) -> Row:
+    if name not in PROMPT_NAMES:
+        return as_asked(item, where)
+    columns = {key: plain(value) for key, value in item.items() if key not in PROMPT_NAMES}
+    return {"prompt": as_prompt(item[name], where), **columns}
 
 
 def _from_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row]:
     prompts = _as_list(columns[name])
     if prompts is None:
         raise DataError(f"column {name!r} is a {type(columns[name]).__name__}", want="a list of prompts", where=where)
-    table = {key: _as_list(value) for key, value in columns.items() if key not in PROMPT_NAMES}
+    table = {key: _as_list(value) for key, value in columns.items()}
     for key, values in table.items():
         if values is not None and len(values) != len(prompts):
             what = f"column {key!r} has {len(values)} entries and {name!r} has {len(prompts)}"
             raise DataError(what, want="one entry a prompt", where=where)
     return [
-        {
-            "prompt": as_prompt(prompt, f"{where}, prompt {i}"),
-            **{key: _plain(columns[key] if values is None else values[i]) for key, values in table.items()},
-        }
-        for i, prompt in enumerate(prompts)
+        _row(
+            {key: columns[key] if values is None else values[i] for key, values in table.items()},
+            name,
+            f"{where}, prompt {i}",
+        )
+        for i in range(len(prompts))
     ]
 
 
@@ -127,15 +178,20 @@ def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
     for name in PROMPT_NAMES:
         if name in columns:
             return name
+    if (form := chat_form_of(columns)) is not None:
+        return form.columns[0]
     if "train" in columns:
         raise DataError("these are several splits", want="one data set", fix="pass data['train']", where=where)
     close = nearest("prompt", map(str, columns)) if columns else ""
-    raise DataError("there is no prompt", want="a column named prompt or prompts", fix=close, where=where)
+    raise DataError("there is no prompt", want=f"a column named prompt or prompts, or {_CHATS}", fix=close, where=where)
 
 
-def _is_one_prompt(value: Any) -> bool:
-    value = _plain(value)
-    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and _is_message(value[0]))
+def _is_one_prompt(value: Any, name: str) -> bool:
+    value = plain(value)
+    if isinstance(value, str):
+        return True
+    first = value[0] if isinstance(value, Sequence) and len(value) > 0 else None
+    return _is_message(first) if name in PROMPT_NAMES else isinstance(first, Mapping)
 
 
 def _is_message(value: Any) -> bool:
@@ -151,7 +207,7 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Sequence) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """NumPy scalars and arrays as Python values, bytes as text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -161,3 +217,7 @@ def _plain(value: Any) -> Any:
         except UnicodeDecodeError:  # not text: an image, a pickled thing
             return value
     return value
+
+
+_CHATS = " or ".join(form.columns[0] for form in FORMS if form.chat)
+"""Columns that hold a chat, for errors."""

@@ -38,10 +38,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
         ({"messages": [USER, ANSWER, USER, ANSWER]}, [USER, ANSWER, USER]),
         ({"text": "4"}, ""),
         ({"prompt": "", "completion": "4"}, ""),
+        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, [USER]),
+        ({"conversations": [USER, ANSWER], "system": "Count."}, [{"role": "system", "content": "Count."}, USER]),
+        ({"instruction": "2+2?", "output": "4"}, [USER]),
+        ({"instruction": "2+2?", "input": "", "output": "4", "text": "all of it"}, [USER]),
+        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add.\n\n2, 2"}]),
+        ({"instruction": "2+2?", "output": "4", "system": "C."}, [{"role": "system", "content": "C."}, USER]),
     ],
 )
 def test_every_form_becomes_a_prompt_and_a_completion(row: dict[str, Any], prompt: Any) -> None:
     example = as_example(row | {"level": 3}, "here")
+    example.pop("text", None)
     assert example == {"prompt": prompt, "completion": "4", "level": 3}
     assert as_examples([example]) == [example]  # what is one already stays as it is
 
@@ -58,7 +65,7 @@ def test_columns_and_arrays_are_taken_too() -> None:
         ({"prompt": "a"}, "no column 'completion'"),
         ({"prompt": "a", "completions": "b"}, "did you mean 'completions'?"),
         ({"question": "a", "answer": "b"}, "no column 'prompt'"),
-        ({}, "prompt and completion, or messages, or text"),
+        ({}, "prompt and completion; or messages; or conversations; or instruction and output; or text"),
         ("a text", "is a str"),
         ({"prompt": "a", "completion": "  "}, "the completion is '  '"),
         ({"prompt": "a", "completion": None}, "the completion is None"),
@@ -69,6 +76,15 @@ def test_columns_and_arrays_are_taken_too() -> None:
         ({"messages": [ANSWER]}, "do not end with an answer"),
         ({"messages": [USER, ANSWER, USER]}, "do not end with an answer"),
         ({"messages": []}, "the prompt is []"),
+        ({"conversations": [{"from": "observation", "value": "a"}]}, "is from 'observation'"),
+        ({"conversations": [{"from": "human", "value": None}]}, "the prompt is"),
+        ({"conversations": "a"}, "do not end with an answer"),
+        ({"conversations": 3}, "the prompt is 3"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "do not end with an answer"),
+        ({"instruction": "a"}, "no column 'output'"),
+        ({"instruction": "a", "output": None}, "do not end with an answer"),
+        ({"instruction": "", "output": "a"}, "the instruction is ''"),
+        ({"instruction": "a", "output": " "}, "the completion is ' '"),
         ({"text": ""}, "the completion is ''"),
     ],
 )

@@ -4,11 +4,14 @@ import itertools
 
 import grain
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.data import rows as rows_module
+from covey.data.examples import as_examples
 from covey.data.rows import as_rows
 from covey.errors import DataError
 
@@ -28,6 +31,27 @@ class HubLike:
         return ROWS[key] if isinstance(key, int) else [row[key] for row in ROWS]
 
 
+class PolarsLike:
+    """A frame that iterates over columns, and gives its rows as Polars does."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self):
+        return iter([[row[name] for row in ROWS] for name in self.columns])
+
+    def to_dicts(self):
+        return ROWS
+
+
+class DaskLike:
+    """A frame of another library: it iterates over the names of its columns."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
 FORMS = {
     "rows": ROWS,
     "a tuple of rows": tuple(ROWS),
@@ -45,6 +69,12 @@ FORMS = {
     ],
     "rows of NumPy scalars": [{"prompt": np.str_(r["prompt"]), "answer": np.bytes_(r["answer"])} for r in ROWS],
     "rows of 0-d arrays": [{"prompt": np.array(r["prompt"]), "answer": np.array(r["answer"])} for r in ROWS],
+    "a pandas frame": pandas.DataFrame(ROWS),
+    "a pandas frame of Arrow": pandas.DataFrame(ROWS).convert_dtypes(dtype_backend="pyarrow"),
+    "an Arrow table": pyarrow.Table.from_pylist(ROWS),
+    "Arrow batches": pyarrow.Table.from_pylist(ROWS).to_batches(max_chunksize=1),
+    "an Arrow reader": pyarrow.Table.from_pylist(ROWS).to_reader(),
+    "a Polars frame": PolarsLike(),
     "a grain data set": grain.MapDataset.source(ROWS),
     "a grain data set of batches": grain.MapDataset.source(ROWS).batch(2),
     "a grain iterator": grain.MapDataset.source(ROWS).to_iter_dataset(),
@@ -65,6 +95,8 @@ PROMPTS = {
     "an array of bytes": np.array([b"2+2?", b"3+3?"]),
     "an array of objects": np.array(["2+2?", "3+3?"], dtype=object),
     "bytes": [b"2+2?", b"3+3?"],
+    "a pandas series": pandas.Series(["2+2?", "3+3?"]),
+    "an Arrow array": pyarrow.array(["2+2?", "3+3?"]),
 }
 
 
@@ -101,6 +133,44 @@ def test_columns_keep_their_types_and_single_values_hold_for_all():
     assert type(rows[1]["n"]) is int
 
 
+def test_what_a_frame_misses_is_none() -> None:
+    """Pandas writes NaN for it, which a reward function would take for a number."""
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["4", None], "n": [1.0, None], "chat": [CHAT, None]})
+    assert as_rows(frame) == [
+        {"prompt": "a", "answer": "4", "n": 1.0, "chat": CHAT},
+        {"prompt": "b", "answer": None, "n": None, "chat": None},
+    ]
+
+
+def test_examples_come_from_frames_and_tables_too() -> None:
+    rows = [{"prompt": "2+2?", "completion": "4"}, {"prompt": "3+3?", "completion": "6"}]
+    assert as_examples(pandas.DataFrame(rows)) == as_examples(pyarrow.Table.from_pylist(rows)) == rows
+    chats = [{"messages": [*CHAT, {"role": "assistant", "content": "4"}]}]
+    assert as_examples(pyarrow.Table.from_pylist(chats)) == [{"prompt": CHAT, "completion": "4"}]
+
+
+ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
+SHAREGPT = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "answered"),
+    [
+        ([{"messages": ANSWERED}], True),
+        ([{"messages": CHAT}], False),
+        ({"messages": [ANSWERED]}, True),
+        ([{"messages": [ANSWERED]}], True),
+        ([{"conversations": SHAREGPT}], True),
+        ([{"conversations": [SHAREGPT]}], True),
+        ([{"instruction": "2+2?", "output": "4"}], True),
+        ([{"instruction": "2+2?"}], False),
+        ({"instruction": ["2+2?"], "input": [""], "output": ["4"]}, True),
+    ],
+)
+def test_a_chat_without_a_prompt_is_asked_up_to_its_answer(data, answered) -> None:
+    assert as_rows(data) == [{"prompt": CHAT, "completion": "4"} if answered else {"prompt": CHAT}]
+
+
 def test_lists_inside_rows_are_not_taken_for_batches():
     assert as_rows([{"prompt": "a", "choices": ["x", "y", "z"]}]) == [{"prompt": "a", "choices": ["x", "y", "z"]}]
 
@@ -110,6 +180,7 @@ def test_bytes_that_are_no_text_stay_bytes():
 
 
 REFUSED = {
+    "an empty frame": (pandas.DataFrame({"prompt": []}), "empty"),
     "empty list": ([], "empty"),
     "empty columns": ({"prompt": []}, "empty"),
     "nothing": ({}, "no prompt"),
@@ -125,6 +196,12 @@ REFUSED = {
     "a number for a prompt": ([{"prompt": 3}], "item 0"),
     "a message without a role": ([{"prompt": [{"content": "a"}]}], "item 0"),
     "a message of parts": ([[{"role": "user", "content": [{"type": "image"}]}]], "item 0"),
+    "an answer alone": ([{"messages": ANSWERED[1:]}], "item 0.*the prompt is"),
+    "rows of a frame": (pandas.DataFrame(ROWS).iterrows(), "item 0 .* tuple out of a table.*\n.*\n.*the table itself"),
+    "tuples of a frame": (pandas.DataFrame(ROWS).itertuples(), "item 0 .* out of a table"),
+    "series of a frame": ([row for _, row in pandas.DataFrame(ROWS).iterrows()], "item 0 .* Series out of a table"),
+    "a frame of another library": (DaskLike(), "names of its columns .'prompt'.[\\s\\S]*rows as a list of dicts"),
+    "a frame without prompts": (pandas.DataFrame({"promt": ["a"]}), "item 0.*no prompt[\\s\\S]*did you mean 'promt'"),
     "rows in rows": ([[{"prompt": "a"}]], "item 0"),
 }
 
