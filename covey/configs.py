@@ -339,8 +339,8 @@ class SFTDataConfig(DataConfig):
     """Where the examples come from: prompts with the completions to learn."""
 
     task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "jsonl"
-    """jsonl: rows with prompt and completion, with messages (the last turn is learnt), or with text. arithmetic, sums
-    and gsm8k bring worked answers; first-letter has none.
+    """jsonl: rows with answers, read from `path`, in the forms that covey sft --help lists. arithmetic, sums and gsm8k
+    bring worked answers; first-letter has none.
     """
     completion_column: str = "completion"
     """jsonl: the column that holds the completion."""

@@ -52,8 +52,9 @@ covey sft NAME_OR_YAML [--setting value ...]
 covey sft --resume RUN
 
 Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
-The file has a JSON object a line, with prompt and completion (text or chat messages); or with messages, a chat
-whose last turn is learnt; or with text. Only the completion is learnt, its stop token included.
+Only the answer of a row is learnt, its stop token included. A row of the file is of one of these forms:
+
+FORMS
 
 examples
   covey sft sft-arithmetic
@@ -130,7 +131,7 @@ def overview() -> str:
 def show(command: str, words: Sequence[str] = ()) -> int:
     """Print the help of `command`; with the values of a built-in recipe when `words` names one."""
     text, settings = PAGES[command]
-    print(text, end="")
+    print(_with_forms(text) if command == "sft" else text, end="")
     if settings:
         choices = recipe.names(settings) if issubclass(settings, recipe.AnyRecipe) else []
         named = next((word for word in words if word in choices), "")
@@ -138,6 +139,12 @@ def show(command: str, words: Sequence[str] = ()) -> int:
         shown = strictyaml.build(settings, _read(named)) if named else settings()
         _show_settings(Console(), shown, "", "general")
     return 0
+
+
+def _with_forms(text: str) -> str:
+    from covey.data import forms  # late: no other page needs it
+
+    return text.replace("FORMS", textwrap.indent(forms.lines(), "  "))
 
 
 def show_recipes() -> int:

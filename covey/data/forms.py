@@ -48,16 +48,10 @@ def chat_form_of(row: Mapping[str, Any]) -> Form | None:
     return next((form for form in FORMS if form.chat and form.columns[0] in row), None)
 
 
-def lines() -> list[str]:
+def lines() -> str:
     """The forms for a terminal, one a line."""
     width = max(len(", ".join(form.columns)) for form in FORMS)
-    return [f"{', '.join(form.columns):{width}}  {form.holds}" for form in FORMS]
-
-
-def markdown() -> list[str]:
-    """The forms as the lines of a table in the docs."""
-    columns = [", ".join(f"`{name}`" for name in form.columns) for form in FORMS]
-    return [f"| {named} | {form.holds} |" for named, form in zip(columns, FORMS, strict=True)]
+    return "\n".join(f"{', '.join(form.columns):{width}}  {form.holds}" for form in FORMS)
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Any:

@@ -1,21 +1,25 @@
 """Examples for supervised training: the forms that are taken, what is refused, and the worked answers of the tasks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from covey.cli import main
 from covey.configs import DataConfig, SFTDataConfig
 from covey.data import load, load_examples
 from covey.data.examples import as_example, as_examples
+from covey.data.forms import FORMS
 from covey.data.gsm8k import MARKER
 from covey.errors import DataError
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.format import format_exact
 from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer
 
+ROOT = Path(__file__).parents[2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
@@ -98,6 +102,32 @@ def test_what_cannot_be_learnt_is_refused_with_its_place(row: Any, told: str) ->
 def test_data_that_are_none_are_refused(data: Any) -> None:
     with pytest.raises(DataError):
         as_examples(data)
+
+
+def test_one_table_of_forms_serves_errors_help_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [", ".join(form.columns) for form in FORMS]
+    with pytest.raises(DataError) as caught:
+        as_examples([{}])
+    assert re.split("; (?:or )?", str(caught.value).partition("wanted: ")[2]) == [
+        c.replace(", ", " and ") for c in columns
+    ]
+    assert main(["sft", "--help"]) == 0
+    shown = capsys.readouterr().out
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Rows with answers")[2]
+    assert re.findall(r"^\| (`.*`) \| (.*) \|$", page.partition("\n## ")[0], re.M) == [
+        (re.sub(r"(\w+)", r"`\1`", named), form.holds) for named, form in zip(columns, FORMS, strict=True)
+    ]
+    for named, form in zip(columns, FORMS, strict=True):
+        assert re.search(rf"^  {named} +{re.escape(form.holds)}$", shown, re.M)
+
+
+def test_nothing_else_lists_the_forms() -> None:
+    """A second list would be forgotten when a form is added."""
+    other = [*(ROOT / "covey").rglob("*.py"), *(ROOT / "covey").rglob("*.yaml"), ROOT / "README.md"]
+    other += [page for page in (ROOT / "docs").glob("*.md") if page.name != "data.md"]
+    lists = re.compile(r"completion\b[^.]{0,90}\bmessages\b[^.]{0,90}\btext\b", re.S)
+    found = {str(f.relative_to(ROOT)) for f in other if lists.search(f.read_text(encoding="utf-8"))}
+    assert found <= {"covey/data/forms.py"}
 
 
 # --- files
