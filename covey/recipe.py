@@ -7,7 +7,7 @@ it is. No JAX here.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -283,6 +283,7 @@ def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         yield "rollout.kv_cache_size", what, f"null, or at least max_prompt_length + max_new_tokens = {needed}"
     if data.task in ("gsm8k", "jsonl") and not data.path:
         yield "data.task", f"data.task {data.task} needs data.path, which is not set", DATA_PATHS[data.task]
+    yield from unread_settings(data)
     for target in lora.targets:
         if target.isidentifier() and target not in LORA_TARGETS:
             yield "model.lora.targets", f"model.lora.targets has no {target!r}", nearest(target, LORA_TARGETS)
@@ -293,6 +294,15 @@ def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         yield "model.lora.targets", "model.lora.targets is empty: nothing would be trained", "at least one projection"
     yield from _quantised_contradictions(recipe.model)
     yield from _evaluation_contradictions(recipe.evaluation)
+
+
+def unread_settings(data: DataConfig) -> Iterator[Problem]:
+    """Settings of `data` that its task does not read: rows would come from elsewhere than was asked for."""
+    unread = {"prompt_column", "completion_column"} if data.task != "jsonl" else set()
+    unread |= {"path", "test_path"} if data.task not in DATA_PATHS else set()
+    for name in (f.name for f in fields(data) if f.name in unread and getattr(data, f.name) != f.default):
+        what = f"data.{name} is {getattr(data, name)}, and data.task {data.task} does not read it"
+        yield f"data.{name}", what, f"--data.task jsonl, to read rows of your own, or no data.{name}"
 
 
 def _quantised_contradictions(model: ModelOptions) -> Iterator[Problem]:

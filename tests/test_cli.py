@@ -87,6 +87,11 @@ def test_help_needs_no_jax(words):
         (["train", "quickstart", "--rewards", "frst_letter"], "did you mean 'first_letter'?"),
         (["train", "quickstart", "--evaluation.format", "sentense"], "did you mean 'sentence'?"),
         (["train", "gsm8k-smollm2", "--data.path", "nowhere"], "data.path: there is no nowhere"),
+        (["train", "quickstart", "--data.path", "mine.jsonl"], "wanted: --data.task jsonl, to read rows of your own"),
+        (
+            ["train", "quickstart", "--data.test-path", "mine.jsonl"],
+            "data.test_path is mine.jsonl, and data.task first",
+        ),
         (["train", "--resume", "nowhere"], "this is no run folder"),
         (["sft"], "built-in recipes: sft-arithmetic, sft-smollm2"),
         (["sft", "quickstart"], "fix: covey train quickstart\n"),

@@ -1,17 +1,18 @@
-"""Where records come from: files of two kinds, and two hubs of data sets. What they mean is for `source` to say.
+"""Where records come from: files of four kinds, and two hubs of data sets. What they mean is for `source` to say.
 
-    FILE.jsonl, FILE.csv             a file; `data.test_path` may name the held-out one
-    FOLDER                           train.jsonl and test.jsonl, or main_train.csv and main_test.csv (Kaggle's GSM8K)
+    FILE.jsonl, .json, .csv, .parquet   a file; `data.test_path` may name the held-out one
+    FOLDER                           train and test of one kind, or main_train.csv and main_test.csv (Kaggle's GSM8K)
     hf:org/name[/config][@revision]  the Hugging Face hub, through `datasets`
     tfds:name[/config]               TensorFlow Datasets, through `tensorflow_datasets`
 
 A record is a dict. The packages of the hubs are optional, and asked for only here.
 """
 
+import codecs
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,15 @@ from covey.configs import HUBS, DataConfig
 from covey.errors import DataError, nearest
 
 Record = dict[str, Any]
-LAYOUTS = (("train.jsonl", "test.jsonl"), ("main_train.csv", "main_test.csv"))
+Columns = Sequence[str | tuple[str, ...]]
+"""What each record must have: a column, or one of several."""
+LAYOUTS = (
+    ("train.jsonl", "test.jsonl"),
+    ("train.json", "test.json"),
+    ("train.parquet", "test.parquet"),
+    ("train.csv", "test.csv"),
+    ("main_train.csv", "main_test.csv"),
+)
 """Names of the training and the test file in a folder."""
 HELD_OUT = ("test", "validation")
 """What a hub may call the test split."""
@@ -33,9 +42,7 @@ class Part(NamedTuple):
     records: list[Record]
 
 
-def read(
-    config: DataConfig, columns: Sequence[str], wanted: str, hub_config: str | None = None
-) -> tuple[Part, Part | None]:
+def read(config: DataConfig, columns: Columns, wanted: str, hub_config: str | None = None) -> tuple[Part, Part | None]:
     """The training records and, where there are some, the test records at `config.path`.
 
     Args:
@@ -57,7 +64,7 @@ def read(
     return _split(path, "train", splits, columns), _test_split(path, splits, columns)
 
 
-def read_jsonl(path: Path, columns: Sequence[str]) -> list[Record]:
+def read_jsonl(path: Path, columns: Columns) -> list[Record]:
     """The objects of a JSON Lines file; blank lines are skipped.
 
     Raises:
@@ -73,7 +80,7 @@ def read_jsonl(path: Path, columns: Sequence[str]) -> list[Record]:
     return [_checked(_object(line, where), columns, where) for where, line in lines]
 
 
-def read_csv(path: Path, columns: Sequence[str]) -> list[Record]:
+def read_csv(path: Path, columns: Columns) -> list[Record]:
     """The rows of a CSV file under the names in its first line.
 
     Raises:
@@ -96,29 +103,76 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[Record]:
     return [_checked(row, columns, where) for where, row in rows]
 
 
+def read_json(path: Path, columns: Columns) -> list[Record]:
+    """The objects of a JSON list; a file that is no list is read as JSON Lines.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or an entry is no object with `columns`.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    if not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return read_jsonl(path, columns)
+    found = _parsed(text, str(path), want="a list of JSON objects")
+    if not found:
+        raise DataError("the file is empty", want="a list of JSON objects", where=str(path))
+    places = [(f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1)]
+    return [_checked(_mapping(entry, where, "a list of JSON objects"), columns, where) for where, entry in places]
+
+
+def read_parquet(path: Path, columns: Columns) -> list[Record]:
+    """The rows of a Parquet file, through pyarrow.
+
+    Raises:
+        DataError: pyarrow is not installed, the file cannot be read or is empty, or a row has not `columns`.
+    """
+    parquet = _package("pyarrow.parquet", "pip install 'covey[hub]'", str(path))
+    try:
+        rows = parquet.ParquetFile(path).read().to_pylist()
+    except Exception as error:  # whatever Arrow thinks of an untrusted file
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}"
+        raise DataError(what, where=str(path)) from None
+    if not rows:
+        raise DataError("the file is empty", want="a Parquet file with rows", where=str(path))
+    return [_checked(row, columns, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+
+
 def _object(line: bytes, where: str) -> Record:
     want = "one JSON object a line"
+    return _mapping(_parsed(line, where, want), where, want)
+
+
+def _parsed(text: bytes, where: str, want: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON: {error}", want=want, where=where) from None
+
+
+def _mapping(row: Any, where: str, want: str) -> Record:
     if not isinstance(row, dict):
         raise DataError(f"is a JSON {type(row).__name__}, not an object", want=want, where=where)
     return row
 
 
-def _checked(row: Record, columns: Sequence[str], where: str) -> Record:
-    for name in columns:
-        if name not in row:
-            raise DataError(f"has no column {name!r}", fix=nearest(name, row) if row else "", where=where)
+def _checked(row: Record, columns: Columns, where: str) -> Record:
+    for column in columns:
+        names = (column,) if isinstance(column, str) else column
+        if not any(name in row for name in names):
+            near = nearest(names[0], row) if row else ""
+            want = "" if len(names) == 1 else "one of: " + ", ".join(names)
+            raise DataError(f"has no column {names[0]!r}", want=want, fix=near, where=where)
     return row
 
 
 # --- files
 
 
-def _file(path: Path, columns: Sequence[str]) -> Part:
-    return Part(str(path), (read_csv if path.suffix.lower() == ".csv" else read_jsonl)(path, columns))
+def _file(path: Path, columns: Columns) -> Part:
+    return Part(str(path), FILES.get(path.suffix.lower(), read_jsonl)(path, columns))
 
 
 def _files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
@@ -182,12 +236,12 @@ def _unreadable(path: str, error: Exception, fix: str) -> DataError:
     return DataError(f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path")
 
 
-def _test_split(path: str, splits: Mapping[str, Any], columns: Sequence[str]) -> Part | None:
+def _test_split(path: str, splits: Mapping[str, Any], columns: Columns) -> Part | None:
     name = next((name for name in HELD_OUT if name in splits), None)
     return None if name is None else _split(path, name, splits, columns)
 
 
-def _split(path: str, name: str, splits: Mapping[str, Any], columns: Sequence[str]) -> Part:
+def _split(path: str, name: str, splits: Mapping[str, Any], columns: Columns) -> Part:
     where = f"{path}, {name}"
     if name not in splits:
         raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
@@ -201,3 +255,11 @@ def _plain(value: Any) -> Any:
     """Python's own types in place of bytes and of NumPy's, which TensorFlow Datasets gives."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return value.decode() if isinstance(value, bytes) else value
+
+
+FILES: dict[str, Callable[[Path, Columns], list[Record]]] = {
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+"""Ending of a file → what reads it; any other is read as JSON Lines."""

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from covey.configs import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, gsm8k, readers, sums
 from covey.data.examples import as_example
-from covey.data.rows import Row, as_prompt
+from covey.data.forms import FORMS
+from covey.data.rows import Row, as_asked, as_prompt
 from covey.errors import DataError, nearest
+from covey.recipe import unread_settings
 from covey.types import Message
 
 Splits = tuple[list[Row], list[Row]]
@@ -61,6 +63,8 @@ def load_examples(config: SFTDataConfig) -> Dataset:
 def _task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
     if config.task not in TASKS:
         raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
+    for key, what, want in unread_settings(config):
+        raise DataError(what, want=want, where=key)
     return TASKS[config.task]
 
 
@@ -89,7 +93,8 @@ def _gsm8k(config: DataConfig) -> Splits:
 
 def _jsonl(config: DataConfig) -> Splits:
     column = config.prompt_column
-    return _rows(config, [column], JSONL, lambda record, where: _prompted(record, column, where))
+    chats = tuple(form.columns[0] for form in FORMS if form.chat) if column == DataConfig.prompt_column else ()
+    return _rows(config, [(column, *chats)], JSONL, lambda record, where: _prompted(record, column, where))
 
 
 def _arithmetic_examples(config: SFTDataConfig) -> Splits:
@@ -121,6 +126,8 @@ def _no_examples(config: SFTDataConfig) -> Splits:
 
 
 def _prompted(record: Row, column: str, where: str) -> Row:
+    if column not in record:
+        return as_asked(record, where)
     prompt = as_prompt(record[column], f"{where}, column {column!r}")
     return {**{name: value for name, value in record.items() if name != column}, "prompt": prompt}
 
@@ -131,7 +138,7 @@ def _gsm8k_rows(config: DataConfig, row: Callable[[Row, str], Row]) -> Splits:
 
 def _rows(
     config: DataConfig,
-    columns: Sequence[str],
+    columns: readers.Columns,
     wanted: str,
     row: Callable[[Row, str], Row],
     hub_config: str | None = None,
@@ -168,7 +175,7 @@ def _turns(prompt: str | Sequence[Message]) -> list[Message]:
     return [message for message in prompt if message["role"] != "system"]
 
 
-JSONL = "a .jsonl or .csv file, a folder with train.jsonl and test.jsonl, or hf:org/name"
+JSONL = "a .jsonl, .json, .csv or .parquet file, a folder with train.jsonl and test.jsonl, or hf:org/name"
 
 TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
     "first-letter": (_first_letter, first_letter.SYSTEM),

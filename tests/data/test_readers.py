@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,78 @@ def test_kaggles_csv_is_the_same_data_set(kaggle: Path, jsonl: Path) -> None:
     assert gsm8k(kaggle).test[0]["answer"] == "1,240"
     single = gsm8k(kaggle / "main_train.csv", test_path=str(kaggle / "main_test.csv"))
     assert described(single) == described(gsm8k(kaggle))
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "csv"])
+def test_files_of_every_kind_are_the_same_data_set(tmp_path: Path, jsonl: Path, kind: str) -> None:
+    for name, part in (("train", PROBLEMS[:20]), ("test", PROBLEMS[20:])):
+        path, frame = tmp_path / f"{name}.{kind}", pandas.DataFrame(part)
+        {
+            "json": lambda path=path, part=part: path.write_text(json.dumps(part, indent=1)),
+            "parquet": lambda path=path, frame=frame: frame.to_parquet(path),
+            "csv": lambda path=path, frame=frame: frame.to_csv(path, index=False),
+        }[kind]()
+    assert described(gsm8k(tmp_path)) == described(gsm8k(jsonl))
+    single = gsm8k(tmp_path / f"train.{kind}", test_path=str(tmp_path / f"test.{kind}"))
+    assert described(single) == described(gsm8k(jsonl))
+
+
+ASKED, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+CHATS = [
+    {"messages": [ASKED, ANSWER]},
+    {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+    {"instruction": "2+2?", "input": "", "output": "4"},
+]
+
+
+@pytest.mark.parametrize("row", CHATS, ids=["messages", "sharegpt", "alpaca"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_chats_in_files_are_learnt_or_asked(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
+    path, rows = tmp_path / f"a.{kind}", [row | {"level": n} for n in range(2)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(r) + "\n" for r in rows))
+    learnt = load_examples(SFTDataConfig(path=str(path)))
+    asked = load(DataConfig(task="jsonl", path=str(path)))
+    for data in (learnt, asked):
+        assert data.train == [{"prompt": [ASKED], "completion": "4", "level": 0}]
+        assert [row["level"] for row in data.test] == [1]
+
+
+def test_json_lines_under_the_name_of_a_list_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.json"))).train == [{"prompt": "a"}]
+
+
+FILE_MISTAKES = {
+    "an empty list": ("a.json", b"[]", "the file is empty"),
+    "nothing": ("a.json", b"", "the file is empty"),
+    "a list cut off": ("a.json", b'[{"prompt": "a"},', "is not JSON[\\s\\S]*a list of JSON objects"),
+    "a list of texts": ("a.json", b'[{"prompt": "a"}, "b"]', "entry 2: is a JSON str"),
+    "another column": (
+        "a.json",
+        b'[{"promt": "a"}]',
+        "entry 1: has no column 'prompt'\n  wanted: one of: prompt, messages",
+    ),
+    "too deep": ("a.json", b"[" * 100_000, "is not JSON"),
+    "no Parquet": ("a.parquet", b"PAR1 and nothing else PAR1", "is no Parquet file"),
+    "no bytes": ("a.parquet", b"", "is no Parquet file"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILE_MISTAKES.values(), ids=FILE_MISTAKES)
+def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(DataConfig(task="jsonl", path=str(tmp_path / name)))
+
+
+def test_parquet_without_its_package_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"needs the package pyarrow[\s\S]*hub"):
+        load(DataConfig(task="jsonl", path=str(tmp_path / "a.parquet")))
 
 
 class FakeHub:

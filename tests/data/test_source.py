@@ -213,6 +213,15 @@ def test_an_unknown_task_is_answered_with_the_nearest():
         load(DataConfig(task="first_letter"))  # type: ignore[arg-type]
 
 
+def test_a_path_that_the_task_would_not_read_is_refused(folder):
+    """Training on made problems instead of the file that was named, without a word."""
+    for settings in ({"path": str(folder)}, {"test_path": "x.jsonl"}, {"prompt_column": "question"}):
+        with pytest.raises(
+            DataError, match=r"data\.\w+ is .*first-letter does not read it\n  wanted: --data.task jsonl"
+        ):
+            load(DataConfig(**settings))
+
+
 def test_a_file_that_cannot_be_opened_is_told(folder, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
