@@ -147,6 +147,11 @@ def judge(
     )
 
 
+def judges(config: EvalConfig) -> list[str]:
+    """The functions that `config` names, other than the training rewards."""
+    return [name for name in (config.accuracy, config.partial, config.format) if name]
+
+
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """The chance that at least one of `k` answers is right, estimated without bias from `samples` answers of which
     `right` are (Chen et al., 2021, Codex, eq. 1): 1 − C(n−c, k) / C(n, k), the share of all sets of k with a right one.

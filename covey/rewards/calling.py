@@ -82,22 +82,35 @@ def taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any
         RecipeError: it has no signature.
         RewardError: it asks for something that no data column gives.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        what = f"{excerpt(function)} is no reward function"
-        raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
-    given = dict.fromkeys([*ARGUMENTS, *(column for group, _ in samples for column in group.columns)])
-    for p in parameters:
-        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in given)):
-            what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
-            want = "arguments passed by name: " + ", ".join(sorted(given))
-            raise RewardError(what, want=want, fix=nearest(p.name, given))
+    columns = dict.fromkeys(column for group, _ in samples for column in group.columns)
+    parameters = asked(name, function, columns)
+    given = [*ARGUMENTS, *(column for column in columns if column not in ARGUMENTS)]
     names = [p.name for p in parameters if p.name in given]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         names += [key for key in given if key not in BY_NAME and key not in names]
     return {key: _argument(key, samples) for key in names}
+
+
+def asked(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect.Parameter]:
+    """The parameters of a function, which `ARGUMENTS` and the data's `columns` can give.
+
+    Raises:
+        RecipeError: it has no signature.
+        RewardError: it asks for something that none of them gives.
+    """
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        what = f"{excerpt(function)} is no reward function"
+        raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
+    given = {*ARGUMENTS, *columns}
+    for p in parameters:
+        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in given)):
+            what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
+            want = f"columns of the data: {', '.join(sorted(columns)) or 'none'}; or {', '.join(ARGUMENTS)}"
+            raise RewardError(what, want=want, fix=nearest(p.name, given))
+    return parameters
 
 
 def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> Outcome | Awaitable[Any]:

@@ -7,16 +7,17 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from covey.errors import RecipeError, nearest
 from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.calling import RewardFn
+from covey.rewards.calling import RewardFn, asked
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
@@ -59,6 +60,18 @@ def score(
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
     totals[~scored.any(axis=0)] = np.nan
     return _split(groups, names, table, totals)
+
+
+def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses functions that ask for a column that no row has, before anything is sampled for them.
+
+    Raises:
+        RewardError: names the function, the column, and the columns that there are.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
+    for name, function in zip(function_names(functions), functions, strict=True):
+        asked(name, function, columns)
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:

@@ -19,10 +19,10 @@ from covey.configs import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import NumbersError, RecipeError
-from covey.evaluate import Evaluation, evaluate
+from covey.evaluate import Evaluation, evaluate, judges
 from covey.parallel import distributed
 from covey.recipe import validate
-from covey.rewards import RewardFn, RewardRunner, function_names, resolve
+from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
 from covey.rl.cluster import RLCluster
 from covey.rl.feeder import Clock, Experience, Feeder, StepLog
 from covey.rl.losses import Surrogate
@@ -151,11 +151,18 @@ class Learner(ABC):
             train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a
                 ready `PromptLoader` (whose position a resumed run has restored).
             eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
+
+        Raises:
+            DataError: rows in none of the forms, or a prompt that cannot be sampled.
+            RewardError: a reward function asks for a column that the data lack.
         """
         loader = self._loader(train_ds)
+        held_out = None if eval_ds is None else as_rows(eval_ds)
+        check_columns(self.reward_fns, loader.rows)
+        if held_out is not None and self.cluster.config.training_config.eval_every_n_steps:
+            check_columns((*self.reward_fns, *judges(self.eval_config)), held_out)
         total = total_steps(self.cluster.config.training_config, self.config, len(loader))
         self.prepare(total)
-        held_out = None if eval_ds is None else as_rows(eval_ds)
         self.check_prompts(loader.rows)
         self._refuse_differences(loader, total)
         while self.step < total and (examples := next(loader, None)) is not None:

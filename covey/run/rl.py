@@ -13,13 +13,13 @@ from covey.algorithms import algorithm_of
 from covey.data import source as data_source
 from covey.data.loader import PromptLoader
 from covey.errors import NumbersError
-from covey.evaluate import Evaluation, during_training
+from covey.evaluate import Evaluation, during_training, judges
 from covey.models.decoder import Decoder
 from covey.models.heads import ValueModel, load_value_model, value_model
 from covey.models.lora import with_lora, without_lora
 from covey.parallel import distributed
 from covey.recipe import Recipe
-from covey.rewards import RewardRunner
+from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner, Observer, StepRecord, total_steps
@@ -54,6 +54,8 @@ class RLRun(Run[Recipe]):
         super().__init__(ready, out, resuming)
         distributed.refuse_uneven(ready.training.prompts_per_step)
         self.data = data_source.load(ready.data)
+        check_columns(ready.rewards, self.data.train)
+        check_columns((*ready.rewards, *judges(ready.evaluation)), self.data.test)
         self.loader = PromptLoader(self.data.train, ready.training.prompts_per_step, seed=ready.seed)
 
     def prepare(self) -> int:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from covey import recipe as recipes
+from covey.data import Dataset
 from covey.data import source as data_source
 from covey.errors import NumbersError
+from covey.evaluate import judges
 from covey.recipe import SFTRecipe
+from covey.rewards import check_columns
 from covey.rl.rows import Rows
 from covey.run.base import Run
 from covey.run.opening import load_source, mesh_at_hand, open_model
@@ -34,7 +37,7 @@ def resume(folder: Path) -> dict[str, Any]:
 
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
     """The held-out loss of the model or run at `source` and some of its answers; prints and returns the figures."""
-    held_out = data_source.load_examples(ready.data).test
+    held_out = _data(ready).test
     with Progress(0) as progress:
         mesh = mesh_at_hand(ready.model.mesh, progress.phase)
         model, tokenizer = open_model(source, ready.model, progress.phase, mesh)
@@ -56,7 +59,7 @@ class SFTRun(Run[SFTRecipe]):
 
     def __init__(self, ready: SFTRecipe, out: Path, resuming: bool = False):
         super().__init__(ready, out, resuming)
-        self.data = data_source.load_examples(ready.data)
+        self.data = _data(ready)
 
     def prepare(self) -> int:
         ready = self.recipe
@@ -119,6 +122,13 @@ class SFTRun(Run[SFTRecipe]):
 
     def _keep_bad_batch(self, step: int, groups: Sequence[Group], rows: Rows, error: NumbersError) -> None:
         self.keep_bad_batch(step, groups, rows._asdict(), error)
+
+
+def _data(ready: SFTRecipe) -> Dataset:
+    data = data_source.load_examples(ready.data)
+    if ready.evaluation.answers:
+        check_columns(judges(ready.evaluation), data.test)
+    return data
 
 
 HELD_OUT = "held-out data"

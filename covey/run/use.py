@@ -12,11 +12,11 @@ from covey.configs import RolloutConfig
 from covey.data import source as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
-from covey.evaluate import Evaluation, Generates
+from covey.evaluate import Evaluation, Generates, judges
 from covey.evaluate import evaluate as judge
 from covey.models.decoder import Decoder
 from covey.recipe import Recipe, SFTRecipe, is_run
-from covey.rewards import RewardRunner
+from covey.rewards import RewardRunner, check_columns
 from covey.rl.rollout import RolloutWorker
 from covey.run.opening import Say, mesh_at_hand, open_model
 from covey.showing import printable
@@ -28,6 +28,7 @@ from covey.types import Group
 def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
     """Evaluates the model or run at `source` on the held-out prompts of `ready`, prints and returns the figures."""
     held_out = data_source.load(ready.data).test
+    check_columns((*ready.rewards, *judges(ready.evaluation)), held_out)
     with Progress(0) as progress:
         mesh = mesh_at_hand(ready.model.mesh, progress.phase)
         model, tokenizer = open_model(source, ready.model, progress.phase, mesh)

@@ -151,10 +151,32 @@ def test_data_with_a_hole(text: str, told: str, tmp_path: Path, capsys: Any, mon
     assert told in refused(capsys, f"model.source={TINY}", "data.task=jsonl", "data.path=data.jsonl")
 
 
-def test_a_column_that_the_reward_asks_for_and_the_data_lack(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("words", "function"),
+    [
+        (("train", "quickstart", "--out", "never", "rewards=first_letter"), "first_letter"),
+        (
+            ("train", "quickstart", "--out", "never", "rewards=number_only", "evaluation.partial=exact_answer"),
+            "exact_answer",
+        ),
+        (("eval", str(TINY), "--recipe", "quickstart", "rewards=exact_answer"), "exact_answer"),
+        (("sft", "sft-smollm2", "--out", "never", "evaluation.accuracy=exact_answer"), "exact_answer"),
+    ],
+)
+def test_a_column_that_the_reward_asks_for_and_the_data_lack(
+    words: tuple[str, ...], function: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Told before the model is loaded, and with the columns that there are."""
     monkeypatch.chdir(tmp_path)
-    Path("data.jsonl").write_text(rows(*"abcdefghij"))
-    data = ("data.task=jsonl", "data.path=data.jsonl", "rewards=exact_answer", "evaluation.accuracy=", "show=kl")
-    said = refused(capsys, f"model.source={TINY}", *data, "evaluation.format=")
-    assert "answer" in said
-    assert "exact_answer" in said
+    row = {"prompt": "a", "completion": "b", "anwser": "4", "letters": "A"}
+    Path("data.jsonl").write_text(f"{json.dumps(row)}\n" * 10)
+    without = ["evaluation.accuracy=", "evaluation.format="] if words[0] != "sft" else []
+    rest = ["data.task=jsonl", "data.path=data.jsonl", f"model.source={TINY}"]
+    assert main([*words[:2], *without, *rest, *words[2:]]) == 2
+    out, said = capsys.readouterr()
+    assert "loading" not in out
+    assert not Path("never").exists()
+    asked = "answer" if function == "exact_answer" else "letter"
+    assert f"the reward function '{function}' asks for '{asked}', which no data column gives" in said
+    assert "columns of the data: anwser, " in said
+    assert f"did you mean '{'anwser' if asked == 'answer' else 'letters'}'?" in said

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
-from covey.errors import RecipeError, WeightsError
+from covey.errors import RecipeError, RewardError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.parallel import flatten, make_mesh, mesh_of
@@ -277,6 +277,20 @@ def test_a_model_without_a_tokenizer_is_a_clear_error(decoder: Callable) -> None
 def test_a_path_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError):
         RLCluster(actor=str(tmp_path / "nothing"))
+
+
+def test_a_missing_column_is_told_before_anything_is_sampled(cluster: Callable) -> None:
+    def judge(completions: list[str], anwser: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    phases: list[str] = []
+    config = GRPOConfig(num_generations=2)
+    learner = GRPOLearner(
+        rl_cluster=cluster(beta=0.0), reward_fns=judge, grpo_config=config, on_phase=phases.append, observers=[]
+    )
+    with pytest.raises(RewardError, match=r"asks for 'anwser'[\s\S]*columns of the data: answer;[\s\S]*mean 'answer'"):
+        learner.train([{"prompt": "a", "answer": "b"}])
+    assert phases == []
 
 
 def test_a_group_of_one_is_refused(cluster: Callable) -> None:
