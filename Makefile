@@ -16,9 +16,9 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 UV := $(shell command -v uv 2>/dev/null)
 WANT := pyproject.toml constraints.txt
-RUN := -e '.[gguf]'
-DEV := -e '.[gguf,dev]'
-ORACLE := -e '.[gguf,parity]'
+RUN := -e .
+DEV := -e '.[dev]'
+ORACLE := -e '.[parity]'
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tiny install test test-quick lint bench bench-peers parity golden-families clean

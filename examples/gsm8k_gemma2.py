@@ -6,7 +6,7 @@ as in a notebook, and to be changed.
     python examples/gsm8k_gemma2.py
     python examples/gsm8k_gemma2.py --model hf:Qwen/Qwen2.5-1.5B-Instruct --devices 1 --out runs/qwen
 
-It needs the model (accept its licence on the hub, then `hf auth login`), `pip install 'covey[hub]'`, and four devices.
+It needs the model (accept its licence on the hub, then `hf auth login`), `pip install -e '.[hub]'`, and four devices.
 XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four of a CPU, enough to try it with a small model.
 """
 

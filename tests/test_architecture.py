@@ -163,3 +163,14 @@ def test_python_in_documents_compiles_and_finds_its_names(document):
             if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("covey"):
                 module = importlib.import_module(statement.module)
                 assert [name.name for name in statement.names if not hasattr(module, name.name)] == []
+
+
+def test_what_is_to_be_installed_is_an_extra_of_this_clone():
+    """No index has Covey: what reads `pip install 'covey[...]'` fails."""
+    files = [*DOCUMENTS, *(ROOT / "examples").glob("*.*"), *PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml")]
+    texts = {str(f.relative_to(ROOT)): f.read_text() for f in files}
+    assert {name for name, text in texts.items() if re.search(r"\bcovey\[", text)} == set()
+    named = re.findall(r"'\.\[(\w+)\]'|install\(\"(\w+)\"\)", "\n".join(texts.values()))
+    listed = re.findall(r"`\[(\w+)\]`", texts["README.md"].partition("Optional packages")[2])
+    extras = {name for found in named for name in found if name} | {*listed}
+    assert {"hub", "track", "math"} <= extras <= set(PROJECT["project"]["optional-dependencies"])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from covey import cli, recipe
+from covey import cli, extras, recipe
 
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2-135m"
@@ -296,14 +298,31 @@ def test_output_without_unicode_shows_escapes():
     assert b"\\u03bc" in done.stdout  # μ
 
 
-def test_doctor_reports_and_suggests(capsys, monkeypatch):
-    from covey.commands import doctor
+def install_covey(folder, *requirements):
+    """Installs a Covey with these requirements in front of the one that is there."""
+    told = folder / f"covey-{cli.__version__}.dist-info"
+    told.mkdir()
+    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {cli.__version__}"]
+    (told / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requirements)]) + "\n")
 
-    monkeypatch.setitem(doctor.EXTRAS, "made-up", ("no_such_module", "nothing"))
+
+def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path):
+    """The trap: the first package of an extra is there, the second is not, and all is said to be well."""
+    requirements = "numpy>=2; extra == 'hub'", "made-up[x]>=1; extra == 'hub'", "numpy; extra == 'math'"
+    install_covey(tmp_path, "jax>=0.10", *requirements)
+    monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "jax" in shown
-    assert "pip install 'covey[made-up]'" in shown
+    assert re.search(r"^warn  hub .*: without made-up\n +fix: pip install -e .*\[hub\]", shown, re.M)
+    assert re.search(r"^ok    math ", shown, re.M)
+
+
+def test_the_command_that_installs_an_extra_names_this_clone():
+    """No index has Covey, so `pip install 'covey[hub]'` fails. The path is whole: any folder may be the working one."""
+    words = shlex.split(extras.install("hub"))
+    assert words == ["pip", "install", "-e", f"{ROOT}[hub]"]
+    assert shlex.split(extras.install()) == ["pip", "install", "-e", str(ROOT)]
 
 
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):

@@ -4,13 +4,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from covey.extras import install, missing
 from covey.models.sources import cache_folder
 
 GIGABYTE = 1e9
@@ -73,7 +74,7 @@ def _jax() -> Iterator[Finding]:
 
         devices = jax.devices()
     except Exception as error:  # whatever keeps JAX from starting is the finding
-        yield Finding("jax", f"does not work: {error}", "pip install --force-reinstall 'covey'")
+        yield Finding("jax", f"does not work: {error}", f"{install()} --force-reinstall")
         return
     yield Finding("jax", f"{jax.__version__}, {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
     for name in ("float32", "bfloat16"):
@@ -89,24 +90,28 @@ def _jax() -> Iterator[Finding]:
 
 def _idle_accelerator(platform: str) -> Iterator[Finding]:
     if platform == "cpu" and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
-        yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", "pip install 'covey[cuda]'")
+        yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install("cuda"))
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, (module, purpose) in EXTRAS.items():
-        if find_spec(module):
-            yield Finding(extra, purpose)
+    for extra, purpose in EXTRAS.items():
+        try:
+            lacking = missing(extra)
+        except PackageNotFoundError:
+            yield Finding("extras", "unknown: Covey runs from files that were not installed", install())
+            return
+        if lacking:
+            yield Finding(extra, f"{purpose}: without {', '.join(lacking)}", f"{install(extra)} if you need it")
         else:
-            yield Finding(extra, f"not installed: {purpose}", f"pip install 'covey[{extra}]' if you need it")
+            yield Finding(extra, purpose)
 
 
 EXTRAS = {
-    "gguf": ("gguf", "GGUF files, among them the packaged SmolLM2"),
-    "hub": ("huggingface_hub", "hf:org/name models"),
-    "math": ("math_verify", "mathematical answers compared as mathematics"),
-    "tfds": ("tensorflow_datasets", "GSM8K and others from TensorFlow Datasets"),
-    "track": ("tensorboardX", "experiment trackers"),
+    "hub": "hf:org/name models and data sets, Parquet files",
+    "math": "mathematical answers compared as mathematics",
+    "tfds": "GSM8K and others from TensorFlow Datasets",
+    "track": "experiment trackers",
 }
-"""Extra → the module that shows it is there, and what it is for."""
+"""Extra → its purpose. The packages are those that the installed Covey names."""
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _extras)

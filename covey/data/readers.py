@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from covey.configs import HUBS, DataConfig
 from covey.errors import DataError, nearest
+from covey.extras import install
 
 Record = dict[str, Any]
 Columns = Sequence[str | tuple[str, ...]]
@@ -128,7 +129,7 @@ def read_parquet(path: Path, columns: Columns) -> list[Record]:
     Raises:
         DataError: pyarrow is not installed, the file cannot be read or is empty, or a row has not `columns`.
     """
-    parquet = _package("pyarrow.parquet", "pip install 'covey[hub]'", str(path))
+    parquet = _package("pyarrow.parquet", install("hub"), str(path))
     try:
         rows = parquet.ParquetFile(path).read().to_pylist()
     except Exception as error:  # whatever Arrow thinks of an untrusted file
@@ -207,7 +208,7 @@ def _hub(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, An
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
     if not match:
         raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
-    datasets = _package("datasets", "pip install 'covey[hub]'", path)
+    datasets = _package("datasets", install("hub"), path)
     try:
         return datasets.load_dataset(match[1], match[2] or config, revision=match[3])
     except Exception as error:  # whatever keeps the package from it is the user's to see
@@ -217,18 +218,18 @@ def _hub(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, An
 
 def _tfds(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
     """Through its random access, which needs no TensorFlow."""
-    tfds = _package("tensorflow_datasets", "pip install 'covey[tfds]'", path)
+    tfds = _package("tensorflow_datasets", install("tfds"), path)
     try:
         return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
     except Exception as error:  # as above
         raise _unreadable(path, error, "look at its name, at the network and at the free disk") from error
 
 
-def _package(name: str, install: str, path: str) -> Any:
+def _package(name: str, fix: str, path: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise DataError(f"{path} needs the package {name}: {error}", fix=install, where="data.path") from None
+        raise DataError(f"{path} needs the package {name}: {error}", fix=fix, where="data.path") from None
 
 
 def _unreadable(path: str, error: Exception, fix: str) -> DataError:

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError
+from covey.extras import install
 from covey.files import check_given
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import NameTable, has_experts, match, names, orient
@@ -80,7 +81,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise WeightsError("GGUF files need the package gguf", fix="pip install 'covey[gguf]'") from error
+        raise WeightsError("GGUF files need the package gguf", fix=install()) from error
     return gguf
 
 

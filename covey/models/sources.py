@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
+from covey.extras import install
 from covey.models import wheels
 from covey.models.wheels import Say, Wheel
 
@@ -217,7 +218,7 @@ def _hub_package() -> Any:
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError as error:
-        raise WeightsError("hf: sources need the package huggingface_hub", fix="pip install 'covey[hub]'") from error
+        raise WeightsError("hf: sources need the package huggingface_hub", fix=install("hub")) from error
     return huggingface_hub
 
 

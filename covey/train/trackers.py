@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from covey.extras import install
 from covey.showing import masked
 
 PROJECT = "covey"
@@ -91,7 +92,7 @@ class Trackers:
         except Exception as error:  # other people's services: none of their troubles is worth a run
             self._open.pop(name, None)
             reason = masked(next(iter(str(error).splitlines()), ""))
-            fix = "; pip install 'covey[track]' brings it" if isinstance(error, ImportError) else ""
+            fix = f"; {install('track')} brings it" if isinstance(error, ImportError) else ""
             self.say(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
 
     def __enter__(self) -> "Trackers":

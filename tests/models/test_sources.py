@@ -1,5 +1,6 @@
 """Finding checkpoints: wrong sources answered at once, downloads whole or not at all, names that keep their meaning."""
 
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.errors import WeightsError
+from covey.extras import install
 from covey.models import sources
 from covey.models.sources import NamedModel
 from covey.models.wheels import Wheel
@@ -179,5 +181,5 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: 
 
 def test_hub_sources_need_the_hub_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(WeightsError, match=r"covey\[hub\]"):
+    with pytest.raises(WeightsError, match=re.escape(install("hub"))):
         sources.resolve("hf:org/model")

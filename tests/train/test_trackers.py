@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from covey import extras
 from covey.train.trackers import TRACKERS, Tracked, Trackers
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
@@ -102,7 +103,7 @@ def test_a_missing_package_is_said_once_with_what_brings_it(install: Install, tm
             trackers.log(step, ROW)
     assert len(said) == 1
     assert f"not tracked by {name}: " in said[0]
-    assert "pip install 'covey[track]'" in said[0]
+    assert extras.install("track") in said[0]
 
 
 @pytest.mark.parametrize("name", TRACKERS)

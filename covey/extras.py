@@ -1,0 +1,45 @@
+"""The optional packages of Covey: which are missing, and the command that installs them."""
+
+import importlib.metadata
+import re
+import shlex
+from pathlib import Path
+
+
+def install(extra: str = "") -> str:
+    """The command that installs Covey again, with the packages of `extra`.
+
+    It names the clone that Covey runs from, because no package index has Covey yet.
+    """
+    clone = Path(__file__).resolve().parents[1]
+    named = f"[{extra}]" if extra else ""
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{clone}{named}')}"
+    return f"pip install -e '.{named}' in a clone of Covey"
+
+
+def missing(extra: str) -> list[str]:
+    """The packages of `extra` that are not installed, by what the installed Covey says of itself.
+
+    Raises:
+        PackageNotFoundError: Covey runs from files that were never installed.
+    """
+    marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
+    wanted = [line for line in importlib.metadata.requires("covey") or () if marker.search(line)]
+    return [name for name in map(_name, wanted) if not _is_installed(name)]
+
+
+def _name(requirement: str) -> str:
+    """
+    >>> _name("jax[cuda12]>=0.10; extra == 'cuda'")
+    'jax'
+    """
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
