@@ -10,17 +10,20 @@ import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from covey.errors import RecipeError, nearest
+from covey.extras import install
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.calling import RewardFn, asked
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
+from covey.rewards.math_answers import math_verify
 from covey.rewards.runner import RewardRunner
 from covey.types import Group
 
@@ -89,9 +92,10 @@ def resolve(name: str) -> RewardFn:
     """The reward function `name`: one of `REWARDS`, or `package.module:function`, looked for in the working folder too.
 
     Raises:
-        RecipeError: there is none, or its module cannot be imported.
+        RecipeError: there is none, or its module cannot be imported, or a package that it needs.
     """
     if name in REWARDS:
+        _check_package(name)
         return REWARDS[name]
     module_name, colon, attribute = name.partition(":")
     if not colon:
@@ -104,6 +108,13 @@ def resolve(name: str) -> RewardFn:
         what = f"{module_name} has no function {attribute!r}"
         raise RecipeError(what, fix=nearest(attribute, have) if have else "", where="rewards")
     return function
+
+
+def _check_package(name: str) -> None:
+    module, extra = PACKAGES.get(name, ("covey", ""))
+    if find_spec(module) is None:
+        what = f"the reward function {name!r} needs the package {module.replace('_', '-')}"
+        raise RecipeError(what, fix=install(extra), where="rewards")
 
 
 def _module(module_name: str, name: str) -> ModuleType:
@@ -172,4 +183,8 @@ REWARDS: dict[str, RewardFn] = {
     "answer_close": answer_close,
     "exact_answer": exact_answer,
     "exact_answer_strict": exact_answer_strict,
+    "math_verify": math_verify,
 }
+
+PACKAGES = {"math_verify": ("math_verify", "math")}
+"""Reward → module that it needs, and the extra that brings it."""
