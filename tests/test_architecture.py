@@ -174,3 +174,29 @@ def test_what_is_to_be_installed_is_an_extra_of_this_clone():
     listed = re.findall(r"`\[(\w+)\]`", texts["README.md"].partition("Optional packages")[2])
     extras = {name for found in named for name in found if name} | {*listed}
     assert {"hub", "track", "math"} <= extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_readme_begins_with_what_covey_is_and_for_whom():
+    beginning = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    first = beginning.partition("**Why not")[0]
+    assert "reinforcement learning for language models, in JAX" in first
+    assert "for researchers and small teams" in first
+    assert all(name in beginning for name in ("TRL", "verl", "Tunix"))
+    links = set(re.findall(r"\]\(([^)#\s]+)\)", beginning))
+    assert {f"docs/{page}.md" for page in ("data", "add-a-reward", "add-a-model")} | {"benchmarks/RESULTS.md"} <= links
+
+
+def test_the_figures_of_the_readme_are_those_that_were_measured():
+    beginning = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().partition("`smollm2`, LoRA, fixed lengths")[2]
+    fixed, ragged = results.split("\n`smollm2`")[:2]
+    shown = re.findall(r"^\| (Covey|Tunix|TRL)[ \d.]*\| (\S+) \| (\S+) \| (\S+) \|$", beginning, re.M)
+    cells = lambda text, name: re.search(rf"^\| {name} (\|.*\|)$", text, re.M)[1].strip("| ").split(" | ")  # noqa: E731
+    number = lambda cell: cell.split()[0]  # noqa: E731
+    measured = [
+        (name, *(number(cells(fixed, name.lower())[column]) for column in (1, 6, 9)))
+        for name in ("Covey", "Tunix", "TRL")
+    ]
+    assert shown == measured
+    apart = " and ".join(number(cells(ragged, name)[6]) for name in ("tunix", "trl"))
+    assert f"it is {apart} times" in beginning
