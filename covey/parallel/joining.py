@@ -3,9 +3,13 @@
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID    told by hand: host:port of process 0, how many, which
 COVEY_DISTRIBUTED=auto                                        told by the cluster: Slurm, MPI, Kubernetes, a TPU pod
 COVEY_DISTRIBUTED=off                                         one process, whatever else is set
+
+Process 0 listens at the address that the others are told and nowhere else; JAX_COORDINATOR_BIND_ADDRESS names another
+place. The runtime asks for no password, so whoever can reach that port can disturb the run.
 """
 
 import re
+import socket
 import sys
 from collections.abc import Mapping
 
@@ -15,6 +19,7 @@ from covey.errors import CoveyError, nearest
 
 MODE = "COVEY_DISTRIBUTED"
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 HEARTBEAT = 60
 """Seconds after which a process that was killed is missed."""
@@ -38,11 +43,17 @@ def join(environment: Mapping[str, str]) -> None:
     address, processes, number = named if named and mode != "auto" else (None, None, None)
     if processes == 1:
         return
+    listens = _listens_at(address, environment) if address and number == 0 else None
     print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and live on
     try:
         jax.distributed.initialize(
-            address, processes, number, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=LEAVING
+            address,
+            processes,
+            number,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=LEAVING,
+            coordinator_bind_address=listens,
         )
     except (RuntimeError, ValueError) as error:
         raise CoveyError(
@@ -52,6 +63,29 @@ def join(environment: Mapping[str, str]) -> None:
         ) from error
     if jax.process_index():
         print(f"process {jax.process_index()} of {jax.process_count()}; process 0 shows the progress", file=sys.stderr)
+
+
+def _listens_at(address: str, environment: Mapping[str, str]) -> str:
+    """The host:port that process 0 listens at.
+
+    Raises:
+        CoveyError: nothing can listen there; JAX would end the process with a segmentation fault.
+    """
+    place = environment.get(BIND) or address
+    host, _, port = place.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        with socket.socket(*found[0][:3]) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(found[0][4])
+    except OSError as error:
+        raise CoveyError(
+            f"process 0 cannot listen at {place}: {error.strerror or error}",
+            want="an address of this machine and a free port",
+            fix=f"where the others reach it under another address, {BIND}=[::]:port listens on every interface",
+            where="environment",
+        ) from error
+    return place
 
 
 def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:

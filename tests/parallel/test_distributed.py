@@ -23,7 +23,7 @@ from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, RecipeError, RewardError
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
-from covey.parallel.joining import ADDRESS, COUNT, MODE, NUMBER
+from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.rl.feeder import Clock, Feeder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
@@ -331,6 +331,9 @@ def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
         ({ADDRESS: "here:1", COUNT: "2", NUMBER: "2"}, "from 0 to 1"),
         ({MODE: "automatic"}, "did you mean 'auto'?"),
         ({MODE: "auto"}, "did not come together"),
+        ({ADDRESS: "192.0.2.1:1234", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1234"),
+        ({ADDRESS: "127.0.0.1:1234", BIND: "192.0.2.1:1", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1"),
+        ({ADDRESS: "127.0.0.1:1234", BIND: "nowhere", COUNT: "2", NUMBER: "0"}, "cannot listen at nowhere"),
     ],
 )
 def test_a_contradictory_environment_is_refused(environment: dict[str, str], told_: str) -> None:

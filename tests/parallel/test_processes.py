@@ -65,6 +65,20 @@ def fragile(completions, question):
 MOMENTA = {"matrix": 0.95, "embedding": 0.8, "unembedding": 0.8}
 """Kind of parameter → the decay of its first moment in the recipe."""
 
+LISTENS = """
+import os, socket
+from covey.parallel import distributed
+def answers(host, port):
+    try:
+        return bool(socket.create_connection((host, port), timeout=5).close() or True)
+    except OSError:
+        return False
+with distributed.start():
+    port = int(os.environ["JAX_COORDINATOR_ADDRESS"].rsplit(":", 1)[1])
+    print("answers at", [host for host in ("127.0.0.1", "127.0.0.2", "::1") if answers(host, port)])
+"""
+"""A process that says where the coordinator can be reached: all of 127.0.0.0/8 is this machine."""
+
 # What the processes do.
 
 PROMPTS = [{"prompt": f"{'why ' * i}{i}", "wanted": i % 3} for i in range(5)]
@@ -194,6 +208,12 @@ def model(tmp_path: Path) -> str:
     tensors = {name: x for part in GOLDEN.glob("*.safetensors") for name, x in load_file(part).items()}
     save_file({name: x for name, x in tensors.items() if ".layers.1." not in name}, folder / "model.safetensors")
     return str(folder)
+
+
+@pytest.mark.slow
+def test_the_coordinator_listens_at_the_given_host_alone(tmp_path: Path) -> None:
+    started = launched(["-c", LISTENS], 2, tmp_path / "here")
+    assert all("answers at ['127.0.0.1']" in said for said in ended(started, [0, 0]))
 
 
 @pytest.mark.slow
