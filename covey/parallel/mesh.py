@@ -49,6 +49,11 @@ def make_mesh(
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """`mesh` with automatic axes, as `make_mesh` makes it: the same devices, names and order."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def mesh_for(config: MeshConfig) -> Mesh | None:
     """The mesh that a recipe asks for, over the first devices of this process; None for one device.
 

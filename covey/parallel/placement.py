@@ -4,8 +4,9 @@ from typing import Any, TypeVar
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from covey.parallel.mesh import automatic
 from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import row_count, row_sharding, shardings
 
@@ -15,6 +16,17 @@ Tree = TypeVar("Tree")
 def row_ways(mesh: Mesh | None) -> int:
     """Over how many devices the rows of a batch are divided."""
     return 1 if mesh is None else row_count(mesh)
+
+
+def weight_shardings(params: Any, mesh: Mesh | None) -> Any:
+    """A sharding for each weight: by the rules on `mesh`; where it lies now when there is none, the axes automatic."""
+    return jax.tree.map(lambda x: _automatic(x.sharding), params) if mesh is None else shardings(params, mesh)
+
+
+def _automatic(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return NamedSharding(automatic(sharding.mesh), sharding.spec)
+    return sharding
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:

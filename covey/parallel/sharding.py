@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from covey.parallel.mesh import automatic
 from covey.parallel.reshard import dotted
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -88,7 +89,7 @@ def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
 def shardings(
     tree: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES, report: Callable[[str], None] | None = None
 ) -> PyTree:
-    """The sharding of each array of `tree` (or of its shapes, from `jax.eval_shape`) on `mesh`.
+    """The sharding of each array of `tree` (or of its shapes, from `jax.eval_shape`) on `mesh`, its axes automatic.
 
     A dimension that the mesh axis does not divide, or whose mesh axis an earlier dimension took, is replicated instead.
 
@@ -102,6 +103,7 @@ def shardings(
         A tree like `tree`, of `NamedSharding`.
     """
     kept_whole: dict[str, list[str]] = {}
+    mesh = automatic(mesh)
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         name = dotted(path)

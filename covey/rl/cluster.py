@@ -20,8 +20,8 @@ from covey.models.heads import ValueModel, load_value_model, value_model
 from covey.models.lora import merged, split_trainable, without_lora
 from covey.models.weights import load
 from covey.parallel import distributed
+from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.parallel.sharding import shardings
 from covey.recipe import validate
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.losses import Surrogate
@@ -290,8 +290,7 @@ class RLCluster:
         """
         mesh, (graph, params) = self.config.mesh(role), nnx.split(model)
         distributed.refuse_foreign(mesh, role)
-        target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
-        return nnx.merge(graph, reshard(params, target))
+        return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))
 
 
 def _apart_from(reference: Decoder, actor: Decoder, all: bool = False) -> Decoder:

@@ -30,7 +30,7 @@ class ClusterConfig:
 
     Attributes:
         role_to_mesh: a mesh for each role; a role that is not named lives with the actor, and an empty table is one
-            device.
+            device. Explicit axes, which `jax.make_mesh` makes, are taken as automatic ones.
         training_config: steps, batch, optimizers, micro-batches of the stages.
         rollout_config: sampling.
     """

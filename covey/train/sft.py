@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,8 +18,8 @@ from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
 from covey.models.decoder import Decoder
 from covey.models.weights import load
+from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.parallel.sharding import shardings
 from covey.recipe import validate
 from covey.rl.rows import Rows, padding_waste
 from covey.tokenizer import Tokenizer
@@ -230,5 +229,4 @@ def _ranged(config: SFTConfig) -> SFTConfig:
 def _placed(model: Decoder, mesh: Mesh | None) -> Decoder:
     """`model` on the devices, every array put there by choice: one that came there by default compiles anew."""
     graph, params = nnx.split(model)
-    target = jax.tree.map(lambda x: x.sharding, params) if mesh is None else shardings(params, mesh)
-    return nnx.merge(graph, reshard(params, target))
+    return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))

@@ -6,11 +6,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.parallel import flatten, logical_axes, make_mesh, row_count, row_sharding, shardings
+from covey.parallel import flatten, logical_axes, make_mesh, mesh_of, row_count, row_sharding, shardings
+from covey.parallel.placement import weight_shardings
 
 WIDE = ModelConfig(
     vocab_size=64,
@@ -105,6 +107,14 @@ def test_moments_lie_where_their_parameters_do(params: nnx.State) -> None:
     for name, leaf in flatten(params).items():
         assert flatten(state)[f"0.mu.{name}"].sharding == leaf.sharding
         assert flatten(state)[f"0.nu.{name}"].sharding == leaf.sharding
+
+
+def test_explicit_axes_become_automatic_ones(params: nnx.State) -> None:
+    """Those of `jax.make_mesh`, whether the mesh was given or the weights lie on it already."""
+    ours, theirs = make_mesh((2, 2)), jax.make_mesh((2, 2), ("fsdp", "tp"))
+    assert shardings(params, theirs) == shardings(params, ours)
+    lying = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(theirs, P(*["fsdp"][: x.ndim]))), params)
+    assert mesh_of(jax.device_put(params, weight_shardings(lying, None))) == ours
 
 
 @pytest.mark.parametrize(("shape", "axes", "parts"), [((2, 2), ("fsdp", "tp"), 2), ((2, 2), ("data", "fsdp"), 4)])

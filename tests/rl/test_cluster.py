@@ -201,6 +201,19 @@ def test_a_reference_on_its_own_mesh(cluster: Callable, step: Any, lora: int) ->
     assert updated_and_compared(made, step)[0] == 0.0
 
 
+@pytest.mark.slow
+def test_a_mesh_that_jax_made_trains(decoder: Callable) -> None:
+    """`jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes."""
+    mesh, records = jax.make_mesh((2, 2), ("fsdp", "tp")), []
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config({Role.ACTOR: mesh}, steps=1))
+    before = jax.device_get(made.actor.layers[0].attn.q_proj.lora.b[...])
+    grpo = GRPOConfig(num_generations=4, beta=0.0)
+    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
+    assert records[0].metrics["grad_norm"] > 0
+    assert np.abs(made.actor.layers[0].attn.q_proj.lora.b[...] - before).max() > 0
+    assert mesh_of(made.state()["params"]) == make_mesh((2, 2))
+
+
 # --- what it computes
 
 
