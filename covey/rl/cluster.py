@@ -4,7 +4,7 @@ Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one 
 A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,7 +31,7 @@ from covey.rl.rows import Rows
 from covey.rl.trainer import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
 from covey.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.trainer import Metrics
+from covey.train.trainer import Gradients, Metrics, Part
 from covey.types import Group
 
 ModelT = TypeVar("ModelT", Decoder, ValueModel)
@@ -157,12 +157,19 @@ class RLCluster:
 
     def update_actor(self, batches: Iterable[TrainBatch]) -> Metrics:
         """One optimizer step of the actor on all of `batches`, in pieces of `max_tokens_per_micro_batch`."""
-        limit, mesh, trainer = self._max_tokens, self.config.mesh(Role.ACTOR), self._trained
-        return trainer.update(
-            part
-            for batch in batches
-            for part in parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)
-        )
+        return self._trained.update(self._actor_parts(batches))
+
+    def actor_gradients(self, batches: Iterable[TrainBatch]) -> Gradients:
+        """The gradients of `update_actor`, not applied yet.
+
+        Raises:
+            NumbersError: the loss or the gradient is not finite.
+        """
+        return self._trained.gradients(self._actor_parts(batches))
+
+    def apply_actor(self, gradients: Gradients) -> Metrics:
+        """One optimizer step of the actor by these gradients."""
+        return self._trained.apply(gradients)
 
     def update_critic(self, batches: Iterable[TrainBatch]) -> Metrics:
         """One optimizer step of the critic on all of `batches`; the inference worker gets the new weights.
@@ -170,10 +177,19 @@ class RLCluster:
         Raises:
             RecipeError: there is no critic.
         """
+        return self.apply_critic(self.critic_gradients(batches))
+
+    def critic_gradients(self, batches: Iterable[TrainBatch]) -> Gradients:
+        """The gradients of `update_critic`, not applied yet.
+
+        Raises:
+            RecipeError: there is no critic.
+            NumbersError: the loss or the gradient is not finite.
+        """
         trainer, limit, mesh = self.critic_trainer, self._max_tokens, self.config.mesh(Role.CRITIC)
         if trainer is None:
             raise RecipeError("this cluster has no critic to update", fix="RLCluster(critic=...) and PPOLearner")
-        metrics = trainer.update(
+        return trainer.gradients(
             part
             for batch in batches
             if batch.value_inputs is not None
@@ -181,7 +197,12 @@ class RLCluster:
                 RowBatch(batch.rows, batch.value_inputs), float(batch.value_inputs.weight.sum()), trainer, mesh, limit
             )
         )
-        self.inference.update_params(Role.CRITIC, trainer.params)
+
+    def apply_critic(self, gradients: Gradients) -> Metrics:
+        """One optimizer step of the critic by these gradients; the inference worker gets the new weights."""
+        assert self.critic_trainer is not None, "the gradients came from a critic"
+        metrics = self.critic_trainer.apply(gradients)
+        self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         return metrics
 
     def update_reference(self, mixing: float) -> None:
@@ -279,6 +300,11 @@ class RLCluster:
             self._critic = self._on_mesh(value_model(without_lora(self._actor)), Role.CRITIC)
         optimizer = make_optimizer(training.critic_optimizer, total_steps)
         self.critic_trainer = CriticTrainer(self._critic, optimizer, algorithm.value_clip)
+
+    def _actor_parts(self, batches: Iterable[TrainBatch]) -> Iterator[Part]:
+        limit, mesh, trainer = self._max_tokens, self.config.mesh(Role.ACTOR), self._trained
+        for batch in batches:
+            yield from parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
         """How many rows `role` computes together."""

@@ -59,10 +59,14 @@ class PPOLearner(Learner):
         return gae_advantages(experience, self.algorithm, beta)
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """One optimizer step of the actor, then one of the critic."""
+        """One optimizer step of the actor and one of the critic; none when the gradient of either is not finite.
+
+        The actor's gradient, a float32 array for each trainable one, is kept while the critic's is computed.
+        """
         seen: list[TrainBatch] = []
-        actor = self.cluster.update_actor(remembered(batches, seen))
-        critic = self.cluster.update_critic(seen)
+        of_actor = self.cluster.actor_gradients(remembered(batches, seen))
+        of_critic = self.cluster.critic_gradients(seen)
+        actor, critic = self.cluster.apply_actor(of_actor), self.cluster.apply_critic(of_critic)
         return actor | {f"critic/{name}": value for name, value in critic.items()} | _explained(seen)
 
 

@@ -79,6 +79,8 @@ class CriticTrainer(Trainer):
         value_clip: see `GRPOConfig.value_clip`.
     """
 
+    whose = " of the critic"
+
     def __init__(self, model: ValueModel, optimizer: optax.GradientTransformation, value_clip: float):
         super().__init__(model, optimizer, partial(_value_loss, value_clip))
 

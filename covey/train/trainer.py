@@ -44,6 +44,20 @@ class Part(NamedTuple):
     denominator: float
 
 
+class Gradients(NamedTuple):
+    """The gradients of a step, which are finite and not applied yet.
+
+    Attributes:
+        sums: over the step's micro-batches, float32, one array for each trainable one.
+        scale: 1 / the step's denominator.
+        metrics: see `Trainer.update`.
+    """
+
+    sums: Any
+    scale: float
+    metrics: Metrics
+
+
 class Trainer:
     """Owns the trainable weights of one model and their optimizer.
 
@@ -58,6 +72,9 @@ class Trainer:
         opt_state: the optimizer's.
         step: updates made.
     """
+
+    whose = ""
+    """Behind "update 7" in errors, where a run trains two models."""
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
         self.graph: nnx.GraphDef[Any]
@@ -86,7 +103,14 @@ class Trainer:
 
         Returns:
             the means of the loss's metrics over the step, `loss`, and `grad_norm` before the clip.
+
+        Raises:
+            NumbersError: `loss` or `grad_norm` is not finite; nothing moved.
         """
+        return self.apply(self.gradients(parts))
+
+    def gradients(self, parts: Iterable[Part]) -> Gradients:
+        """The first half of `update`, with its errors: nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
         totals: Shares = {}
         denominator = 0.0
@@ -98,16 +122,21 @@ class Trainer:
         scale = 1 / max(denominator, 1e-9)
         metrics = _metrics(totals, scale) | {"grad_norm": float(self._norm(grads)) * scale}
         self._refuse_what_is_not_finite(metrics)
-        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, grads, scale)
+        return Gradients(grads, scale, metrics)
+
+    def apply(self, found: Gradients) -> Metrics:
+        """The second half of `update`: one optimizer step."""
+        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, found.sums, found.scale)
         self.step += 1
-        return metrics
+        return found.metrics
 
     def _refuse_what_is_not_finite(self, metrics: Metrics) -> None:
         """The weights are still those of the last good update, and stay so."""
         bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
         if bad:
             raise NumbersError(
-                f"update {self.step + 1} is not finite: " + ", ".join(f"{name} {value}" for name, value in bad.items()),
+                f"update {self.step + 1}{self.whose} is not finite: "
+                + ", ".join(f"{name} {value}" for name, value in bad.items()),
                 want="finite numbers; nothing was updated with these",
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
             )

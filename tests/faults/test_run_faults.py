@@ -321,15 +321,15 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Makes the gradient of one update NaN where it is computed."""
     from covey.train.trainer import Trainer
 
-    share = Trainer.update
+    share = Trainer.gradients
 
-    def update(self: Trainer, parts: Any) -> Any:
+    def gradients(self: Trainer, parts: Any) -> Any:
         if self.step + 1 == step and not self.__dict__.get("_poisoned"):
             self.__dict__["_poisoned"] = True
             parts = [part._replace(batch=jax.tree.map(_nan, part.batch)) for part in parts]
         return share(self, parts)
 
-    monkeypatch.setattr(Trainer, "update", update)
+    monkeypatch.setattr(Trainer, "gradients", gradients)
 
 
 def _nan(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """The models by role: what they share, where they live, and that nobody works with stale or borrowed weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
-from covey.errors import RecipeError, RewardError, WeightsError
+from covey.configs import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import NumbersError, RecipeError, RewardError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.parallel import flatten, make_mesh, mesh_of
@@ -19,9 +20,11 @@ from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
 from covey.rl.losses import LossInputs, sequence_mean
+from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rows import Rows, lay, pack, spread
 from covey.rl.trainer import TrainBatch
+from covey.rl.values import ValueInputs
 from covey.tokenizer import Tokenizer
 from covey.types import Group
 
@@ -212,6 +215,50 @@ def test_a_mesh_that_jax_made_trains(decoder: Callable) -> None:
     assert records[0].metrics["grad_norm"] > 0
     assert np.abs(made.actor.layers[0].attn.q_proj.lora.b[...] - before).max() > 0
     assert mesh_of(made.state()["params"]) == make_mesh((2, 2))
+
+
+# --- actor and critic
+
+
+@pytest.fixture
+def ppo(decoder: Callable, step: Any) -> tuple[PPOLearner, TrainBatch]:
+    """A learner of actor and critic with momentum, and a micro-batch of both."""
+    momentum: Any = optax.sgd(0.1, momentum=0.9)
+    settings = config()
+    training = replace(settings.training_config, actor_optimizer=momentum, critic_optimizer=momentum)
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+    learner = PPOLearner(rl_cluster=made, reward_fns=prefers_long, ppo_config=PPOConfig(num_generations=4))
+    learner.prepare(10)
+    rows, _, inputs = step
+    values = ValueInputs(np.ones_like(inputs.weight), np.zeros_like(inputs.weight), np.sign(inputs.weight))
+    return learner, TrainBatch((), rows, inputs, denominator=4.0, value_inputs=values)
+
+
+@pytest.mark.slow
+def test_nothing_moves_when_one_of_two_gradients_is_not_finite(ppo: tuple[PPOLearner, TrainBatch]) -> None:
+    """Whichever it is: no weight and no moment of actor or critic. Good ones are those of an update each."""
+    learner, good = ppo
+    no_actor = replace(good, inputs=good.inputs._replace(advantage=good.inputs.advantage * np.nan))
+    no_critic = replace(good, value_inputs=good.value_inputs._replace(returns=good.value_inputs.returns * np.nan))
+    made = learner.cluster
+    start = jax.device_get(made.state())
+    for bad in (no_actor, no_critic):
+        with pytest.raises(NumbersError, match=r"update 1 .*is not finite"):
+            learner.update([bad])
+        jax.tree.map(np.testing.assert_array_equal, made.state(), start)
+    learner.update([good])
+    together = jax.device_get(made.state())
+    made.load_state(jax.device_put(start), 0)
+    made.update_actor([good])
+    made.update_critic([good])
+    jax.tree.map(np.testing.assert_array_equal, made.state(), together)
+    assert moved_at_all(start, together)
+    assert moved_at_all(start["critic"], together["critic"])
+
+
+def moved_at_all(before: Any, after: Any) -> bool:
+    pairs = zip(jax.tree.leaves(before["params"]), jax.tree.leaves(after["params"]), strict=True)
+    return any(not np.array_equal(a, b) for a, b in pairs)
 
 
 # --- what it computes
