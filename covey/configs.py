@@ -288,7 +288,7 @@ class RLTrainingConfig:
     """A metric, such as eval/accuracy: the checkpoint at which it was best is kept beside the latest."""
     skip_nonfinite: int = 0
     """Updates with a loss or gradient that is no finite number that may be left out before the run stops; the batch of
-    each is kept in the folder bad/.
+    each is kept in the folder bad/. One that is left out counts as a step: of the run, the schedule and the dropout.
     """
     watchdog_seconds: float = 1800.0
     """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""
@@ -383,7 +383,7 @@ class SFTConfig:
     """A metric, such as eval/accuracy: the checkpoint at which it was best is kept beside the latest."""
     skip_nonfinite: int = 0
     """Updates with a loss or gradient that is no finite number that may be left out before the run stops; the batch of
-    each is kept in the folder bad/.
+    each is kept in the folder bad/. One that is left out counts as a step: of the run, the schedule and the dropout.
     """
     watchdog_seconds: float = 1800.0
     """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""

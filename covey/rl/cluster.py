@@ -205,6 +205,12 @@ class RLCluster:
         self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         return metrics
 
+    def skip_update(self) -> None:
+        """Counts an update of actor and critic that is left out as a step; see `Trainer.skip`."""
+        self._trained.skip()
+        if self.critic_trainer is not None:
+            self.critic_trainer.skip()
+
     def update_reference(self, mixing: float) -> None:
         """reference ← α·actor + (1 − α)·reference, adapters merged (Gorbatovski et al., 2024, TR-DPO, eq. 5)."""
         _, actor = nnx.split(merged(self.actor))
@@ -244,12 +250,12 @@ class RLCluster:
             nnx.replace_by_pure_dict(self.inference.params[Role.REFERENCE], state["reference"])
         self.sync_weights()
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 0; NaN for an optimizer that is not ours."""
+    def learning_rate(self) -> float:
+        """The actor's learning rate in the step just made; NaN for an optimizer that is not ours."""
         optimizer = self.config.training_config.actor_optimizer
         if not isinstance(optimizer, OptimizerConfig) or self._prepared_for is None:
             return float("nan")
-        return float(learning_rate(optimizer, self._prepared_for[1])(step))
+        return float(learning_rate(optimizer, self._prepared_for[1])(self._trained.step - 1))
 
     @property
     def actor(self) -> Decoder:

@@ -41,7 +41,8 @@ class StepRecord:
     """What observers see after each step.
 
     Attributes:
-        step: optimizer updates made so far, `updates` of them on this batch; `total` is what the run will make.
+        step: optimizer updates made or left out so far, `updates` of them on this batch; `total` is what the run will
+            make.
         metrics: numbers under their usual names; `time/...` are seconds.
         groups: every completion with its rewards and advantage.
     """
@@ -219,7 +220,9 @@ class Learner(ABC):
     def _guarded(self, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
         """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
         return self._skips.guard(
-            lambda: self.update(batches), lambda error: self.on_bad_batch(self.step + 1, seen, error)
+            lambda: self.update(batches),
+            lambda error: self.on_bad_batch(self.step + 1, seen, error),
+            self.cluster.skip_update,
         )
 
     @property
@@ -279,7 +282,7 @@ class Learner(ABC):
             **over_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.feeder.beta}),
-            "learning_rate": self.cluster.learning_rate(self.step - 1),
+            "learning_rate": self.cluster.learning_rate(),
             **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
         }
 

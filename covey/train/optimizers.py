@@ -7,6 +7,8 @@ from Jordan's and nanochat's in the first updates alone, where it is corrected f
 What differs from a bare `optax.adamw`:
 
 - no update is wasted: the warm-up starts above 0 and the decay reaches 0 just behind the last update;
+- the learning rate follows the number of the step where the trainer gives it, so that a step whose update was left out
+  counts there too. The counts of the moments are those of the updates made;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
   Under LoRA only matrices are trained and the two agree;
 - the arithmetic is float32 whatever the parameters are. Narrower ones keep a float32 copy in the optimizer's state: a
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import PyTree
+from jaxtyping import ArrayLike, Int, PyTree
 
 from covey.configs import OptimizerConfig
 from covey.errors import RecipeError, nearest
@@ -44,7 +46,24 @@ def make_optimizer(
     if isinstance(config, optax.GradientTransformation):
         return config
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    return _in_float32(optax.chain(clip, _descent(config, total_steps)))
+    return _at_step(_in_float32(optax.chain(clip, _descent(config, total_steps))))
+
+
+def _at_step(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner`, its schedules at the `step` that `update` is given; without one, at their own count."""
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, *, step: Int[ArrayLike, ""] | None = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        if step is not None:
+            state = optax.tree.set(state, _of_a_schedule, count=jnp.asarray(step, jnp.int32))
+        return inner.update(grads, state, params)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _of_a_schedule(path: tuple[Any, ...], leaf: Any) -> bool:
+    return getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__
 
 
 def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:

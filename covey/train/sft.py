@@ -180,6 +180,7 @@ class SFTLearner:
         return self.skips.guard(
             lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
             lambda error: self.on_bad_batch(self.step + 1, groups, rows, error),
+            trainer.skip,
         )
 
     def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:

@@ -70,7 +70,7 @@ class Trainer:
     Attributes:
         trainable, frozen: the model's state, split. `params` is both together.
         opt_state: the optimizer's.
-        step: updates made.
+        step: updates made or left out. The schedule of the learning rate and the dropout of the next one follow it.
     """
 
     whose = ""
@@ -126,9 +126,13 @@ class Trainer:
 
     def apply(self, found: Gradients) -> Metrics:
         """The second half of `update`: one optimizer step."""
-        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, found.sums, found.scale)
+        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, found.sums, found.scale, self.step)
         self.step += 1
         return found.metrics
+
+    def skip(self) -> None:
+        """Counts an update that is left out: its weights and moments stay, its learning rate and dropout are spent."""
+        self.step += 1
 
     def _refuse_what_is_not_finite(self, metrics: Metrics) -> None:
         """The weights are still those of the last good update, and stay so."""
@@ -161,7 +165,10 @@ class Trainer:
 
 
 class Skips:
-    """Updates that are not finite and are left out, as long as a budget of them lasts. Nothing moves by them.
+    """Updates that are not finite and are left out, as long as a budget of them lasts.
+
+    One that is left out moves no weight and no moment, and counts as a step: of the loop, the schedule of the learning
+    rate, the dropout and the checkpoint alike.
 
     Attributes:
         made: how many were left out so far.
@@ -170,8 +177,11 @@ class Skips:
     def __init__(self, budget: int):
         self.budget, self.made = budget, 0
 
-    def guard(self, update: Callable[[], Metrics], keep: Callable[[NumbersError], None]) -> Metrics:
-        """What `update` hands back; `keep` is told of one that is not finite, which is raised when the budget is spent.
+    def guard(
+        self, update: Callable[[], Metrics], keep: Callable[[NumbersError], None], skip: Callable[[], None]
+    ) -> Metrics:
+        """What `update` hands back; `keep` is told of one that is not finite. While the budget lasts, `skip` counts it;
+        then it is raised.
 
         Raises:
             NumbersError: see `Trainer.update`.
@@ -183,6 +193,7 @@ class Skips:
             if self.made >= self.budget:
                 raise
             self.made += 1
+            skip()
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
@@ -223,8 +234,8 @@ def _metrics(totals: Shares, scale: float) -> Metrics:
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float, step: Any
 ) -> tuple[Any, Any]:
     grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt_state = optimizer.update(grads, opt_state, trainable)
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, trainable, step=step)
     return optax.apply_updates(trainable, updates), opt_state

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
+from covey.configs import GRPOConfig, LoRAConfig, OptimizerConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.errors import NumbersError, RecipeError, RewardError, WeightsError
 from covey.models.decoder import Decoder
-from covey.models.lora import has_lora
+from covey.models.lora import has_lora, with_lora
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -252,13 +253,58 @@ def test_nothing_moves_when_one_of_two_gradients_is_not_finite(ppo: tuple[PPOLea
     made.update_actor([good])
     made.update_critic([good])
     jax.tree.map(np.testing.assert_array_equal, made.state(), together)
-    assert moved_at_all(start, together)
-    assert moved_at_all(start["critic"], together["critic"])
+    for before, after in ((start, together), (start["critic"], together["critic"])):
+        assert largest_difference(before["params"], after["params"]) > 0
 
 
-def moved_at_all(before: Any, after: Any) -> bool:
-    pairs = zip(jax.tree.leaves(before["params"]), jax.tree.leaves(after["params"]), strict=True)
-    return any(not np.array_equal(a, b) for a, b in pairs)
+# --- updates that are left out
+
+
+@pytest.mark.slow
+def test_an_update_that_is_left_out_counts_as_a_step(decoder: Callable) -> None:
+    """One count: the learning rate that is logged is the one applied, behind the gap too, and a run that resumes there
+    draws the dropout of the one that went on, bit for bit.
+    """
+    # Without moments, an update of Adam moves a weight by the learning rate, whatever its gradient.
+    signs = OptimizerConfig(
+        learning_rate=0.02, schedule="linear", b1=0.0, b2=0.0, eps=1e-30, weight_decay=0.0, max_grad_norm=0.0
+    )
+    settings = config(steps=3)
+    training = replace(settings.training_config, actor_optimizer=signs, skip_nonfinite=1)
+    actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3))
+    made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+    states, rates = [], []
+
+    def observe(record: StepRecord) -> None:
+        states.append((jax.device_get(made.state()), learner.state()))
+        rates.append(record.metrics["learning_rate"])
+
+    grpo = GRPOConfig(num_generations=4, beta=0.0)
+    learner = GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[observe])
+    good = learner.update
+    learner.update = lambda batches: good(spoilt(batches) if learner.step == 1 else batches)  # type: ignore[method-assign]
+    learner.prepare(3)
+    observe(StepRecord(0, 0, 3, {"learning_rate": np.nan}, ()))
+    learner.train(EXAMPLES)
+    sizes = [largest_difference(a["params"], b["params"]) for (a, _), (b, _) in pairwise(states)]
+    assert sizes == pytest.approx([rates[1], 0.0, rates[3]], rel=1e-4)
+    assert rates[1:] == pytest.approx([0.02 * left / 3 for left in (3, 2, 1)], rel=1e-5)
+
+    straight = states[-1][0]
+    state, loop = states[2]
+    made.load_state(jax.device_put(state), 2)
+    learner.load_state(loop, 2)
+    learner.train(EXAMPLES)
+    jax.tree.map(np.testing.assert_array_equal, made.state(), straight)
+
+
+def spoilt(batches: Any) -> list[TrainBatch]:
+    return [replace(b, inputs=b.inputs._replace(advantage=b.inputs.advantage * np.nan)) for b in batches]
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in pairs)
 
 
 # --- what it computes
