@@ -118,6 +118,9 @@ def problems(config: GRPOConfig) -> Iterator[Problem]:
     if config.reward_weights is not None and not any(config.reward_weights):
         what = "grpo.reward_weights are all 0: no answer would be scored"
         yield "reward_weights", what, "one that is not 0"
+    if config.reference != "start" and not a.beta:
+        what = f"grpo.reference is {config.reference}, a reference that nothing uses, for grpo.beta is 0"
+        yield "reference", what, "start, or a grpo.beta above 0"
     if config.reference_every_n_updates and not a.beta:
         what = "grpo.reference_every_n_updates moves a reference that nothing uses, for grpo.beta is 0"
         yield "reference_every_n_updates", what, "0, or a grpo.beta above 0"

@@ -201,6 +201,8 @@ class GRPOConfig:
     """ppo: how far a value may move from the rollout's before its loss stops falling; 0 is off."""
     whiten: bool | None = None
     """gae: advantages of the step shifted and scaled to mean 0 and variance 1."""
+    reference: Literal["start", "base"] = "start"
+    """The frozen policy of the KL: as the run begins, with a loaded adapter; or the base under the adapters."""
     reference_every_n_updates: int = 0
     """Moves the reference toward the actor every so many updates (TR-DPO); 0 keeps it."""
     reference_mixing: float = 0.6

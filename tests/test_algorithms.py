@@ -60,6 +60,7 @@ def test_ppo_has_a_config_of_its_own() -> None:
         ({"overlong_penalty": 2.0}, "overlong_penalty", "no use"),
         ({"gae_lambda": 0.9}, "gae_lambda", "no use"),
         ({"whiten": True}, "whiten", "no use"),
+        ({"beta": 0.0, "reference": "base"}, "reference", "nothing uses"),
         ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "nothing uses"),
         ({"algorithm": "ppo", "num_generations": 1, "max_sampling_rounds": 2}, "max_sampling_rounds", "always equal"),
         ({"algorithm": "reinforce", "num_iterations": 4}, "num_iterations", "has no ratio"),

@@ -13,7 +13,11 @@ import pytest
 
 from covey import recipe, run
 from covey.cli import main
+from covey.configs import LoRAConfig
 from covey.errors import DataError, NumbersError, ResumeError
+from covey.models import weights
+from covey.models.export import write_peft
+from covey.models.lora import projections, with_lora
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
@@ -91,6 +95,29 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     early, late = weights_of(straight, 3), weights_of(straight)
     assert not all(np.array_equal(one, other) for one, other in zip(early, late, strict=True))  # something was learnt
     assert (whole["before"], whole["after"]) == (resumed["before"], resumed["after"])
+
+
+def test_the_reference_of_a_run_on_an_adapter_is_that_adapter(tmp_path: Path, stopping: Callable[[int], None]) -> None:
+    """The KL begins at 0, and a resumed run has the same reference: that of its beginning, not of its checkpoint."""
+    adapter = with_lora(weights.load(TINY).model, LoRAConfig(rank=2))
+    for linear in projections(adapter).values():
+        assert linear.lora is not None
+        linear.lora.b[...] = np.random.RandomState(0).normal(size=linear.lora.b.shape, scale=0.05)
+    write_peft(adapter, 300, tmp_path / "adapter", base="x")
+    short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1", "evaluation.prompts=2")
+    loaded = (f"model.adapter={tmp_path / 'adapter'}", "model.lora.rank=0")
+    settings = ready(*loaded, "grpo.beta=0.1", "grpo.num_iterations=1", *short)
+    run.train(settings, tmp_path / "straight")
+    stopping(2)
+    with pytest.raises(DiedError):
+        run.train(settings, tmp_path / "broken")
+    stopping(0)
+    run.resume(tmp_path / "broken")
+    first, second = (rows(tmp_path / name, "metrics.jsonl") for name in ("straight", "broken"))
+    assert first == second
+    assert abs(first[0]["kl"]) < 1e-6 < first[1]["kl"]
+    for one, other in zip(*(weights_of(tmp_path / name, 2) for name in ("straight", "broken")), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_the_folder_tells_the_run(tmp_path: Path) -> None:

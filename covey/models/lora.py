@@ -128,6 +128,11 @@ def has_lora(model: nnx.Module) -> bool:
     return len(nnx.state(model, nnx.LoRAParam)) > 0
 
 
+def changes_base(model: Decoder | ValueModel) -> bool:
+    """True when the adapters change what the base computes, as new ones, whose B is 0, do not."""
+    return any(bool(jnp.any(x.lora.b[...])) for x in projections(model).values() if x.lora is not None)
+
+
 def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State, nnx.State]:
     """The model's graph, what training changes, and the rest.
 

@@ -1,6 +1,7 @@
 """`RLCluster`: the models by role, the mesh each lives on, and the one tokenizer they share.
 
-Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory.
+Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory,
+or that of the adapters that a run began with.
 A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
 """
 
@@ -17,7 +18,7 @@ from covey.configs import GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.heads import ValueModel, load_value_model, value_model
-from covey.models.lora import merged, split_trainable, without_lora
+from covey.models.lora import changes_base, merged, split_trainable, without_lora
 from covey.models.weights import load
 from covey.parallel import distributed
 from covey.parallel.placement import weight_shardings
@@ -43,8 +44,9 @@ class RLCluster:
     Args:
         actor: the model to train (with LoRA adapters, only those are trained), or a source that `models.weights.load`
             knows. The cluster takes over its trainable arrays; read the result from `cluster.actor`.
-        reference: the frozen model of the KL, or a source. When not given it is the actor's base: shared with LoRA, a
-            copy of the initial weights otherwise, made only if β asks for it.
+        reference: the frozen model of the KL, or a source. When not given it is the actor as it begins, or its base,
+            as `GRPOConfig.reference` says, made only if β asks for it: with LoRA it shares the base, and copies the
+            adapters unless they are new and do nothing yet; otherwise it is a copy of the initial weights.
         critic: the model of values, or a source. When not given and the algorithm has a critic, it is a copy of the
             actor's base with a new head.
         reward: a frozen model that scores completions, or a source; its score is one more reward function.
@@ -101,7 +103,8 @@ class RLCluster:
         temperature = self.config.rollout_config.temperature
         self._prepared_for = config, total_steps
         if algorithm.beta and self._reference is None:
-            self._reference = self._on_mesh(without_lora(self._actor), Role.REFERENCE)
+            bare = config.reference == "base" or not changes_base(self._actor)
+            self._reference = self._on_mesh(without_lora(self._actor) if bare else self._actor, Role.REFERENCE)
         if self._reference is not None:
             moves = bool(config.reference_every_n_updates)
             self._reference = _apart_from(merged(self._reference) if moves else self._reference, self._actor, all=moves)

@@ -98,13 +98,32 @@ def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
 # --- what is shared
 
 
-def test_with_adapters_all_roles_share_one_base(cluster: Callable) -> None:
+def test_with_new_adapters_all_roles_share_one_base(cluster: Callable, decoder: Callable) -> None:
     """The reference costs no memory: its arrays are the actor's."""
-    made = cluster(lora=4)
+    made = cluster(actor=with_lora(decoder(), LoRAConfig(rank=4)))
     actor, reference = pointers(made.actor), pointers(made._reference)
     assert pointers(made.rollout.params) == actor
     assert reference == {name: at for name, at in actor.items() if ".lora." not in name}
     assert not has_lora(made._reference)
+
+
+def test_a_reference_with_adapters_has_its_own_copy_of_them_alone(cluster: Callable) -> None:
+    made = cluster(lora=4)
+    actor, reference = pointers(made.actor), pointers(made._reference)
+    assert reference.keys() == actor.keys()
+    assert {name for name, at in reference.items() if at != actor[name]} == {n for n in actor if ".lora." in n}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "begins"), [("start", (0.0, 1e-6)), ("base", (1e-3, 10.0))])
+def test_the_reference_of_a_loaded_adapter(decoder: Callable, which: Any, begins: tuple[float, float]) -> None:
+    """The policy as it began, or the base under it: the KL of the first step says which."""
+    made, records = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config(steps=2)), []
+    grpo = GRPOConfig(num_generations=4, beta=0.04, reference=which)
+    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
+    low, high = begins
+    assert low <= records[0].metrics["kl"] <= high
+    assert records[1].metrics["kl"] > 1e-4
 
 
 def test_without_adapters_the_reference_is_a_copy(cluster: Callable) -> None:
