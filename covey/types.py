@@ -39,9 +39,11 @@ class Completion:
 
     Attributes:
         tokens: int32 [n], the stop token included when there is one.
-        logps: float32 [n], log-softmax(logits / temperature) at each token: what the trainer recomputes.
-        sampler_logps: float32 [n], log-probability under the distribution drawn from (after top-k and top-p); 0 where
-            there was no choice.
+        logps: float32 [n], log-softmax(logits / temperature) at each token, of the whole distribution: what the trainer
+            recomputes, so that the ratio of the two is 1 before an update, with top-k and top-p too.
+        sampler_logps: float32 [n], log-probability under the distribution drawn from, which top-k and top-p cut; 0
+            where there was no choice. exp(logps − sampler_logps) is the probability of what they kept: the metric
+            `sampling/mass_kept`. No loss uses it.
         finish: why it ended.
         text: the tokens decoded, stop token left out; what a tool answered is part of it, between its markers.
         mask: bool [n], True for tokens that the model drew and False for those that a tool put there; None when all

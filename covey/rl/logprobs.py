@@ -34,7 +34,7 @@ BLOCK = 4096
 
 
 class TokenScores(NamedTuple):
-    """For each scored token its log-prob and the entropy of the distribution it came from, in nats; 0 at padding."""
+    """For each scored token its log-prob and the entropy of the whole distribution there, in nats; 0 at padding."""
 
     logps: Float[Array, "R M"]
     entropy: Float[Array, "R M"]

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from covey.rl.advantages import informative
 from covey.sampling.sampler import SamplerStats
-from covey.types import FinishReason, Group
+from covey.types import Completion, FinishReason, Group
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -15,7 +16,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     `reward` and `rewards/<fn>/mean` average over samples; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
-    means.
+    means. `sampling/mass_kept` averages, over the tokens drawn, the probability that top-k and top-p left to draw from.
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
@@ -36,7 +37,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         scored = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
-    return metrics
+    kept = np.concatenate([_mass_kept(c) for g in groups for c in g.completions])
+    return metrics | ({"sampling/mass_kept": float(kept.mean())} if kept.size else {})
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -68,6 +70,12 @@ def work_metrics(
         "step_time": step_time,
         **{f"time/{phase}": value for phase, value in seconds.items()},
     }
+
+
+def _mass_kept(completion: Completion) -> Float[np.ndarray, "n"]:
+    """The probability of all tokens that could be drawn, at each of the completion's that was."""
+    kept = np.exp(completion.logps - completion.sampler_logps)
+    return kept if completion.mask is None else kept[completion.mask]
 
 
 def _std(values: np.ndarray) -> float:

@@ -55,7 +55,7 @@ class RLTrainer(Trainer):
         model: the actor.
         optimizer: any optax transformation.
         algorithm: the loss.
-        temperature: the rollout's: log-probs are those of the distribution that was sampled.
+        temperature: the rollout's. Log-probs are of the whole distribution at it, as `Completion.logps` are.
         surrogate: replaces the algorithm's surrogate.
     """
 

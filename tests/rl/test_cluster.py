@@ -368,8 +368,13 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
 
 @pytest.mark.slow
 def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rollouts of two steps differ: trap 1, a sampler seeded with a constant."""
-    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config())
+    """And the rollouts of two steps differ: trap 1, a sampler seeded with a constant.
+
+    Top-p cuts off part of what is drawn from, and leaves the ratio at 1: both sides compute with all of it.
+    """
+    settings = config()
+    nucleus = replace(settings.rollout_config, top_p=0.8)
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=replace(settings, rollout_config=nucleus))
     monkeypatch.setattr(made, "get_old_per_token_logps", None)
     records: list[StepRecord] = []
     grpo = GRPOConfig(num_generations=4, beta=0.0)
@@ -380,6 +385,7 @@ def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkey
     for record in records:
         assert record.metrics["clip_ratio/region_mean"] == 0.0
         assert record.metrics["sampling/logp_difference/max"] < 1e-4
+        assert 0.8 <= record.metrics["sampling/mass_kept"] < 0.85
         assert sum(record.groups[0].advantages) == pytest.approx(0.0, abs=1e-5)
 
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from scipy.special import softmax  # comes with jax
 
 from covey.rl.metrics import group_metrics, work_metrics
+from covey.sampling.logits import Warp, draw
 from covey.sampling.sampler import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -43,6 +45,18 @@ def test_every_name_and_value_by_hand() -> None:
     assert got.keys() == want.keys()
     assert got == pytest.approx(want)
     assert all(type(value) is float for value in got.values())
+
+
+def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> None:
+    """By the sampler's own draws, from 3 of 20 tokens; what a tool put there was not drawn and does not count."""
+    logits = np.random.RandomState(0).normal(size=(6, 20)).astype(np.float32)
+    tokens, logps, sampler_logps = map(np.asarray, draw(logits, np.linspace(0, 0.99, 6), Warp(0.7, top_k=3)))
+    chances = np.sort(softmax(logits / 0.7, axis=-1), axis=-1)[:, -3:].sum(-1)
+    drawn = np.array([True, True, False, True, True, True])
+    all_drawn, by_tool = (Completion(tokens, logps, sampler_logps, FinishReason.STOP, mask=m) for m in (None, drawn))
+    scored = {"rewards": np.zeros(2), "prompt": "p", "prompt_tokens": tokens[:0]}
+    got = group_metrics([Group(completions=(all_drawn, by_tool), **scored)])
+    assert got["sampling/mass_kept"] == pytest.approx(np.concatenate([chances, chances[drawn]]).mean(), rel=1e-5)
 
 
 def test_unscored_samples_are_left_out() -> None:
