@@ -9,12 +9,20 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from covey import __version__, recipe, strictyaml
 from covey.commands import help
-from covey.commands.checks import check_run, check_source, has_checkpoint, new_run_folder, resume_command
+from covey.commands.checks import (
+    check_run,
+    check_source,
+    has_checkpoint,
+    made_run_folder,
+    new_run_folder,
+    resume_command,
+)
 from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
 from covey.errors import CoveyError, Stopped, nearest
 from covey.overrides import apply, split
@@ -158,12 +166,15 @@ def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
     from covey.parallel import distributed
 
     try:
-        with distributed.start():
+        with distributed.start(), ExitStack() as stack:
             if isinstance(ready, recipe.SFTRecipe):
                 distributed.refuse_several("covey sft")
+            if distributed.is_first():
+                out = stack.enter_context(made_run_folder(ready))
+            out = distributed.agreed(out, "run folder")
+            if isinstance(ready, recipe.SFTRecipe):
                 run.train_sft(ready, out)
             else:
-                out = distributed.agreed(out, "run folder")
                 run.train(ready, out)
     except KeyboardInterrupt:
         _tell_how_to_go_on(out)

@@ -1,5 +1,7 @@
 """What can be known to be wrong before JAX is imported: paths, names of reward functions, a folder that is taken."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey import strictyaml
@@ -7,6 +9,7 @@ from covey.configs import HUBS
 from covey.errors import CoveyError, DataError, WeightsError
 from covey.models import sources
 from covey.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
+from covey.train import folders
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
@@ -88,3 +91,23 @@ def new_run_folder(recipe: AnyRecipe) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix="--out ANOTHER", where=str(out))
     return out
+
+
+@contextmanager
+def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
+    """Make the folder that `new_run_folder` names, for what is done inside. Where the recipe leaves the choice, and
+    another process has just taken the number, the next free one is made. An empty folder is removed again at the end.
+
+    Raises:
+        CoveyError: something is already there, or it cannot be made.
+    """
+    out = new_run_folder(recipe)
+    while not (made := folders.make(out.absolute())) and recipe.out is None:
+        out = new_run_folder(recipe)
+    place = out.absolute()  # a reward function may change the working directory meanwhile
+    try:
+        yield out
+    finally:
+        if made:
+            with suppress(OSError):  # not empty
+                place.rmdir()

@@ -9,7 +9,6 @@ What a run trains, and how, is said by `rl` and `sft`.
 """
 
 import json
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -33,6 +32,7 @@ from covey.run.stopping import Stopper
 from covey.run.watchdog import Watchdog
 from covey.showing import refuse_secrets
 from covey.train.checkpoint import Checkpointer
+from covey.train.folders import claim, give_back
 from covey.train.metrics import METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers
@@ -110,23 +110,32 @@ class Run(ABC, Generic[RecipeT]):
     def begin(self) -> dict[str, Any]:
         """Runs in the new folder; returns what `summary.json` says."""
         refuse_secrets(recipes.to_yaml(self.recipe))
-        if self.writes:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "recipe.yaml").write_text(recipes.to_yaml(self.recipe), encoding="utf-8")
-        try:
-            return self.go()
-        except CoveyError:
-            if self.writes and not self._anything_learnt():
-                shutil.rmtree(self.out)  # the corrected command will want the name
-            raise
+        made = self.writes and claim(self.out, CHECKPOINTS)
+        with self._checkpointer() as self.saves:
+            if self.writes:
+                (self.out / "recipe.yaml").write_text(recipes.to_yaml(self.recipe), encoding="utf-8")
+            try:
+                return self._run()
+            except CoveyError:
+                if self.saves.holds() and not self._anything_learnt():
+                    give_back(self.out, made)  # the corrected command will want the name
+                raise
 
-    def go(self) -> dict[str, Any]:
+    def take_up(self) -> dict[str, Any]:
+        """Goes on in the folder of an earlier run; returns what `summary.json` says."""
+        with self._checkpointer() as self.saves:
+            return self._run()
+
+    def _checkpointer(self) -> Checkpointer:
+        """The checkpoints, locked by the process that writes."""
+        keep = self.recipe.training.max_to_keep
+        return Checkpointer(self.out / CHECKPOINTS, keep, read_only=not self.writes)
+
+    def _run(self) -> dict[str, Any]:
         """Runs, or goes on, to the end."""
         training = self.recipe.training
         with ExitStack() as stack:
             self.opened = opened = stack.enter_context
-            checkpoints = self.out / CHECKPOINTS
-            self.saves = opened(Checkpointer(checkpoints, training.max_to_keep, read_only=not self.writes))
             self.last = distributed.agreed(self.saves.latest(), "last checkpoint")
             at = (self.last or 0) if self.resuming else None
             self.writer = opened(MetricsWriter(self.out, resume_at=at)) if self.writes else None

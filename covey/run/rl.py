@@ -44,7 +44,7 @@ def resume(folder: Path) -> dict[str, Any]:
     """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
     never stopped.
     """
-    return RLRun(recipes.load(folder), folder, resuming=True).go()
+    return RLRun(recipes.load(folder), folder, resuming=True).take_up()
 
 
 class RLRun(Run[Recipe]):

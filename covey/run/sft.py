@@ -32,7 +32,7 @@ def resume(folder: Path) -> dict[str, Any]:
     """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
     never stopped.
     """
-    return SFTRun(recipes.load(folder, (), SFTRecipe), folder, resuming=True).go()
+    return SFTRun(recipes.load(folder, (), SFTRecipe), folder, resuming=True).take_up()
 
 
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:

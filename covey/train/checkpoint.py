@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
-from covey.train.folders import damage_in, put_in_place, remove, seal, take_lock, tidy
+from covey.train.folders import damage_in, is_held, put_in_place, remove, seal, take_lock, tidy
 
 ARRAYS, META = "arrays", "meta.json"
 
@@ -64,6 +64,10 @@ class Checkpointer:
         logging.getLogger("absl").addFilter(_not_raised_here)
         if not read_only:
             tidy(self.folder)
+
+    def holds(self) -> bool:
+        """Whether the folder is still the one that was locked: not when somebody has removed or replaced it."""
+        return self._lock is not None and is_held(self._lock, self.folder)
 
     def steps(self) -> list[int]:
         """The steps in the folder, in order. A step still being written is not among them."""

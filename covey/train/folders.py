@@ -12,12 +12,13 @@ import shutil
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from covey.errors import ResumeError
 
-SUMS = "SHA256SUMS"
+SUMS, LOCK = "SHA256SUMS", "lock"
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -96,11 +97,71 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(old)
 
 
+def make(folder: Path) -> bool:
+    """Make a folder and its parents. Returns False where something of that name is there.
+
+    Raises:
+        ResumeError: it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(folder):
+            return False
+        what = f"this folder cannot be made: {error.strerror}"
+        raise ResumeError(what, want="the right to write there", fix="--out ANOTHER", where=str(folder)) from error
+    return True
+
+
+def claim(folder: Path, inner: str) -> bool:
+    """Take a new or empty folder for one run, before anything is written in it, by making the folder `inner` inside.
+
+    Of several processes that try at one moment one succeeds: no folder can be made twice.
+
+    Returns:
+        whether `folder` itself was made.
+
+    Raises:
+        ResumeError: it is not empty, or another run was faster.
+    """
+    made = make(folder)
+    empty = made or (folder.is_dir() and not any(folder.iterdir()))
+    if not (empty and make(folder / inner)):
+        raise ResumeError(
+            "this folder is taken: something is in it, or another run has just begun here",
+            want="a new or empty folder",
+            fix="--out ANOTHER",
+            where=str(folder),
+        )
+    return made
+
+
+def give_back(folder: Path, made: bool) -> None:
+    """Empty a folder that this process has claimed and locked, and remove it where it was `made`."""
+    for path in list(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if made:
+        with suppress(OSError):  # another run has claimed the empty folder by now
+            folder.rmdir()
+
+
+def is_held(lock: TextIO, folder: Path) -> bool:
+    """Whether `lock` is still the lock of `folder`: not when the folder was removed, or replaced by another."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def take_lock(folder: Path) -> TextIO:
     """The folder's lock, held until the file is closed. The system drops it with the process, so none is ever stale."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+")
+        lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise ResumeError(f"checkpoints cannot be written: {error.strerror}", where=str(folder)) from error
     try:

@@ -1,0 +1,177 @@
+"""What may happen to the folder of a run: two runs that want it at one moment, a change of the working directory, files
+that somebody removed or edited. Each is done for real, to a run of a tiny model or to the piece that has to bear it.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey import recipe, run
+from covey.cli import main
+from covey.errors import DataError, ResumeError
+from covey.run.base import Run
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+SETTINGS = [
+    f"model.source={TINY}",
+    "rollout.max_new_tokens=8",
+    "rollout.max_prompt_length=400",
+    "rollout.slots=8",
+    "training.max_steps=4",
+    "training.prompts_per_step=2",
+    "training.checkpoint_every_n_steps=2",
+    "training.max_to_keep=9",
+    "training.actor_optimizer.learning_rate=1e-3",
+    "grpo.num_generations=4",
+    "evaluation.prompts=4",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+
+def ready(*more: str) -> recipe.Recipe:
+    return recipe.load("quickstart", [*SETTINGS, *more])
+
+
+# --- two at one moment
+
+STARTING = """
+    import sys
+    import covey.run
+    from covey import cli
+    from covey.run.base import Run
+
+    def wait(word):
+        print(word, flush=True)
+        sys.stdin.readline()
+
+    def looked(look):
+        def look_and_wait(recipe):
+            found = look(recipe)
+            wait("looked")
+            return found
+        return look_and_wait
+
+    def hold(run):
+        wait(f"holds {run.out.resolve()}")
+        run._summarise({"steps": 0})
+        return {}
+
+    cli.new_run_folder = looked(cli.new_run_folder)
+    Run._go = hold
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command `covey`, which stops behind its first look at the folder, and again where training would begin."""
+
+
+def answer(process: "subprocess.Popen[str]") -> str:
+    """The next word of the process, after a line that lets it go on; empty when it has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Any]:
+    """`both(words)`: two commands with these words, of seeds 1 and 2; both have found the folder free."""
+    with ExitStack() as stack:
+
+        def start(*words: str) -> "list[subprocess.Popen[str]]":
+            command = [sys.executable, "-c", textwrap.dedent(STARTING), "train", "quickstart", *SETTINGS, *words]
+            environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+            pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            started = [
+                subprocess.Popen([*command, f"--seed={seed}"], cwd=tmp_path, env=environment, text=True, **pipes)
+                for seed in (1, 2)
+            ]
+            for process in started:
+                stack.enter_context(process)
+                assert process.stdout is not None
+                assert process.stdout.readline() == "looked\n"
+            return started
+
+        yield start
+
+
+def test_of_two_runs_that_begin_at_one_moment_one_has_the_folder(both: Any, tmp_path: Path) -> None:
+    """The other is refused, and nothing of the first is overwritten or removed."""
+    processes = both("--out", "here")
+    found = {answer(process): process for process in processes}
+    holder, refused = found.pop(f"holds {tmp_path / 'here'}"), found.pop("")
+    _, why = refused.communicate(timeout=60)
+    assert refused.returncode == 2, why
+    assert recipe.load(tmp_path / "here").seed == 1 + processes.index(holder)
+    _, told = holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0, told
+    assert (tmp_path / "here" / "summary.json").exists()
+    assert "fix: --out ANOTHER" in why
+
+
+def test_two_runs_without_a_folder_of_their_own_get_one_each(both: Any, tmp_path: Path) -> None:
+    processes = both()
+    found = [answer(process) for process in processes]
+    assert sorted(found) == [f"holds {tmp_path / 'runs' / f'quickstart-{number}'}" for number in (1, 2)]
+    for process, where in zip(processes, found, strict=True):
+        _, told = process.communicate("\n", timeout=60)
+        assert process.returncode == 0, told
+        assert recipe.load(Path(where.removeprefix("holds "))).seed == 1 + processes.index(process)
+
+
+def stopping_with(act: Callable[[], object]) -> Callable[[Run[Any]], Any]:
+    """A training that does `act` and then ends with a mistake of the user."""
+
+    def train(self: Run[Any]) -> Any:
+        act()
+        raise DataError("row 0 is too long")
+
+    return train
+
+
+def test_a_run_that_fails_at_once_leaves_an_empty_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_go", stopping_with(lambda: None))
+    with pytest.raises(DataError):
+        run.train(ready(), tmp_path)
+    assert tmp_path.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_at_once_does_not_remove_what_took_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+
+    def replaced() -> None:
+        out.rename(tmp_path / "moved")
+        (out / "checkpoints").mkdir(parents=True)
+        for name in ("recipe.yaml", "checkpoints/lock"):
+            (out / name).write_text("of another run")
+
+    monkeypatch.setattr(Run, "_go", stopping_with(replaced))
+    with pytest.raises(DataError):
+        run.train(ready(), out)
+    assert (out / "recipe.yaml").read_text() == "of another run"
+
+
+def test_a_folder_with_anything_in_it_is_not_written_in(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(ResumeError, match="this folder is taken"):
+        run.train(ready(), tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("recipe.yaml", "mine")]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["train", "quickstart", "--out", str(tmp_path / "file" / "run"), *SETTINGS]) == 2
+    assert "this folder cannot be made" in capsys.readouterr().err
