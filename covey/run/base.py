@@ -33,7 +33,7 @@ from covey.run.watchdog import Watchdog
 from covey.showing import refuse_secrets
 from covey.train.checkpoint import Checkpointer
 from covey.train.folders import claim, give_back
-from covey.train.metrics import METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
+from covey.train.metrics import BAD, METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers
 from covey.types import Group
@@ -117,7 +117,7 @@ class Run(ABC, Generic[RecipeT]):
             try:
                 return self._run()
             except CoveyError:
-                if self.saves.holds() and not self._anything_learnt():
+                if self.saves.holds() and not self._worth_keeping():
                     give_back(self.out, made)  # the corrected command will want the name
                 raise
 
@@ -249,9 +249,10 @@ class Run(ABC, Generic[RecipeT]):
         value = self._metrics.get(name)
         return None if value is None else -value if name.rpartition("/")[2] in LOWER_IS_BETTER else value
 
-    def _anything_learnt(self) -> bool:
+    def _worth_keeping(self) -> bool:
+        """Whether a step was made, or a batch kept for study."""
         metrics = self.out / METRICS
-        return metrics.exists() and metrics.stat().st_size > 0
+        return (metrics.exists() and metrics.stat().st_size > 0) or (self.out / BAD).exists()
 
     def _seconds(self) -> float:
         """That the run has taken, those before it was taken up again included."""

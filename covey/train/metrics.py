@@ -18,7 +18,7 @@ import numpy as np
 from covey.errors import ResumeError
 from covey.types import Group, Prompt
 
-METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
+METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
 
 
 class MetricsWriter:
@@ -94,7 +94,7 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
     """Keep the batch of an update that was not finite, for study: `bad/<step>.jsonl` as in `samples.jsonl`, and
     `bad/<step>.npz` with what the loss got. Returns the first without its ending.
     """
-    place = folder / "bad" / f"{step:08d}"
+    place = folder / BAD / f"{step:08d}"
     place.parent.mkdir(exist_ok=True)
     with place.with_suffix(".jsonl").open("wb") as file:
         file.writelines(line(row) for row in sample_rows(step, groups))

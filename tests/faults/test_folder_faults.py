@@ -15,7 +15,7 @@ import pytest
 
 from covey import recipe, run
 from covey.cli import main
-from covey.errors import DataError, ResumeError
+from covey.errors import DataError, NumbersError, ResumeError
 from covey.run.base import Run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -175,3 +175,23 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert main(["train", "quickstart", "--out", str(tmp_path / "file" / "run"), *SETTINGS]) == 2
     assert "this folder cannot be made" in capsys.readouterr().err
+
+
+# --- what is worth keeping
+
+
+def test_a_batch_that_is_kept_survives_a_run_that_learnt_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trap: an error before the first row clears the folder, and takes the batch along that it speaks of."""
+    from covey.train.trainer import Trainer
+
+    def not_finite(self: Trainer, parts: Any) -> Any:
+        list(parts)
+        raise NumbersError("the gradient of update 1 is not finite")
+
+    monkeypatch.setattr(Trainer, "update", not_finite)
+    with pytest.raises(NumbersError):
+        run.train(ready(), tmp_path / "run")
+    assert (tmp_path / "run" / "bad" / "00000001.jsonl").read_text().count("\n") == 2 * 4
+    assert (tmp_path / "run" / "bad" / "00000001.npz").exists()
