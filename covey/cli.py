@@ -161,7 +161,7 @@ def doctor(words: Sequence[str]) -> Action:
 
 def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
     check_run(ready)
-    out = new_run_folder(ready)
+    out, here = new_run_folder(ready), Path.cwd()
     from covey import run
     from covey.parallel import distributed
 
@@ -177,14 +177,15 @@ def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
             else:
                 run.train(ready, out)
     except KeyboardInterrupt:
-        _tell_how_to_go_on(out)
+        _tell_how_to_go_on(type(ready), out, here)
         raise
     return 0
 
 
-def _tell_how_to_go_on(run: Path) -> None:
-    if has_checkpoint(run):
-        print(f"\ngo on with: {resume_command(run)}", file=sys.stderr)
+def _tell_how_to_go_on(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
+    """Says what goes on with `run`, which is named from `here`, the working directory when the command began."""
+    if has_checkpoint(here / run):
+        print(f"\ngo on with: {recipe.COMMANDS[kind.method]} --resume {run}", file=sys.stderr)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
@@ -192,6 +193,7 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
         raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
     if recipe.kind_of(folder) is not kind:
         raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
+    here = Path.cwd()
     from covey import run
     from covey.parallel import distributed
 
@@ -203,7 +205,7 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
             else:
                 run.resume(Path(folder))
     except KeyboardInterrupt:
-        _tell_how_to_go_on(Path(folder))
+        _tell_how_to_go_on(kind, Path(folder), here)
         raise
     return 0
 

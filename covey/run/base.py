@@ -56,7 +56,7 @@ class Run(ABC, Generic[RecipeT]):
 
     Args:
         ready: what to do; checked.
-        out: the folder.
+        out: the folder; it stays the same one when a reward function changes the working directory.
         resuming: go on with what is there.
     """
 
@@ -67,7 +67,7 @@ class Run(ABC, Generic[RecipeT]):
 
     def __init__(self, ready: RecipeT, out: Path, resuming: bool = False):
         self.recipe: RecipeT = ready
-        self.out, self.resuming = out, resuming
+        self.out, self._given_out, self.resuming = out.absolute(), out, resuming
         self.started, self.writes = time.monotonic(), distributed.is_first()
         self._saved: int | None = None
         self._metrics: Mapping[str, float] = {}
@@ -166,7 +166,7 @@ class Run(ABC, Generic[RecipeT]):
         summary |= {"after": self.judged("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.programs.counts)
         self._summarise(summary)
-        self.progress.done(summary, self.out)
+        self.progress.done(summary, self._given_out)
         return summary
 
     def phase(self, name: str) -> None:

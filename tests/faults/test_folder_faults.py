@@ -3,6 +3,7 @@ that somebody removed or edited. Each is done for real, to a run of a tiny model
 """
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from covey import recipe, run
-from covey.cli import main
+from covey.cli import STOPPED, main
 from covey.errors import DataError, NumbersError, ResumeError
 from covey.run.base import Run
+from covey.train.metrics import MetricsWriter
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
@@ -195,3 +197,45 @@ def test_a_batch_that_is_kept_survives_a_run_that_learnt_nothing(
         run.train(ready(), tmp_path / "run")
     assert (tmp_path / "run" / "bad" / "00000001.jsonl").read_text().count("\n") == 2 * 4
     assert (tmp_path / "run" / "bad" / "00000001.npz").exists()
+
+
+# --- another working directory
+
+WANDERING = """
+import os
+def wandering(completions):
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_reward_may_change_the_working_directory(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of a run is relative by default; it stays where it was begun, and is shown as it was given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wandering.py").write_text(WANDERING)
+    if stopped:
+        ask = before(MetricsWriter.step, lambda: signal.raise_signal(signal.SIGTERM))
+        monkeypatch.setattr(MetricsWriter, "step", ask)
+    words = ["train", "quickstart", *SETTINGS, "rewards=wandering:wandering", "training.max_steps=1"]
+    assert main(words) == (STOPPED if stopped else 0)
+    shown = "".join(capsys.readouterr())
+    assert ("covey train --resume runs/quickstart-1" if stopped else "covey chat runs/quickstart-1") in shown
+    assert Path.cwd() != tmp_path
+    assert (tmp_path / "runs" / "quickstart-1" / "checkpoints" / "00000001").is_dir()
+    assert (tmp_path / "runs" / "quickstart-1" / "after.jsonl").exists() != stopped
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] in ([], ["elsewhere"])
+
+
+def before(call: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+    """`call`, with `act` done before it."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return call(*args, **kwargs)
+
+    return called
