@@ -2,11 +2,13 @@
 
 `parse` turns the words into a call without making it, reading recipes but nothing that needs JAX; so help and mistakes
 are answered at once. Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a mistake in what was given,
-75 training was stopped by a signal and can go on, 130 stopped with Ctrl-C.
+75 a run was stopped by a signal and can go on from a checkpoint, 130 stopped with Ctrl-C, 143 by SIGTERM, with nothing
+to go on from.
 """
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -48,18 +50,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print(printable(str(error), keep="\n"), file=sys.stderr)
         return 2
     except Stopped as stopped:
-        print(f"\nstopped by {stopped.signal}{_saved(stopped.step)}", file=sys.stderr)
-        return STOPPED
+        what = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved"
+        print(f"\nstopped by {stopped.signal}; {what}", file=sys.stderr)
+        return 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def _saved(step: int | None) -> str:
-    return "" if step is None else f"; step {step} is saved"
 
 
 def parse(words: Sequence[str]) -> Action:

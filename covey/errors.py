@@ -54,7 +54,7 @@ class Stopped(KeyboardInterrupt):
 
     Args:
         signal: the signal's name.
-        step: the step that was saved; None when nothing was trained yet, or everything already saved.
+        step: the last step that is saved; None when nothing is.
     """
 
     def __init__(self, signal: str, step: int | None = None):

@@ -137,6 +137,7 @@ class Run(ABC, Generic[RecipeT]):
         with ExitStack() as stack:
             self.opened = opened = stack.enter_context
             self.last = distributed.agreed(self.saves.latest(), "last checkpoint")
+            self._saved = self.last if self.resuming else None
             at = (self.last or 0) if self.resuming else None
             self.writer = opened(MetricsWriter(self.out, resume_at=at)) if self.writes else None
             console = None if self.writes else Console(quiet=True)
@@ -148,7 +149,11 @@ class Run(ABC, Generic[RecipeT]):
             names = self.recipe.tracking if self.writes else ()
             self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
             self.stopper = opened(Stopper())
-            return self._go()
+            try:
+                return self._go()
+            except Stopped as stopped:
+                stopped.step = self._saved
+                raise
 
     def _go(self) -> dict[str, Any]:
         self.progress.total = self.prepare()
@@ -161,6 +166,7 @@ class Run(ABC, Generic[RecipeT]):
             if self._saved != self.step:
                 self.save()
             self.saves.wait()
+            self.stopper.leave_if_asked()
         if (best := self.saves.best()) is not None:
             summary["best"] = best
         summary |= {"after": self.judged("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
@@ -186,10 +192,10 @@ class Run(ABC, Generic[RecipeT]):
     def after_step(self, record: Step) -> None:
         """Saves when it is time to, and ends the run when a signal asked for it. The last to hear of a step."""
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
-        if signal := self.stopper.asked():
+        if asked := self.stopper.asked():
             self.save()
             self.saves.wait()
-            raise Stopped(signal, self.step)
+            raise Stopped(asked)
         if due:
             self.save()
 
@@ -221,7 +227,6 @@ class Run(ABC, Generic[RecipeT]):
         self.started -= extra["seconds"]
         self.load_state(state, extra, self.last)
         self.loader.restore(extra["data"])
-        self._saved = self.last
 
     def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
         compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)

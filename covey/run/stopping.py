@@ -1,8 +1,8 @@
 """Signals that end a run in order: the first lets the step end and saves, the second leaves at once.
 
 A machine that is taken away says so with SIGTERM, a user with Ctrl-C (SIGINT). While steps are trained, a signal is
-only noted, and the run looks at it behind each step; several processes then agree, so that all stop at the same step.
-Before and after, when there is nothing to save, it ends the run where it stands.
+only noted, and the run looks at it behind each step and behind the last save; several processes then agree, so that all
+stop at the same step. Before and after, when there is nothing to save, it ends the run where it stands.
 """
 
 import os
@@ -39,16 +39,31 @@ class Stopper:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, a signal is noted for `asked` instead of ending the run."""
+        """Inside, a signal is noted for `asked`; it ends the run at the latest behind what is inside.
+
+        Raises:
+            Stopped: a signal came, and nothing inside has ended the run for it.
+        """
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
+        if self._asked:
+            raise Stopped(self._asked)
 
     def asked(self) -> str:
         """The name of the signal that this process or another has heard, or nothing. All processes have to call it."""
         return next(filter(None, distributed.gathered(self._asked, "stop")), "")
+
+    def leave_if_asked(self) -> None:
+        """Ends the run when any process has heard a signal. All processes have to call it.
+
+        Raises:
+            Stopped: one has.
+        """
+        if asked := self.asked():
+            raise Stopped(asked)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self._asked:

@@ -21,9 +21,7 @@ import pytest
 from covey import recipe, run
 from covey.cli import STOPPED, main
 from covey.errors import NumbersError, ResumeError, Stopped
-from covey.parallel import distributed
 from covey.recipe import SFTRecipe
-from covey.run.stopping import Stopper
 from covey.run.watchdog import HEARTBEAT, STACKS, Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
@@ -143,7 +141,7 @@ def listener(*how: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("where", "signals", "code", "says"),
     [
-        ("steps", ["TERM"], 0, "saved"),
+        ("steps", ["TERM"], 0, "saved\nleft SIGTERM"),
         ("steps", ["TERM", "TERM"], 128 + signal.SIGTERM, ""),
         ("steps", ["INT", "INT"], 128 + signal.SIGINT, ""),
         ("elsewhere", ["TERM"], 0, "left SIGTERM"),
@@ -162,10 +160,65 @@ def test_the_first_signal_waits_for_the_step_and_the_second_for_nothing(
     assert (process.returncode, out.strip()) == (code, says)
 
 
-def test_all_processes_stop_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of them heard the signal."""
-    monkeypatch.setattr(distributed, "gathered", lambda value, about: [value, "SIGTERM", ""])
-    assert Stopper().asked() == "SIGTERM"
+SIGNALLED = """
+    import os, signal, sys
+    from covey import cli
+    from covey.run.rl import RLRun
+    from covey.train.checkpoint import Checkpointer
+
+    kind, name, number = sys.argv[1:4]
+    owner = {"RLRun": RLRun, "Checkpointer": Checkpointer}[kind]
+    call = getattr(owner, name)
+
+    def called(self, first, *args, **kwargs):
+        if first in (3, "before", "after") and first != os.environ.get("SPARED"):
+            os.kill(os.getpid(), int(number))
+        return call(self, first, *args, **kwargs)
+
+    setattr(owner, name, called)
+    sys.exit(cli.main(sys.argv[4:]))
+"""
+
+
+def signalled(out: Path, moment: str, number: int, spared: str = "") -> tuple[int, str]:
+    """Exit code and errors of a run of three steps, a process that gets a signal when it calls `moment` for step 3, or
+    for an evaluation that is not spared.
+    """
+    words = [sys.executable, "-c", textwrap.dedent(SIGNALLED), *moment.split("."), str(int(number)), "train"]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir), "SPARED": spared}
+    done = subprocess.run(
+        [*words, "quickstart", *SETTINGS, "--max-steps", "3", "--out", str(out)],
+        env=os.environ | cache | {"PYTHONPATH": str(REPOSITORY), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_signal_during_the_last_save_ends_the_run_behind_it(tmp_path: Path) -> None:
+    """The trap: noted while the checkpoint is written, and never looked at again."""
+    code, told = signalled(tmp_path / "run", "Checkpointer.save", signal.SIGTERM)
+    assert code == STOPPED, told
+    assert "stopped by SIGTERM; step 3 is saved" in told
+    assert weights(tmp_path / "run")[0] == 3
+    assert not (tmp_path / "run" / "after.jsonl").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_anything_is_saved_has_the_code_of_the_signal(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    found, told = signalled(tmp_path / "run", "RLRun.judged", number)
+    assert (found, "Traceback" in told) == (code, False), told
+    assert f"stopped by {number.name}; nothing is saved" in told
+    assert "--resume" not in told
+
+
+def test_a_signal_in_the_last_evaluation_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
+    code, told = signalled(tmp_path / "run", "RLRun.judged", signal.SIGINT, spared="before")
+    assert code == STOPPED, told
+    assert "stopped by SIGINT; step 3 is saved" in told
+    assert f"covey train --resume {tmp_path / 'run'}" in told
 
 
 # --- a folder of one's own

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from covey import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, Role, RolloutConfig
+from covey.cli import STOPPED
 from covey.configs import EvalConfig
 from covey.data.loader import PromptLoader
 from covey.evaluate import evaluate
@@ -280,6 +282,30 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (straight, broken)]
     assert all(alike(summaries[0][when], summaries[1][when]) for when in ("before", "after"))
     assert close(*(state(folder, 3)["params"] for folder in (straight, broken)), 1e-4)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_at_one_step(
+    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path
+) -> None:
+    """SIGTERM to the process that writes nothing: both end the same step, it is saved, and both leave with 75."""
+    out = tmp_path / "run"
+    more = [f"--model.source={checkpoint('nanochat', layers=1)}", f"--data.path={problems}", "--rewards=exact_answer"]
+    words = ["-m", "covey", "train", "gsm8k-nanochat", *SETTINGS, *more, "--max-steps=1000", "--out", str(out)]
+    first, second = started = launched(words, 2, tmp_path / "here")
+    until = time.monotonic() + 200
+    while not (out / "metrics.jsonl").exists() or not rows(out / "metrics.jsonl"):
+        assert time.monotonic() < until
+        assert {first.poll(), second.poll()} == {None}, ended(started, [0, 0], 1)
+        time.sleep(0.05)
+    second.send_signal(signal.SIGTERM)
+    told, theirs = ended(started, [STOPPED, STOPPED])
+    last = rows(out / "metrics.jsonl")[-1]["step"]
+    assert last < 1000
+    assert f"stopped by SIGTERM; step {last} is saved" in told
+    assert f"stopped by SIGTERM; step {last} is saved" in theirs
+    with Checkpointer(out / "checkpoints", read_only=True) as saves:
+        assert saves.latest() == last
 
 
 def first_gradient(folder: Path) -> dict[str, np.ndarray]:
