@@ -62,6 +62,8 @@ class Run(ABC, Generic[RecipeT]):
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
+    rows: ClassVar[tuple[str, ...]] = (METRICS, SAMPLES)
+    """The files that get a row at each step."""
     loader: PromptLoader
     origin: str
 
@@ -139,7 +141,8 @@ class Run(ABC, Generic[RecipeT]):
             self.last = distributed.agreed(self.saves.latest(), "last checkpoint")
             self._saved = self.last if self.resuming else None
             at = (self.last or 0) if self.resuming else None
-            self.writer = opened(MetricsWriter(self.out, resume_at=at)) if self.writes else None
+            reaching = self.rows if at else ()
+            self.writer = opened(MetricsWriter(self.out, resume_at=at, reaching=reaching)) if self.writes else None
             console = None if self.writes else Console(quiet=True)
             face = Progress(0, console, headline=self.headline, show=training.show, answers=self.answers)
             self.progress = opened(face)
@@ -154,12 +157,15 @@ class Run(ABC, Generic[RecipeT]):
             except Stopped as stopped:
                 stopped.step = self._saved
                 raise
+            except OSError:
+                self._refuse_another_folder()
+                raise
 
     def _go(self) -> dict[str, Any]:
         self.progress.total = self.prepare()
         self._restore()
         written = distributed.agreed(self._written(), "summary")
-        summary = written or self.beginning() | {"before": self.judged("before")}
+        summary = written or self.beginning() | {"before": self._before()}
         self._summarise(summary)
         with self.stopper.deferring():
             self.steps()
@@ -186,6 +192,7 @@ class Run(ABC, Generic[RecipeT]):
         self._metrics = record.metrics
         record.metrics["time/compile"] = self.programs.step(record.step)
         if self.writer is not None:
+            self._refuse_another_folder()
             self.writer.step(record.metrics)
             self.trackers.log(record.step, record.metrics)
 
@@ -210,9 +217,11 @@ class Run(ABC, Generic[RecipeT]):
     def save(self) -> None:
         """Starts writing a checkpoint."""
         self._saved = self.step
-        if not self.writes:
+        if self.writer is None:
             return
         self.phase("save")
+        self._refuse_another_folder()
+        self.writer.sync()
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds(), **self.remembers()}
         extra["settings"] = settings_of(self.recipe)
         self.saves.save(self.step, self.state(), extra, score=self._score())
@@ -232,20 +241,43 @@ class Run(ABC, Generic[RecipeT]):
         compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
         refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
 
+    def _refuse_another_folder(self) -> None:
+        if self.writes and not self.saves.holds():
+            raise ResumeError(
+                "the run folder was removed or replaced while the run was writing in it",
+                want="a folder that is left alone until the run has ended",
+                fix="begin the run again, or put the folder back and resume",
+                where=str(self.out),
+            )
+
+    def _before(self) -> dict[str, Any] | None:
+        """The evaluation before training; None when it is lost, and the weights are trained by now."""
+        if not self.step:
+            return self.judged("before")
+        self.progress.say(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
+        return None
+
     def _written(self) -> dict[str, Any] | None:
         """The summary of the run that is gone on with, if it came so far."""
         path = self.out / SUMMARY
         if not (self.resuming and path.is_file()):
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            fix = "remove the file: the evaluation before training is then done again, with the weights as they are now"
-            raise ResumeError(f"this summary cannot be read: {error}", fix=fix, where=str(path)) from error
-        return found
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found["before"], dict | None):
+                raise TypeError("its figures are no mapping")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ResumeError(
+                f"this is no summary of a run: {type(error).__name__}: {error}",
+                want="what the run has written, with the figures from before training",
+                fix="put the file back, or remove it: the figures from before training are then left out",
+                where=str(path),
+            ) from error
+        return dict(found)
 
     def _summarise(self, summary: Mapping[str, Any]) -> None:
         if self.writes:
+            self._refuse_another_folder()
             write_summary(self.out, summary)
 
     def _score(self) -> float | None:

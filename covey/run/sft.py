@@ -17,7 +17,7 @@ from covey.rl.rows import Rows
 from covey.run.base import Run
 from covey.run.opening import load_source, mesh_at_hand, open_model
 from covey.run.use import answer_examples, answerable, answering_worker
-from covey.train.metrics import write_answers
+from covey.train.metrics import METRICS, write_answers
 from covey.train.progress import Progress
 from covey.train.sft import SFTLearner, StepRecord, total_steps
 from covey.types import Group
@@ -55,7 +55,7 @@ def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
 class SFTRun(Run[SFTRecipe]):
     """A supervised run in its folder."""
 
-    headline, answers = "loss", "after.jsonl"
+    headline, answers, rows = "loss", "after.jsonl", (METRICS,)
 
     def __init__(self, ready: SFTRecipe, out: Path, resuming: bool = False):
         super().__init__(ready, out, resuming)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from covey.errors import ResumeError
 
@@ -41,12 +41,13 @@ def seal(folder: Path) -> None:
     draft = folder / f".{SUMS}"
     draft.write_text("".join(f"{digest}  {name}\n" for name, digest in _digests(_files(folder)).items()))
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        sync(path)
     draft.rename(folder / SUMS)
-    _sync(folder)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +76,7 @@ def put_in_place(partial: Path) -> None:
     if final.exists():
         remove(final)  # killed here, `tidy` finds the sealed folder and goes on
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def remove(folder: Path) -> None:
@@ -151,8 +152,13 @@ def give_back(folder: Path, made: bool) -> None:
 
 def is_held(lock: TextIO, folder: Path) -> bool:
     """Whether `lock` is still the lock of `folder`: not when the folder was removed, or replaced by another."""
+    return is_open_at(lock, folder / LOCK)
+
+
+def is_open_at(file: IO[Any], path: Path) -> bool:
+    """Whether the open `file` is the one at `path`: not when that was removed or replaced since."""
     try:
-        return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
 

@@ -2,20 +2,23 @@
 
 In: names and numbers, and scored groups. Out: strict JSON, one object a line, numbers at full precision; what JSON has
 no number for (NaN, infinities) is null. Rows reach the operating system as they are written, so a killed run leaves
-whole lines. A resumed run first cuts away what lies beyond its checkpoint, and then writes the same rows again.
+whole lines, and the disk before a checkpoint counts them. A resumed run first cuts away what lies beyond its
+checkpoint, and then writes the same rows again.
 """
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from covey.errors import ResumeError
+from covey.train.folders import is_open_at, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
@@ -24,24 +27,25 @@ METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json
 class MetricsWriter:
     """Appends to the metrics and samples of one run folder. A context manager; not for several threads.
 
-    Write a step's rows before its checkpoint: then a checkpoint never lacks a row.
+    Write a step's rows, and `sync` them, before its checkpoint: then a checkpoint never lacks a row.
     """
 
-    def __init__(self, folder: Path, *, resume_at: int | None = None):
+    def __init__(self, folder: Path, *, resume_at: int | None = None, reaching: Collection[str] = ()):
         """Open the files in `folder`, which is made when missing.
 
         Args:
             folder: the run folder.
             resume_at: the checkpoint's step: rows of later steps are cut away. None for a new run.
+            reaching: names of the files whose last row has to be of that step, for a step above 0.
 
         Raises:
-            ResumeError: a new run where rows exist, or a row that is not ours.
+            ResumeError: a new run where rows exist, a row that is not ours, or rows that end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / METRICS, folder / SAMPLES]
         for file in files:
             if resume_at is not None:
-                cut(file, resume_at)
+                cut(file, resume_at, reaching=file.name in reaching)
             elif file.exists() and file.stat().st_size:
                 raise ResumeError(
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
@@ -58,17 +62,36 @@ class MetricsWriter:
         self._append(self._samples, b"".join(line(row) for row in sample_rows(step, groups)))
 
     def _append(self, file: IO[bytes], rows: bytes) -> None:
-        try:
+        with self._writing(file, f"{len(rows):,} bytes"):
             left = memoryview(rows)
             while left:  # a disk without room takes a part, and refuses the next
                 left = left[file.write(left) :]
+        if not is_open_at(file, Path(file.name)):
+            raise ResumeError(
+                "this file was removed or replaced while the run was writing it",
+                want="files that are left alone until the run has ended; an editor replaces what it saves",
+                fix="put the file back and resume: the run goes on from its last checkpoint",
+                where=file.name,
+            )
+
+    @contextmanager
+    def _writing(self, file: IO[bytes], what: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ResumeError(
-                f"{len(rows):,} bytes could not be written: {error.strerror}",
+                f"{what} could not be written: {error.strerror}",
                 want=f"room ({shutil.disk_usage(self._folder).free:,} bytes are free)",
                 fix="make room and resume: the run goes on from its last checkpoint",
                 where=file.name,
             ) from error
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, and the names of their files."""
+        for file in (self._metrics, self._samples):
+            with self._writing(file, "the last rows"):
+                os.fsync(file.fileno())
+        sync(self._folder)
 
     def close(self) -> None:
         """Bring the rows to the disk and close the files."""
@@ -144,23 +167,37 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(text) for text in lines if text.endswith(b"\n"))
 
 
-def cut(file: Path, step: int) -> None:
+def cut(file: Path, step: int, reaching: bool = False) -> None:
     """Shorten `file` to the rows of steps up to `step`; a missing file is empty.
 
     One system call does it, so it happens in full or not at all.
 
+    Args:
+        reaching: whether the last row that is kept has to be of `step`, when that is not 0.
+
     Raises:
-        ResumeError: a line inside the file that is no row of ours.
+        ResumeError: a line inside the file that is no row of ours; or the rows end before `step`.
     """
-    if not file.exists():
-        return
-    keep = 0
-    with file.open("rb") as lines:
+    keep = last = 0
+    with file.open("rb") if file.exists() else nullcontext(()) as lines:
         for number, text in enumerate(lines, start=1):
-            if not text.endswith(b"\n") or _step(text, f"{file}:{number}") > step:
+            if not text.endswith(b"\n") or (found := _step(text, f"{file}:{number}")) > step:
                 break
-            keep += len(text)
-    os.truncate(file, keep)
+            keep, last = keep + len(text), found
+    if reaching and last != step:
+        raise _too_short(file, last, step)
+    if file.exists():
+        os.truncate(file, keep)
+
+
+def _too_short(file: Path, last: int, step: int) -> ResumeError:
+    again = f"remove the checkpoints behind step {last}: the run goes on from the last one before it"
+    return ResumeError(
+        f"the last step with a row here is {last or 'none'}, and the last checkpoint is of step {step}",
+        want="a row for every step that a checkpoint counts",
+        fix=f"put the file back as the run left it; or {again if last else 'begin a new run'}",
+        where=str(file),
+    )
 
 
 def line(row: Mapping[str, Any]) -> bytes:

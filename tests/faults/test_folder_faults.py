@@ -2,7 +2,9 @@
 that somebody removed or edited. Each is done for real, to a run of a tiny model or to the piece that has to bear it.
 """
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from covey import recipe, run
 from covey.cli import STOPPED, main
 from covey.errors import DataError, NumbersError, ResumeError
 from covey.run.base import Run
+from covey.run.rl import RLRun
+from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
 REPOSITORY = Path(__file__).parents[2]
@@ -219,7 +223,7 @@ def test_a_reward_may_change_the_working_directory(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "wandering.py").write_text(WANDERING)
     if stopped:
-        ask = before(MetricsWriter.step, lambda: signal.raise_signal(signal.SIGTERM))
+        ask = before(MetricsWriter.step, lambda *_: signal.raise_signal(signal.SIGTERM))
         monkeypatch.setattr(MetricsWriter, "step", ask)
     words = ["train", "quickstart", *SETTINGS, "rewards=wandering:wandering", "training.max_steps=1"]
     assert main(words) == (STOPPED if stopped else 0)
@@ -231,11 +235,121 @@ def test_a_reward_may_change_the_working_directory(
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] in ([], ["elsewhere"])
 
 
-def before(call: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
-    """`call`, with `act` done before it."""
+# --- files that were removed or edited
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> Path:
+    """A finished run of four steps with checkpoints of the second and the fourth; to be copied."""
+    out = tmp_path_factory.mktemp("done") / "run"
+    run.train(ready(), out)
+    return out
+
+
+@pytest.fixture
+def copied(done: Path, tmp_path: Path) -> Path:
+    """A copy of `done`."""
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def steps_in(file: Path) -> list[int]:
+    return sorted({json.loads(line)["step"] for line in file.read_text().splitlines()})
+
+
+@pytest.mark.parametrize("left", [3, 0, None])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_rows_that_end_before_the_checkpoint_are_refused(name: str, left: int | None, copied: Path) -> None:
+    """And the fix that is told leads to the run as it was, with the rows that were lost."""
+    file, whole = copied / name, (copied / name).read_text()
+    if left is None:
+        file.unlink()
+    else:
+        file.write_text("".join(row + "\n" for row in whole.splitlines() if json.loads(row)["step"] <= left))
+    told = f"the last step with a row here is {left or 'none'}, and the last checkpoint is of step 4"
+    with pytest.raises(ResumeError, match=f"{name}: {told}") as error:
+        run.resume(copied)
+    assert "put the file back" in str(error.value)
+    if left == 3 and name == "samples.jsonl":
+        assert "remove the checkpoints behind step 3" in str(error.value)
+        shutil.rmtree(copied / "checkpoints" / "00000004")
+        run.resume(copied)
+        assert file.read_text() == whole
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"before": 3}', "{"])
+def test_a_summary_that_is_none_is_refused_and_named(text: str, copied: Path) -> None:
+    """The trap: an empty list reads as nothing, and the weights that are trained are evaluated as those before."""
+    (copied / "summary.json").write_text(text)
+    with pytest.raises(ResumeError, match=r"summary\.json") as error:
+        run.resume(copied)
+    assert "remove it" in str(error.value)
+    assert (copied / "summary.json").read_text() == text
+
+
+def test_without_a_summary_trained_weights_are_not_evaluated_as_those_before(copied: Path, capsys: Any) -> None:
+    (copied / "summary.json").unlink()
+    (copied / "before.jsonl").unlink()
+    summary = run.resume(copied)
+    assert summary["before"] is None
+    assert not (copied / "before.jsonl").exists()
+    assert "the evaluation before training is left out" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "first"),
+    [(RLRun, "write", None), (Checkpointer, "save", 4), (RLRun, "judged", "before")],
+)
+def test_a_folder_that_vanishes_stops_the_run(
+    owner: Any, name: str, first: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The trap: what is written into a file that was removed goes nowhere, without an error."""
+    out = tmp_path / "run"
+
+    def remove(self: Any, given: Any, *rest: Any) -> None:
+        if first in (None, given) and out.exists():
+            out.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(owner, name, before(getattr(owner, name), remove))
+    assert main(["train", "quickstart", "--out", str(out), *SETTINGS]) == 2
+    assert f"{out}: the run folder was removed or replaced" in capsys.readouterr().err
+
+
+def test_a_file_of_rows_that_vanishes_stops_the_run(tmp_path: Path) -> None:
+    """An editor that writes a new file in place of the old one removes it too."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.step({"step": 1})
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "old")
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        with pytest.raises(ResumeError, match=r"metrics\.jsonl: this file was removed or replaced"):
+            writer.step({"step": 2})
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is lost with the power, no checkpoint is there without its rows."""
+    out, synced, found = tmp_path / "run", dict[str, int](), list[tuple[int, dict[str, int]]]()
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if place.parent == out and place.suffix == ".jsonl":
+            synced[place.name] = steps_in(place)[-1]
+        if place.suffix == ".partial":
+            found.append((int(place.stem), dict(synced)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run.train(ready(), out)
+    assert {step for step, _ in found} == {2, 4}
+    assert all(rows == {"metrics.jsonl": step, "samples.jsonl": step} for step, rows in found)
+
+
+def before(call: Callable[..., Any], act: Callable[..., object]) -> Callable[..., Any]:
+    """`call`, with `act` done before it with the same arguments."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        act()
+        act(*args)
         return call(*args, **kwargs)
 
     return called
