@@ -81,12 +81,12 @@ def parse(words: Sequence[str]) -> Action:
 
 
 def train(words: Sequence[str]) -> Action:
-    """`covey train NAME_OR_YAML [settings]`, `covey train --resume RUN`."""
+    """`covey train NAME_OR_YAML [settings]`, `covey train --resume RUN [settings]`."""
     return _training(recipe.Recipe, words)
 
 
 def sft(words: Sequence[str]) -> Action:
-    """`covey sft NAME_OR_YAML [settings]`, `covey sft --resume RUN`."""
+    """`covey sft NAME_OR_YAML [settings]`, `covey sft --resume RUN [settings]`."""
     return _training(recipe.SFTRecipe, words)
 
 
@@ -94,9 +94,9 @@ def _training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
     names, pairs = split(words, 1)
     flags = dict(pairs)
     if "--resume" in flags:
-        if names or len(pairs) > 1:
-            raise CoveyError("--resume takes nothing but the run folder", fix="a resumed run keeps its recipe")
-        return partial(_resume, kind, flags["--resume"])
+        if names:
+            raise CoveyError(f"--resume RUN and the recipe {names[0]}", fix="leave it out: a run keeps its recipe")
+        return partial(_resume, kind, flags["--resume"], _tokens(pair for pair in pairs if pair[0] != "--resume"))
     if not names:
         usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
         raise CoveyError("train as which recipe?", want=usage, fix=_choices(kind))
@@ -187,11 +187,13 @@ def _tell_how_to_go_on(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> N
         print(f"\ngo on with: {recipe.COMMANDS[kind.method]} --resume {run}", file=sys.stderr)
 
 
-def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
+def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> int:
     if not recipe.is_run(folder):
         raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
     if recipe.kind_of(folder) is not kind:
         raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
+    if recipe.load(folder, changes, kind).out != recipe.load(folder, (), kind).out:
+        raise CoveyError("--out beside --resume", fix="leave it out: a run goes on in its own folder", where=folder)
     here = Path.cwd()
     from covey import run
     from covey.parallel import distributed
@@ -200,9 +202,9 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str) -> int:
         with distributed.start():
             if kind is recipe.SFTRecipe:
                 distributed.refuse_several("covey sft")
-                run.resume_sft(Path(folder))
+                run.resume_sft(Path(folder), changes)
             else:
-                run.resume(Path(folder))
+                run.resume(Path(folder), changes)
     except KeyboardInterrupt:
         _tell_how_to_go_on(kind, Path(folder), here)
         raise

@@ -173,11 +173,11 @@ def test_out_chooses_the_folder_and_a_taken_one_is_refused(calls, capsys):
     assert len(calls) == 1
 
 
-def test_resume_takes_the_folder_alone(calls, capsys):
+def test_resume_takes_the_folder_and_what_changes(calls, capsys):
     folder = run_folder()
     assert cli.main(["train", "--resume", str(folder)]) == 0
-    assert calls == [("resume", folder)]
-    assert cli.main(["train", "--resume", str(folder), "--seed", "3"]) == 2
+    assert cli.main(["train", "--seed", "3", "--resume", str(folder), "--max-steps=20"]) == 0
+    assert calls == [("resume", folder, []), ("resume", folder, ["--seed=3", "--max-steps=20"])]
     assert cli.main(["train", "quickstart", "--resume", str(folder)]) == 2
     assert "keeps its recipe" in capsys.readouterr().err
 
@@ -195,7 +195,7 @@ def test_sft_hands_on_its_own_kind_of_recipe(calls, capsys):
 def test_a_run_is_resumed_by_the_command_that_began_it(calls, capsys):
     rl, supervised = run_folder("rl"), run_folder("supervised", of="sft-arithmetic")
     assert cli.main(["sft", "--resume", str(supervised)]) == 0
-    assert calls == [("resume_sft", supervised)]
+    assert calls == [("resume_sft", supervised, [])]
     assert cli.main(["sft", "--resume", str(rl)]) == 2
     assert "fix: covey train --resume rl\n" in capsys.readouterr().err
     assert cli.main(["train", "--resume", str(supervised)]) == 2

@@ -34,11 +34,12 @@ covey COMMAND --help says more. Start with: covey train quickstart
 
 TRAIN = """\
 covey train NAME_OR_YAML [--setting value ...]
-covey train --resume RUN
+covey train --resume RUN [--setting value ...]
 
 Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
 Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
-and the end of a name is enough where only one setting ends so.
+and the end of a name is enough where only one setting ends so. Beside --resume the settings change the run's recipe,
+as far as it stays the same run; --max-steps trains a finished one longer.
 
 examples
   covey train quickstart
@@ -49,7 +50,7 @@ examples
 
 SFT = """\
 covey sft NAME_OR_YAML [--setting value ...]
-covey sft --resume RUN
+covey sft --resume RUN [--setting value ...]
 
 Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
 Only the answer of a row is learnt, its stop token included. A row of the file is of one of these forms:

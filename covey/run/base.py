@@ -32,7 +32,7 @@ from covey.run.stopping import Stopper
 from covey.run.watchdog import Watchdog
 from covey.showing import refuse_secrets
 from covey.train.checkpoint import Checkpointer
-from covey.train.folders import claim, give_back
+from covey.train.folders import claim, give_back, replace_file
 from covey.train.metrics import BAD, METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers
@@ -111,11 +111,12 @@ class Run(ABC, Generic[RecipeT]):
 
     def begin(self) -> dict[str, Any]:
         """Runs in the new folder; returns what `summary.json` says."""
-        refuse_secrets(recipes.to_yaml(self.recipe))
+        text = recipes.to_yaml(self.recipe)
+        refuse_secrets(text)
         made = self.writes and claim(self.out, CHECKPOINTS)
         with self._checkpointer() as self.saves:
             if self.writes:
-                (self.out / "recipe.yaml").write_text(recipes.to_yaml(self.recipe), encoding="utf-8")
+                replace_file(self.out / RECIPE, text.encode())
             try:
                 return self._run()
             except CoveyError:
@@ -143,9 +144,13 @@ class Run(ABC, Generic[RecipeT]):
             at = (self.last or 0) if self.resuming else None
             reaching = self.rows if at else ()
             self.writer = opened(MetricsWriter(self.out, resume_at=at, reaching=reaching)) if self.writes else None
+            self.written = distributed.agreed(self._written(), "summary")
             console = None if self.writes else Console(quiet=True)
             face = Progress(0, console, headline=self.headline, show=training.show, answers=self.answers)
             self.progress = opened(face)
+            if self._is_finished(self.recipe.training.max_steps or 0):
+                self.saves.restore(self.last, target={}, subset=True, check=self._refuse_other_settings)
+                return self._told_finished()
             watched = self.out if self.writes else None
             self.watchdog = opened(Watchdog(watched, training.watchdog_seconds, self.progress.say))
             self.programs = opened(Programs(self.progress.say))
@@ -162,10 +167,12 @@ class Run(ABC, Generic[RecipeT]):
                 raise
 
     def _go(self) -> dict[str, Any]:
-        self.progress.total = self.prepare()
+        total = self.progress.total = self.prepare()
         self._restore()
-        written = distributed.agreed(self._written(), "summary")
-        summary = written or self.beginning() | {"before": self._before()}
+        if self._is_finished(total):
+            return self._told_finished()
+        self._keep_recipe()
+        summary = self.written or self.beginning() | {"before": self._before()}
         self._summarise(summary)
         with self.stopper.deferring():
             self.steps()
@@ -237,8 +244,33 @@ class Run(ABC, Generic[RecipeT]):
         self.load_state(state, extra, self.last)
         self.loader.restore(extra["data"])
 
-    def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
+    def _is_finished(self, total: int) -> bool:
+        """Whether the run that is gone on with has made all of the `total` steps, and evaluated what came of them.
+
+        Args:
+            total: 0 when it is not known yet.
+        """
+        done = self.written or {}
+        return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
+
+    def _told_finished(self) -> dict[str, Any]:
+        command, run = recipes.COMMANDS[self.recipe.method], self._given_out
+        self.progress.say(f"this run is finished: it has made its {self.last} steps")
+        self.progress.say(f"to train longer: {command} --resume {run} --max-steps MORE; to evaluate: covey eval {run}")
+        return dict(self.written or {})
+
+    def _keep_recipe(self) -> None:
+        """Writes down what was changed beside --resume, now that it is accepted."""
+        if self.writes and self.resuming and recipes.load_any(self.out) != self.recipe:
+            text = recipes.to_yaml(self.recipe)
+            refuse_secrets(text)
+            replace_file(self.out / RECIPE, text.encode())
+
+    def _refuse_other_settings(self, extra: Mapping[str, Any]) -> None:
         compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
+
+    def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
+        self._refuse_other_settings(extra)
         refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
 
     def _refuse_another_folder(self) -> None:
@@ -295,6 +327,8 @@ class Run(ABC, Generic[RecipeT]):
         """That the run has taken, those before it was taken up again included."""
         return time.monotonic() - self.started
 
+
+RECIPE = "recipe.yaml"
 
 LOWER_IS_BETTER = {"loss", "perplexity", "kl"}
 """Last parts of the names of metrics of which the least is the best."""

@@ -40,11 +40,11 @@ def train(ready: Recipe, out: Path) -> dict[str, Any]:
     return RLRun(ready, out).begin()
 
 
-def resume(folder: Path) -> dict[str, Any]:
+def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
-    never stopped.
+    never stopped. `overrides` change its recipe, where that may change (`settings`).
     """
-    return RLRun(recipes.load(folder), folder, resuming=True).take_up()
+    return RLRun(recipes.load(folder, overrides), folder, resuming=True).take_up()
 
 
 class RLRun(Run[Recipe]):

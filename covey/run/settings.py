@@ -32,7 +32,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path, say: 
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
             want="data, batch, seed, types and adapters as they were",
-            fix="undo that in its recipe.yaml; or begin a new run with this one's model: --model.source " + str(folder),
+            fix=f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
             where=str(folder / "recipe.yaml"),
         )
     if other:

@@ -28,11 +28,11 @@ def train(ready: SFTRecipe, out: Path) -> dict[str, Any]:
     return SFTRun(ready, out).begin()
 
 
-def resume(folder: Path) -> dict[str, Any]:
+def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
-    never stopped.
+    never stopped. `overrides` change its recipe, where that may change (`settings`).
     """
-    return SFTRun(recipes.load(folder, (), SFTRecipe), folder, resuming=True).take_up()
+    return SFTRun(recipes.load(folder, overrides, SFTRecipe), folder, resuming=True).take_up()
 
 
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:

@@ -55,6 +55,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_file(file: Path, data: bytes) -> None:
+    """Write a file; a reader sees the old one or the new one, never a part."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with temporary.open("wb") as draft:
+        draft.write(data)
+        draft.flush()
+        os.fsync(draft.fileno())
+    os.replace(temporary, file)
+
+
 def damage_in(folder: Path) -> str:
     """What is wrong with the files of a checkpoint, in words; empty when nothing is."""
     try:

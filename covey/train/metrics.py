@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from covey.errors import ResumeError
-from covey.train.folders import is_open_at, sync
+from covey.train.folders import is_open_at, replace_file, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
@@ -153,12 +153,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`; a reader sees the old file or the new one, never a part."""
-    temporary = folder / f".{SUMMARY}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(_json(summary, indent=2).encode("utf-8", "backslashreplace") + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / SUMMARY)
+    replace_file(folder / SUMMARY, _json(summary, indent=2).encode("utf-8", "backslashreplace") + b"\n")
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from covey.cli import STOPPED, main
 from covey.errors import DataError, NumbersError, ResumeError
 from covey.run.base import Run
 from covey.run.rl import RLRun
+from covey.run.sft import SFTRun
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
@@ -343,6 +345,75 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
     run.train(ready(), out)
     assert {step for step, _ in found} == {2, 4}
     assert all(rows == {"metrics.jsonl": step, "samples.jsonl": step} for step, rows in found)
+
+
+# --- a run that is finished, and what may change in one
+
+
+def test_a_finished_run_says_so_and_how_to_train_longer(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """And nothing is loaded, evaluated or written for it."""
+    monkeypatch.setattr(RLRun, "prepare", None)
+    monkeypatch.setattr(RLRun, "judged", None)
+    held = {path.name: path.read_bytes() for path in copied.glob("*.*")}
+    assert main(["train", "--resume", str(copied)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "this run is finished: it has made its 4 steps" in shown
+    assert f"covey train --resume {copied} --max-steps MORE" in shown
+    assert {path.name: path.read_bytes() for path in copied.glob("*.*")} == held
+
+
+def test_a_finished_run_of_epochs_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """How many steps its epochs are is known when the data have been looked through."""
+    out, file = tmp_path / "run", tmp_path / "data.jsonl"
+    file.write_text('{"text": "one text"}\n' * 8)
+    words = [f"model.source={TINY}", f"data.path={file}", "training.batch_size=4", "training.num_epochs=1"]
+    more = ["evaluation.answers=0", "model.lora.rank=0", "rollout.max_new_tokens=4"]
+    assert main(["sft", "sft-smollm2", "--out", str(out), *words, *more]) == 0
+    held = (out / "summary.json").read_bytes()
+    monkeypatch.setattr(SFTRun, "judged", None)
+    assert main(["sft", "--resume", str(out)]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert (out / "summary.json").read_bytes() == held
+
+
+def test_what_may_change_may_be_given_beside_resume(copied: Path, capsys: Any) -> None:
+    """It is told, and written into the recipe; the rest of the recipe is kept."""
+    then = recipe.load(copied)
+    assert main(["train", "--resume", str(copied), "--max-steps", "6", "--grpo.epsilon=0.1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "training.max_steps was 4, is 6" in shown
+    assert "grpo.epsilon was None, is 0.1" in shown
+    changed = replace(then.training, max_steps=6), replace(then.grpo, epsilon=0.1)
+    assert recipe.load(copied) == replace(then, training=changed[0], grpo=changed[1])
+    assert steps_in(copied / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert json.loads((copied / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize("longer", [[], ["--max-steps=6"]])
+def test_what_may_not_change_is_refused_beside_resume_too(longer: list[str], copied: Path, capsys: Any) -> None:
+    held = (copied / "recipe.yaml").read_bytes()
+    assert main(["train", "--resume", str(copied), "--num-generations", "8", *longer]) == 2
+    told = capsys.readouterr().err
+    assert "grpo.num_generations was 4, is 8" in told
+    assert "undo that" in told
+    assert (copied / "recipe.yaml").read_bytes() == held
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--out", "elsewhere"], "a run goes on in its own folder"),
+        (["--max-stepz", "6"], "did you mean --training.max-steps?"),
+        (["--max-steps=-1"], "max_steps"),
+    ],
+)
+def test_mistakes_beside_resume_are_told_before_anything_is_loaded(
+    words: list[str], told: str, copied: Path, capsys: Any
+) -> None:
+    assert main(["train", "--resume", str(copied), *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def before(call: Callable[..., Any], act: Callable[..., object]) -> Callable[..., Any]:
