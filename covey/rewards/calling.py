@@ -12,6 +12,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,15 +217,25 @@ def _place(error: BaseException) -> str:
 
 
 def _argument(name: str, samples: Samples) -> list[Any]:
-    """One entry a sample, made anew for each function, which may change its own; a column that a group lacks is None
-    there.
+    """One entry a sample, made anew for each function and sample: a function may write into its own. A column that a
+    group lacks is None there.
     """
-    of = ARGUMENTS.get(name, lambda group, completion: group.columns.get(name))
+    of = ARGUMENTS.get(name, lambda group, completion: copied(group.columns.get(name)))
     return [of(group, completion) for group, completion in samples]
 
 
+def copied(value: Any) -> Any:
+    """`value` copied as deep as it goes; what cannot be copied, such as a lock or an open file, is the same object."""
+    try:
+        return deepcopy(value)
+    except Exception:  # whatever is inside: what is around it is still copied
+        if isinstance(value, Mapping):
+            return {key: copied(inner) for key, inner in value.items()}
+        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
 ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
-    "prompts": lambda group, completion: group.prompt,
+    "prompts": lambda group, completion: copied(group.prompt),
     "prompt_ids": lambda group, completion: group.prompt_tokens.tolist(),
     "completions": lambda group, completion: completion.text,
     "completion_ids": lambda group, completion: completion.tokens.tolist(),

@@ -3,8 +3,10 @@
 import asyncio
 import math
 import sys
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -163,6 +165,100 @@ def test_a_function_that_changes_its_lists_changes_nobody_elses():
     scored = score(GROUPS, [greedy, length, lambda completions, answer: [float(a) for a in answer]])
     assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
     assert [g.rewards_by_function["reward"].tolist() for g in scored] == [[1.0] * 3, [2.0] * 2]
+
+
+def overwrite(value):
+    """Writes into everything inside `value` that can be written into."""
+    if isinstance(value, np.ndarray):
+        value[...] = 0
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            overwrite(inner)
+        if isinstance(value, list):
+            value.append("mine")
+    elif isinstance(value, dict):
+        for inner in value.values():
+            overwrite(inner)
+        value["mine"] = "mine"
+    elif isinstance(value, set):
+        value.add("mine")
+    elif isinstance(value, Case):
+        value.inputs.append("mine")
+
+
+@dataclass
+class Case:
+    inputs: list
+
+
+class Unshareable:
+    """Something that cannot be copied, as a lock or an open file."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+NESTED = {
+    "list": lambda: ["1", ["2"]],
+    "dict": lambda: {"cases": [{"input": "1"}]},
+    "tuple": lambda: (["1"], {"input": ["2"]}),
+    "array": lambda: np.arange(4.0),
+    "array of objects": lambda: np.array([["1"], ["2", "3"]], dtype=object),
+    "array in a list": lambda: [np.arange(3)],
+    "set": lambda: {"1", "2"},
+    "object": lambda: Case(["1"]),
+}
+
+
+@pytest.mark.parametrize("sort", NESTED)
+def test_a_function_that_writes_into_nested_columns_changes_no_data(sort):
+    """Neither the rows that later epochs read, nor what the other samples and functions are passed."""
+    value, seen = NESTED[sort](), []
+
+    def vandal(column):
+        for entry in column:
+            seen.append(repr(entry))
+            overwrite(entry)
+        return [0.0] * len(column)
+
+    def after(**columns):
+        seen.extend(map(repr, columns["column"]))
+        return [0.0] * len(columns["column"])
+
+    groups = [group("p", ["a", "b"], column=value), group("q", ["c"], column=value)]
+    score(groups, [vandal, after])
+    assert set(seen) == {repr(NESTED[sort]())}
+    assert len(seen) == 6
+    assert repr(value) == repr(NESTED[sort]())
+
+
+def test_a_function_that_writes_into_the_prompts_messages_changes_no_data():
+    messages = [{"role": "user", "content": "2+2?"}]
+
+    def vandal(prompts):
+        for prompt in prompts:
+            prompt[0]["content"] = "mine"
+            prompt.clear()
+        return [0.0] * len(prompts)
+
+    (scored,) = score([group(messages, ["4", "5"])], [vandal])
+    assert scored.prompt is messages
+    assert messages == [{"role": "user", "content": "2+2?"}]
+
+
+def test_what_cannot_be_copied_is_handed_out_as_it_is_and_what_holds_it_is_copied():
+    held = Unshareable()
+    column = {"judge": held, "cases": [["1"], (held, ["2"])], "view": MappingProxyType({"cases": ["3"]})}
+
+    def vandal(column):
+        assert all(entry["judge"] is held for entry in column)
+        for entry in column:
+            overwrite(entry["view"]["cases"])
+        overwrite(column)
+        return [0.0] * 2
+
+    score([group("p", ["a", "b"], column=column)], [vandal])
+    assert column == {"judge": held, "cases": [["1"], (held, ["2"])], "view": {"cases": ["3"]}}
 
 
 def test_one_function_or_name_alone_will_do():

@@ -288,3 +288,33 @@ def test_another_learner_on_the_cluster_must_want_the_same(ended: Run) -> None:
     for name, x in flatten(ended.cluster.trainer.params).items():  # from where the weights were
         np.testing.assert_allclose(x, before[name], atol=0.05, err_msg=name)
         assert not np.array_equal(x, before[name])
+
+
+def test_a_reward_that_writes_into_what_it_is_passed_changes_no_later_epoch(run: Callable[..., Run]) -> None:
+    """Nested columns and chat messages: the second epoch reads them as the first did, and so do the observers."""
+    seen: list[list[str]] = []
+
+    def vandal(
+        prompts: list[Any], completion_ids: list[list[int]], marks: list[Any], scale: list[list[int]]
+    ) -> list[float]:
+        seen.append(sorted({repr(row) for row in zip(prompts, marks, scale, strict=True)}))
+        for prompt, mark, numbers in zip(prompts, marks, scale, strict=True):
+            prompt[0]["content"] = mark["allowed"][0] = "mine"
+            numbers[0] = 9
+        return middle(completion_ids)
+
+    rows = [
+        {"prompt": [{"role": "user", "content": letter}], "marks": {"allowed": [letter]}, "scale": np.arange(3)}
+        for letter in "abcdefgh"
+    ]
+    made = run(steps=2)
+    made.cluster.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    made.cluster.rollout.tokenizer = made.cluster.tokenizer
+    learner = GRPOLearner(
+        rl_cluster=made.cluster, reward_fns=vandal, grpo_config=made.config, observers=[made.records.append]
+    )
+    learner.train(PromptLoader(rows, P, num_epochs=2))
+    assert len(seen[0]) == P
+    assert seen[0] == seen[1]
+    for record in made.records:
+        assert sorted(g.prompt[0]["content"] for g in record.groups) == list("abcdefgh")  # type: ignore[index]
