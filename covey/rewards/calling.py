@@ -119,7 +119,9 @@ def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> 
     try:
         result = function(**arguments)
         return result if inspect.isawaitable(result) else read(result, count)
-    except (Exception, SystemExit) as error:  # sys.exit() in a reward is no reason to end the run without a word
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an exit or a panic in a reward is no reason to end the run without a word
         return raised(error)
 
 
@@ -127,7 +129,9 @@ async def finished(result: Awaitable[Any], count: int) -> Outcome:
     """The outcome of an async function."""
     try:
         return read(await result, count)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return raised(error)
 
 
@@ -136,6 +140,8 @@ def read(result: Any, count: int) -> Outcome:
     want = f"one finite number or None for each of the {count} completions"
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
         return _misshapen(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
+    if isinstance(result, (set, frozenset)):
+        return _misshapen(f"returned a {type(result).__name__}, which has no order", want, fix="return a list")
     values = list(result)
     if len(values) < count:
         return _misshapen(f"returned {len(values)} values, none", want, sample=len(values))
@@ -147,23 +153,25 @@ def read(result: Any, count: int) -> Outcome:
 
 
 def number(value: Any) -> float | None:
-    """`value` as a float, NaN for None; None when it is no finite number. Scalars of NumPy and JAX count."""
-    if value is None:
-        return math.nan
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        return None
+    """`value` as a float, NaN for None and for a masked entry; None when it is no finite number. Scalars of NumPy and
+    JAX count.
+    """
     try:
-        found = float(value)
-    except OverflowError:
+        scalar = getattr(value, "ndim", 0) == 0
+        if value is None or (scalar and np.ma.is_masked(value)):
+            return math.nan
+        if scalar and hasattr(value, "item"):
+            value = value.item()
+        found = float(value) if isinstance(value, numbers.Real) else math.inf
+    except Exception:  # too large, or of a type that raises whatever it is asked
         return None
     return found if math.isfinite(found) else None
 
 
 def raised(error: BaseException) -> Outcome:
     """The outcome of a function that raised."""
-    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error)[:LONGEST_MESSAGE])
+    shown = in_words(error, str)[:LONGEST_MESSAGE]
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
     what = f"raised {type(error).__name__}: {text}"
     return Outcome(None, failure=Failure(what, RAISED, where=_place(error), error=error))
 
@@ -202,8 +210,16 @@ def from_wire(message: Mapping[str, Any], count: int) -> Outcome:
 
 def excerpt(value: Any) -> str:
     """`value` as it may stand in a message: short, control characters escaped."""
-    text = repr(value if not isinstance(value, str) else value[:80])
+    text = in_words(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def in_words(value: Any, words: Callable[[Any], str] = repr) -> str:
+    """`words(value)`, or its type where that raises."""
+    try:
+        return words(value)
+    except (Exception, SystemExit):
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _misshapen(what: str, want: str, fix: str = "", sample: int | None = None) -> Outcome:

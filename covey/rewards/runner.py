@@ -21,6 +21,7 @@ import numpy as np
 
 from covey.errors import RewardError
 from covey.recipe import validate
+from covey.rewards import exits
 from covey.rewards.calling import (
     LOST,
     MISSHAPEN,
@@ -29,6 +30,7 @@ from covey.rewards.calling import (
     Samples,
     call,
     finished,
+    raised,
     taken,
     told,
 )
@@ -164,7 +166,8 @@ class RewardRunner:
         try:
             for one in calls:
                 start = time.perf_counter()
-                outcome = call(one.function, one.arguments, len(one.samples))
+                with exits.refused():
+                    outcome = call(one.function, one.arguments, len(one.samples))
                 if inspect.isawaitable(outcome):
                     waiting[one.name] = one, outcome
                     continue
@@ -303,7 +306,9 @@ def _here(one: _Call) -> Attempt:
     """Calls of a function in this process. It may have changed its lists, so they are made anew."""
 
     def attempt(part: Sequence[int]) -> Outcome:
-        outcome = call(one.function, _part(taken(one.name, one.function, one.samples), part), len(part))
+        arguments = _part(taken(one.name, one.function, one.samples), part)
+        with exits.refused():
+            outcome = call(one.function, arguments, len(part))
         if isinstance(outcome, Outcome):
             return outcome
         getattr(outcome, "close", lambda: None)()
@@ -316,19 +321,37 @@ def _part(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str, 
     return {key: [values[i] for i in part] for key, values in arguments.items()}
 
 
-def _together(waiting: Any) -> list[Outcome]:
-    """The outcomes of async functions, awaited side by side."""
+def _together(waiting: Iterable[tuple[_Call, Awaitable[Any]]]) -> list[Outcome]:
+    """The outcomes of async functions, awaited side by side in a thread. An exit in a task of one of them ends their
+    loop, and is the outcome of all that are not finished.
+    """
     waiting = list(waiting)
     if not waiting:
         return []
 
     import asyncio  # late: it would take a good part of the time in which the command answers a typo
 
-    async def gathered() -> list[Outcome]:
-        return await asyncio.gather(*(finished(result, len(one.samples)) for one, result in waiting))
+    outcomes: dict[str, Outcome] = {}
+
+    async def settle(one: _Call, result: Awaitable[Any]) -> None:
+        outcomes[one.name] = await finished(result, len(one.samples))
+
+    async def gathered() -> None:
+        await asyncio.gather(*(settle(one, result) for one, result in waiting))
+
+    def run() -> list[Outcome]:
+        try:
+            with exits.refused():
+                asyncio.run(gathered())
+        except SystemExit as error:  # the loop has cancelled what was still awaited
+            for one, _ in waiting:
+                failure = outcomes[one.name].failure if one.name in outcomes else None
+                if one.name not in outcomes or (failure and isinstance(failure.error, asyncio.CancelledError)):
+                    outcomes[one.name] = raised(error)
+        return [outcomes[one.name] for one, _ in waiting]
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, gathered()).result()
+        return thread.submit(run).result()
 
 
 def _results(futures: Mapping[str, "Future[np.ndarray]"]) -> dict[str, np.ndarray]:

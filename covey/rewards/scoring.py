@@ -18,8 +18,9 @@ import numpy as np
 
 from covey.errors import RecipeError, nearest
 from covey.extras import install
+from covey.rewards import exits
 from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.calling import RewardFn, asked
+from covey.rewards.calling import RewardFn, asked, in_words
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
@@ -121,9 +122,12 @@ def _module(module_name: str, name: str) -> ModuleType:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
-    except Exception as error:
-        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        with exits.refused():
+            return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script that exits when it is imported among them
+        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {in_words(error, str)}"
         fix = f"name a module that Python can import from {here}"
         raise RecipeError(what, want="package.module:function", fix=fix, where=_import_place(error)) from error
     finally:
@@ -131,7 +135,7 @@ def _module(module_name: str, name: str) -> ModuleType:
             sys.path.remove(here)
 
 
-def _import_place(error: Exception) -> str:
+def _import_place(error: BaseException) -> str:
     """The line of the user's module that failed; "rewards" when it was never reached."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,6 +29,7 @@ from covey.rewards import RewardRunner, score
 from covey.safety import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 
 TIMEOUT = 0.4
@@ -250,6 +252,76 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
         assert all(len(of_group(worker)) == 2 for worker in workers), "a keeper and one that works, each"
         run.send_signal(signal.SIGKILL)
     assert comes_true(lambda: not any(map(of_group, workers)))
+
+
+# --- what would end the run as if it were done
+
+
+EXITING = """
+import os, sys
+from os import _exit
+
+def share(completions):
+    if not os.fork():
+        os._exit(0)  # as multiprocessing ends its children
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    BODY
+"""
+SCORING = """
+import os, sys
+import numpy as np
+from covey.rewards import RewardRunner, score
+from covey.safety import RewardSafetyConfig
+from covey.types import Completion, FinishReason, Group
+
+none = np.zeros(1)
+group = Group("p", none, (Completion(none, none, none, FinishReason.STOP, "x"),))
+runner = RewardRunner(RewardSafetyConfig(on_error=sys.argv[1]), lambda text: print(text, flush=True))
+try:
+    score([group], "exiting_rewards:share", runner=runner)
+except ValueError as error:
+    print(error, flush=True)
+print("alive", flush=True)
+os._exit(0)
+"""
+
+
+def in_a_process(tmp_path: Path, *words: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+    """Python with these words, where modules in `tmp_path` and those of this process are found."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **settings}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=found, cwd=tmp_path, timeout=120
+    )
+
+
+@pytest.mark.parametrize(("body", "policy"), [("os._exit(0)", "raise"), ("_exit(256)", "none"), ("exit(0)", "value")])
+def test_a_function_that_exits_is_a_failure_like_another(body: str, policy: str, tmp_path: Path) -> None:
+    """In a process of its own, really called. Behind the function os._exit is what it always is."""
+    (tmp_path / "exiting_rewards.py").write_text(EXITING.replace("BODY", body))
+    done = in_a_process(tmp_path, "-c", SCORING, policy)
+    assert "'share' raised SystemExit" in done.stdout, done.stdout + done.stderr
+    assert (done.stdout.split()[-1], done.returncode) == ("alive", 0)
+
+
+def test_a_module_that_exits_while_it_is_imported_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "exiting_rewards.py").write_text("import os\n\nos._exit(0)\n")
+    settings = [f"model.source={TINY}", "rewards=exiting_rewards:share"]
+    done = in_a_process(tmp_path, "-m", "covey", "train", "quickstart", *settings)
+    assert done.returncode == 2
+    assert "importing 'exiting_rewards' failed: SystemExit: os._exit(0)" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(tmp_path: Path) -> None:
+    (tmp_path / "exiting_rewards.py").write_text("import os\n\ndef share(completions):\n    os._exit(0)\n")
+    settings = ["rollout.max_new_tokens=8", "rollout.max_prompt_length=400", "rollout.slots=8", "evaluation.prompts=2"]
+    words = [f"model.source={TINY}", "rewards=exiting_rewards:share", "evaluation.accuracy=", "evaluation.format="]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    done = in_a_process(tmp_path, "-m", "covey", "train", "quickstart", *words, *settings, **cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the reward function 'share' raised SystemExit: os._exit(0)" in done.stderr
 
 
 # --- what raises, and what answers nonsense

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import numbers
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import RecipeError, RewardError
-from covey.rewards import REWARDS, function_names, resolve, runner, score
+from covey.rewards import REWARDS, RewardRunner, function_names, resolve, runner, score
 from covey.rewards.calling import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
+from covey.safety import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
 
@@ -45,6 +47,11 @@ def returns(values):
         return values
 
     return constant
+
+
+def lenient():
+    """A runner for which a failure is no score."""
+    return RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
 
 
 # What they are passed
@@ -404,6 +411,74 @@ def test_a_value_that_is_no_finite_number_is_told_with_its_sample(bad):
         score(GROUPS, [returns([1.0, 2.0, bad, 1.0, 1.0])])
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_is_refused_for_it_has_no_order(kind):
+    with pytest.raises(RewardError, match=rf"'constant' returned a {kind.__name__}, which has no order[\s\S]*a list"):
+        score(GROUPS, [returns(kind([5.0, 1.0, 2.0, 4.0, 3.0]))])
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_masked_entry_is_not_scored(as_list):
+    """A hole of a masked array is a number that is not there, whatever lies under the mask."""
+    values = np.ma.array([1.0, 0.5, 2.0, 3.0, 4.0], mask=[0, 1, 0, 0, 1])
+    whole = [np.ma.array(v, mask=m) for v, m in zip(values.data, values.mask, strict=True)] if as_list else values
+    got = np.concatenate([g.rewards for g in score(GROUPS, [returns(whole)])])
+    assert np.array_equal(got, [1.0, np.nan, 2.0, 3.0, np.nan], equal_nan=True)
+
+
+class UnspeakableError(Exception):
+    """An exception, and as a number a value, that cannot be shown."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+    __repr__ = __float__ = __str__
+
+
+class Panic(BaseException):
+    """What a library in Rust raises, PyO3's PanicException among them: no `Exception`."""
+
+
+def raises(error):
+    def broken(completions):
+        if "ccc" in completions:
+            raise error
+        return [1.0] * len(completions)
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    "error", [UnspeakableError(), Panic("at the disco"), GeneratorExit(), asyncio.CancelledError()]
+)
+def test_no_exception_escapes_the_policy(error):
+    failed = {}
+    scored = score(GROUPS, [raises(error)], runner=lenient(), failed=failed)
+    assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
+    assert failed == {"broken": 1}
+    with pytest.raises(RewardError, match=rf"raised {type(error).__name__}[\s\S]*for sample 2: 'ccc'"):
+        score(GROUPS, [raises(error)])
+
+
+@numbers.Real.register
+class Strange:
+    """A number that raises whatever is asked of it."""
+
+    def __float__(self):
+        raise UnspeakableError
+
+    __repr__ = __float__
+
+
+@pytest.mark.parametrize("value", [UnspeakableError(), Strange()], ids=["exception", "number"])
+def test_no_value_escapes_the_policy(value):
+    values = [1.0, 1.0, value, 1.0, 1.0]
+    scored = score(GROUPS, [returns(values)], runner=lenient())
+    assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
+    with pytest.raises(RewardError, match=rf"gave a {type(value).__name__}[\s\S]* for sample 2: 'ccc'"):
+        score(GROUPS, [returns(values)])
+
+
 def test_long_values_and_completions_are_cut_in_the_message():
     with pytest.raises(RewardError) as caught:
         score([group("p", ["x" * 10_000])], [returns([["y" * 10_000]])])
@@ -547,6 +622,30 @@ def test_async_functions_run_where_a_loop_is_already_running():
     assert asyncio.run(notebook())[0].rewards.tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), Panic("in a task")])
+def test_an_exit_in_a_task_of_an_async_function_is_a_failure_of_it(error):
+    """asyncio hands an exit of a task to the loop, past the function that awaits it."""
+
+    async def one(text):
+        await asyncio.sleep(0)
+        if text == "ccc":
+            raise error
+        return 1.0
+
+    async def judge(completions):
+        return await asyncio.gather(*map(one, completions))
+
+    async def at_once(completions):
+        return [2.0] * len(completions)
+
+    failed = {}
+    scored = score(GROUPS, [judge, length, at_once], runner=lenient(), failed=failed)
+    assert failed == {"judge": 5, "length": 0, "at_once": 0}
+    assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
+    with pytest.raises(RewardError, match=rf"'judge' raised {type(error).__name__}"):
+        score(GROUPS, [judge])
+
+
 def test_an_error_in_an_async_function_is_told_by_name():
     async def broken(completions):
         await asyncio.sleep(0)
@@ -612,6 +711,15 @@ def test_a_function_of_ones_own_is_found_in_the_working_folder(tmp_path, monkeyp
     assert sys.path == before
     with pytest.raises(RecipeError, match="did you mean 'brevity'"):
         resolve("my_covey_rewards:brevty")
+
+
+def test_a_module_that_exits_while_it_is_imported_is_told_with_its_line(tmp_path, monkeypatch):
+    """A script without a guard around its main, say: `covey` must not end as if all were done."""
+    (tmp_path / "covey_script.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="importing 'covey_script' failed: SystemExit: 0") as caught:
+        resolve("covey_script:f")
+    assert caught.value.where == f"{tmp_path / 'covey_script'}.py:3"
 
 
 def test_a_module_that_fails_is_told_with_its_line(tmp_path, monkeypatch):
