@@ -29,6 +29,10 @@ Samples = Sequence[tuple[Group, Completion]]
 RAISED, LOST, MISSHAPEN = "raised", "lost", "misshapen"
 """Sorts of failures: the function raised, its process was killed or died, its result is no list of that length."""
 
+READ_AS_CHAT = ("string indices must be integers", "'str' object has no attribute 'get'")
+"""How errors begin when a text is read as a chat message, as TRL's conversational rewards read completions."""
+TEXTS = "completions are texts; for chat messages, as in c[0]['content'], take completion_messages in their place"
+
 LONGEST_MESSAGE = 500
 """Characters of an error's own text that are passed on; it may quote what a model wrote."""
 
@@ -172,8 +176,8 @@ def raised(error: BaseException) -> Outcome:
     """The outcome of a function that raised."""
     shown = in_words(error, str)[:LONGEST_MESSAGE]
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
-    what = f"raised {type(error).__name__}: {text}"
-    return Outcome(None, failure=Failure(what, RAISED, where=_place(error), error=error))
+    what, fix = f"raised {type(error).__name__}: {text}", TEXTS if shown.startswith(READ_AS_CHAT) else ""
+    return Outcome(None, failure=Failure(what, RAISED, where=_place(error), fix=fix, error=error))
 
 
 def told(name: str, what: str, sample: int | None, samples: Samples, failure: Failure | None = None) -> RewardError:

@@ -236,7 +236,10 @@ class RewardRunner:
             instead = "not scored by it" if self.policy(one.name) == "none" else f"given {self.safety.value:g}"
             first = _told(one, outcome)
             place = f"{first.where}: " if first.where else ""
-            self._say(f"{place}{first.what}; such samples are {instead}, and rewards/{one.name}/failed counts them")
+            fix = f" ({first.fix})" if first.fix else ""
+            self._say(
+                f"{place}{first.what}; such samples are {instead}, and rewards/{one.name}/failed counts them{fix}"
+            )
 
     def _over(self, one: _Call, outcome: Outcome) -> RewardError:
         by = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)

@@ -514,6 +514,40 @@ def test_the_sample_that_a_function_raises_for_is_named(bad):
         score(GROUPS, [broken])
 
 
+def indexed(completions, **kwargs):
+    """As TRL's conversational rewards begin."""
+    return [float("4" in completion[0]["content"]) for completion in completions]
+
+
+def asked(completions, **kwargs):
+    return [
+        float("4" in (completion if "#" not in completion else completion.get("content"))) for completion in completions
+    ]
+
+
+async def awaited(completions, **kwargs):
+    return indexed(completions)
+
+
+@pytest.mark.parametrize("function", [indexed, asked, awaited])
+def test_a_reward_that_reads_texts_as_chat_messages_is_told_of_completion_messages(function):
+    groups, said = [group("2+2?", ["#### 4", "#### 5"])], []
+    with pytest.raises(RewardError, match=r"fix: completions are texts[\s\S]*take completion_messages"):
+        score(groups, [function])
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"), said.append)
+    score(groups, [function], runner=runner)
+    assert "take completion_messages" in said[0]
+
+
+def test_another_error_is_not_taken_for_a_chat():
+    def broken(completions):
+        raise TypeError("unhashable type: 'list'")
+
+    with pytest.raises(RewardError) as caught:
+        score(GROUPS, [broken])
+    assert "completion_messages" not in str(caught.value)
+
+
 def test_a_guilty_sample_without_the_column_is_found():
     groups = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
     with pytest.raises(RewardError, match=r"raised TypeError: [\s\S]*\(for sample 2: 'z'\)"):
