@@ -1,11 +1,12 @@
-"""The settings of a run, as small frozen dataclasses. `recipe.Recipe` is a tree of them; the Python API takes the same
-ones.
+"""The settings of a run, as small frozen dataclasses: the parts of `recipe.Recipe`, which the Python API takes too.
 
 No JAX here: the command answers `--help` and typos before it is imported.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from covey.keywords import Config
 
 CALCULATOR_MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 HUBS = ("hf:", "tfds:")
@@ -15,7 +16,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(Config, section="model.lora"):
     """Low-rank adapters (Hu et al., 2021): W + (alpha / rank)·A·B on the named projections."""
 
     rank: int = 0
@@ -31,7 +32,7 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Config, section="model.mesh"):
     """The devices of a process as a grid; 1 along every axis is one device."""
 
     data: int = 1
@@ -43,7 +44,7 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Config, section="model"):
     """Which checkpoint, and how it is held and computed."""
 
     source: str = "smollm2-135m"
@@ -73,7 +74,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config, section="data"):
     """Where prompts come from."""
 
     task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "first-letter"
@@ -95,7 +96,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Config, section="rollout"):
     """How completions are sampled."""
 
     max_prompt_length: int = 256
@@ -125,7 +126,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
+class GRPOConfig(Config, section="grpo"):
     """The algorithm: a preset (`algorithms.PRESETS`), and the settings in which the run differs from it.
 
     A setting that is None is the preset's; `algorithms.algorithm_of` gives the whole. Formulas: docs/algorithms.md.
@@ -218,7 +219,7 @@ class PPOConfig(GRPOConfig):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Config, section="training.optimizer"):
     """AdamW (Loshchilov & Hutter, 2019), or Muon (Jordan et al., 2024) for matrices, with warm-up and decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -252,7 +253,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class RLTrainingConfig:
+class RLTrainingConfig(Config, section="training"):
     """How long, how large, how often."""
 
     max_steps: int | None = None
@@ -307,7 +308,7 @@ class RLTrainingConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Config, section="evaluation"):
     """The evaluation before and after training, and on the way."""
 
     prompts: int = 100
@@ -349,7 +350,7 @@ class SFTDataConfig(DataConfig):
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(Config, section="training"):
     """Supervised training: how long, how large, how often."""
 
     max_steps: int | None = None

@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from covey import foreign
 from covey.errors import RecipeError
 from covey.strictyaml import Item, from_text, leaves, override
 
@@ -84,8 +85,12 @@ def _in_second(path: str, name: str) -> bool:
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
-    """The nearest name: in the section named, when there is one; else among all names and their ends."""
+    """What a name of another library is here; else the nearest name: in the section named, when there is one, or among
+    all names and their ends.
+    """
     section, _, last = name.rpartition(".")
+    if known := foreign.answer(last, {path: _flag(path) for path in paths}.get):
+        return known
     inside = (
         {path.removeprefix(section + "."): path for path in paths if path.startswith(section + ".")} if section else {}
     )

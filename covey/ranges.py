@@ -12,9 +12,13 @@ Problem = tuple[str, str, str]
 def out_of_range(tree: object) -> Iterator[Problem]:
     """The numbers of `tree`, a recipe or a dataclass with some of its parts, that do not lie where they should."""
     for key in (k for k in strictyaml.leaves(type(tree)) if k in RANGES):
-        value, interval = attrgetter(key)(tree), RANGES[key]
-        if value is not None and not _inside(value, interval):
-            yield key, f"{key} is {value}", _in_words(interval)
+        yield from misplaced(key, attrgetter(key)(tree))
+
+
+def misplaced(key: str, value: float | None) -> Iterator[Problem]:
+    """What is wrong with `value` for the setting `key`; nothing when it lies where it should."""
+    if key in RANGES and value is not None and not _inside(value, RANGES[key]):
+        yield key, f"{key} is {value}", _in_words(RANGES[key])
 
 
 def _inside(value: float, interval: str) -> bool:

@@ -25,6 +25,7 @@ from covey.configs import (
     SFTEvalConfig,
 )
 from covey.errors import RecipeError, nearest
+from covey.keywords import Config
 from covey.overrides import apply
 from covey.ranges import Problem, out_of_range
 from covey.safety import RewardSafetyConfig
@@ -33,7 +34,7 @@ BUILT_IN = Path(__file__).parent / "recipes"
 
 
 @dataclass(frozen=True)
-class AnyRecipe:
+class AnyRecipe(Config):
     """What every run needs to know."""
 
     name: str = "custom"

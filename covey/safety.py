@@ -6,11 +6,13 @@ No JAX here, as in `configs`.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from covey.keywords import Config
+
 OnRewardError = Literal["raise", "none", "value"]
 
 
 @dataclass(frozen=True)
-class RewardSafetyConfig:
+class RewardSafetyConfig(Config, section="reward_safety"):
     """What a run does about reward functions that raise, hang, die or give something else than a finite number."""
 
     workers: int = 0

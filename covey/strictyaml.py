@@ -10,14 +10,19 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from covey import foreign
 from covey.errors import RecipeError, nearest
 
 T = TypeVar("T")
+
+building: ContextVar[bool] = ContextVar("building", default=False)
+"""True while `build` makes objects: it gathers their mistakes itself."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,11 @@ def build(cls: type[T], item: Item) -> T:
         RecipeError: every unknown key and every wrong type at once.
     """
     builder = _Builder(list(leaves(cls)))
-    value = builder.convert(cls, item, "")
+    token = building.set(True)
+    try:
+        value = builder.convert(cls, item, "")
+    finally:
+        building.reset(token)
     raise_together(builder.problems)
     return value
 
@@ -211,7 +220,8 @@ class _Builder:
 
     def unknown(self, name: str, choices: Iterable[str], where: str, path: str) -> RecipeError:
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
-        fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else nearest(name, choices)
+        fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
+        fix = fix or foreign.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
         return RecipeError(f"there is no setting {name!r}{inside}", fix=fix, where=where)
 

@@ -1,6 +1,7 @@
 """Recipes: strict reading, overrides, ranges, and a round trip through YAML."""
 
 import dataclasses
+import re
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -8,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey import recipe, strictyaml
-from covey.configs import GRPOConfig, LoRAConfig, ModelOptions, RLTrainingConfig, RolloutConfig, SFTDataConfig
+from covey.configs import (
+    EvalConfig,
+    GRPOConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTDataConfig,
+)
 from covey.errors import RecipeError
 from covey.ranges import RANGES
 from covey.recipe import Recipe, SFTRecipe
@@ -251,23 +258,33 @@ def test_the_rollout_follows_the_seed_also_when_the_resolved_recipe_is_run_with_
     assert again == dataclasses.replace(first, seed=4)
 
 
-def settings_of(kind, name=""):
-    """Values of a field of type `kind`, whether they make sense or not."""
+def settings_of(kind, path=""):
+    """Values of a field of type `kind` in its range, whether they make sense together or not."""
     if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return st.builds(
-            kind, **{n: settings_of(k, n) for n, k in hints.items() if (kind, n) != (RolloutConfig, "seed")}
-        )
+        hints = {n: (k, f"{path}.{n}".lstrip(".")) for n, k in get_type_hints(kind).items()}
+        return st.builds(kind, **{n: settings_of(*given) for n, given in hints.items() if given[1] != "rollout.seed"})
     if get_origin(kind) is tuple:
         return st.lists(settings_of(get_args(kind)[0]), max_size=3).map(tuple)
     if get_origin(kind) is dict:
         return st.dictionaries(st.text(), settings_of(get_args(kind)[1]), max_size=3)
     if type(None) in get_args(kind):
-        return st.none() | settings_of(next(a for a in get_args(kind) if a is not type(None)))
+        return st.none() | settings_of(next(a for a in get_args(kind) if a is not type(None)), path)
     if get_args(kind):
         return st.sampled_from(get_args(kind))
-    floats = st.floats(allow_nan=False, allow_infinity=False)
-    return {str: st.text(), bool: st.booleans(), int: st.integers(), float: floats}[kind]
+    return {str: st.text(), bool: st.booleans(), int: in_range(int, path), float: in_range(float, path)}[kind]
+
+
+def in_range(kind, path):
+    """Numbers that the setting at `path` may hold."""
+    interval = RANGES.get(path, "(-inf, inf)")
+    low, high = (None if "inf" in end else kind(end) for end in interval[1:-1].split(", "))
+    if kind is int:
+        return st.integers(low, high)
+    ends = {
+        "exclude_min": low is not None and interval[0] == "(",
+        "exclude_max": high is not None and interval[-1] == ")",
+    }
+    return st.floats(low, high, allow_nan=False, allow_infinity=False, **ends)
 
 
 @given(settings_of(Recipe) | settings_of(SFTRecipe))
@@ -409,10 +426,11 @@ def test_parts_of_a_recipe_are_checked_alike():
 
 
 def test_python_gives_the_same_errors_as_yaml():
-    broken = Recipe(
-        rewards=("r",),
-        model=ModelOptions(lora=LoRAConfig(rank=-1)),
-        training=RLTrainingConfig(prompts_per_step=0),
-    )
-    with pytest.raises(RecipeError, match=r"(?s)model.lora.rank is -1.*training.prompts_per_step is 0"):
-        recipe.validate(broken)
+    with pytest.raises(RecipeError, match=r"(?s)training.prompts_per_step is 0.*training.max_to_keep is 0") as python:
+        RLTrainingConfig(prompts_per_step=0, max_to_keep=0)
+    with pytest.raises(RecipeError) as yaml:
+        recipe.parse(SMALL + "training:\n  prompts_per_step: 0\n  max_to_keep: 0\n", name="r.yaml")
+    assert re.sub(r"r\.yaml:\d+: ", "RLTrainingConfig: ", str(yaml.value)) == str(python.value)
+    apart = Recipe(rewards=("r",), evaluation=EvalConfig(pass_k=2), grpo=GRPOConfig(delta=2.0, algorithm="cispo"))
+    with pytest.raises(RecipeError, match=r"(?s)grpo.delta is set.*evaluation.pass_k is 2"):
+        recipe.validate(apart)

@@ -16,6 +16,7 @@ from flax import nnx
 from covey.algorithms import Algorithm, algorithm_of
 from covey.configs import GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.errors import RecipeError
+from covey.keywords import Keywords
 from covey.models.decoder import Decoder
 from covey.models.heads import ValueModel, load_value_model, value_model
 from covey.models.lora import changes_base, merged, split_trainable, without_lora
@@ -38,7 +39,7 @@ from covey.types import Group
 ModelT = TypeVar("ModelT", Decoder, ValueModel)
 
 
-class RLCluster:
+class RLCluster(Keywords):
     """The models of a run.
 
     Args:

@@ -44,7 +44,7 @@ class GRPOLearner(Learner):
         advantage_fn: AdvantageFn | None = None,
         **others: Any,
     ):
-        super().__init__(rl_cluster=rl_cluster, reward_fns=reward_fns, config=grpo_config or GRPOConfig(), **others)
+        super().__init__(grpo_config or GRPOConfig(), rl_cluster=rl_cluster, reward_fns=reward_fns, **others)
         if self.algorithm.has_critic and advantage_fn is None:
             raise RecipeError(
                 f"the algorithm {self.algorithm.name!r} takes its advantages from a critic",

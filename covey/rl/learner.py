@@ -20,6 +20,7 @@ from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import NumbersError, RecipeError
 from covey.evaluate import Evaluation, evaluate, judges
+from covey.keywords import Keywords
 from covey.parallel import distributed
 from covey.recipe import validate
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
@@ -76,15 +77,15 @@ class _Settings:
     grpo: GRPOConfig
 
 
-class Learner(ABC):
+class Learner(Keywords, ABC):
     """Trains the cluster's actor; `GRPOLearner` and `PPOLearner` say how.
 
     Args:
+        config: the algorithm.
         rl_cluster: the models.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
             ones. The cluster's reward model comes behind them.
         reward_funcs: TRL's name for the same.
-        config: the algorithm.
         surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, in place of the algorithm's surrogate.
         observers: called with a `StepRecord` after each step, in order. When not given, one line a step is printed.
         on_phase: called with the name of each phase as it begins.
@@ -99,11 +100,12 @@ class Learner(ABC):
 
     def __init__(
         self,
+        config: GRPOConfig,
+        /,
         *,
         rl_cluster: RLCluster,
         reward_fns: RewardFns | None = None,
         reward_funcs: RewardFns | None = None,
-        config: GRPOConfig,
         surrogate_fn: Surrogate | None = None,
         observers: Sequence[Observer] | None = None,
         on_phase: Callable[[str], None] = lambda name: None,

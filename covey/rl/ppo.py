@@ -46,7 +46,7 @@ class PPOLearner(Learner):
         ppo_config: GRPOConfig | None = None,
         **others: Any,
     ):
-        super().__init__(rl_cluster=rl_cluster, reward_fns=reward_fns, config=ppo_config or PPOConfig(), **others)
+        super().__init__(ppo_config or PPOConfig(), rl_cluster=rl_cluster, reward_fns=reward_fns, **others)
         if not self.algorithm.has_critic:
             raise RecipeError(
                 f"the algorithm {self.algorithm.name!r} has no critic",

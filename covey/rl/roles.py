@@ -7,6 +7,7 @@ from enum import StrEnum
 from jax.sharding import Mesh
 
 from covey.configs import OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.keywords import Config
 
 
 class Role(StrEnum):
@@ -25,7 +26,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Config):
     """Where the roles live and how they work.
 
     Attributes:

@@ -16,6 +16,7 @@ from covey.configs import OptimizerConfig, SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
+from covey.keywords import Keywords
 from covey.models.decoder import Decoder
 from covey.models.weights import load
 from covey.parallel.placement import weight_shardings
@@ -70,7 +71,7 @@ class _Settings:
     training: SFTConfig
 
 
-class SFTLearner:
+class SFTLearner(Keywords):
     """Trains a model on examples.
 
     Args:

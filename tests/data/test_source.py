@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from covey.configs import DataConfig
 from covey.data import load
 from covey.data.gsm8k import final_answer
-from covey.errors import DataError
+from covey.errors import CoveyError, DataError
 from covey.rewards.gsm8k import exact_answer, reference
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "gsm8k"
@@ -209,7 +209,7 @@ def test_a_folder_without_a_test_file_is_refused(folder):
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():
-    with pytest.raises(DataError, match="did you mean 'first-letter'"):
+    with pytest.raises(CoveyError, match="did you mean 'first-letter'"):
         load(DataConfig(task="first_letter"))  # type: ignore[arg-type]
 
 

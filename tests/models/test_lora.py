@@ -188,7 +188,6 @@ def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
         (LoRAConfig(rank=2, targets=("layers.0",)), "target 'layers.0' names no projection"),
         (LoRAConfig(rank=2, targets=("layers.(",)), "is no regular expression"),
         (LoRAConfig(rank=0), "rank 0"),
-        (LoRAConfig(rank=-1), "rank -1"),
     ],
 )
 def test_mistakes_are_answered(config: LoRAConfig, words: str) -> None:

@@ -464,9 +464,8 @@ def test_narrow_weights_are_their_float32_copy_rounded(rate: float) -> None:
     ],
 )
 def test_a_bad_setting_is_named(field: str, value: Any) -> None:
-    config = dataclasses.replace(OptimizerConfig(), **{field: value})
     with pytest.raises(RecipeError, match=field) as caught:
-        make_optimizer(config, 10)
+        make_optimizer(dataclasses.replace(OptimizerConfig(), **{field: value}), 10)
     assert repr(value) in str(caught.value)
     assert caught.value.want
 

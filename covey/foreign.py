@@ -1,0 +1,215 @@
+"""Names that users bring from TRL, PEFT, Tunix and verl, and what the same is called here.
+
+They are met where a setting or a keyword is unknown: in a recipe, on the command line, in Python. Each of these writes
+our names in its own way (`Spell`), so the answers below hold them in braces: `{rollout.max_new_tokens}`, or
+`{training.prompts_per_step|training.batch_size}` for the first of several that exists there.
+"""
+
+import re
+from collections.abc import Callable
+
+Spell = Callable[[str], str | None]
+"""How a setting, by its dotted name in a recipe, is written at some place; None where it does not exist."""
+
+
+def answer(name: str, spell: Spell) -> str:
+    """What to do about the setting `name` of another library; "" when it is not known, or nothing of ours exists at
+    that place.
+    """
+    text = SETTINGS.get(name) or next((text for part, text in PREFIXES.items() if name.startswith(part)), "")
+    spelt = {group: next(filter(None, map(spell, group.split("|"))), "") for group in OURS.findall(text)}
+    if spelt and not any(spelt.values()):
+        return ""
+    return advice(OURS.sub(lambda match: spelt[match[1]] or match[1].split("|")[0], text))
+
+
+def advice(text: str) -> str:
+    """An entry of the tables below as a sentence."""
+    return text if not text or text.startswith(_NO_USE) else f"write {text}"
+
+
+OURS = re.compile(r"\{([^}]+)\}")
+"""Finds our names in an entry."""
+
+_NO_USE = "leave it out"
+
+_OPTIMIZER = "{{training.actor_optimizer.{0}|training.optimizer.{0}}}".format
+_BATCH = "{training.prompts_per_step|training.batch_size}"
+_ANSWER = "{rollout.max_new_tokens}"
+_MICRO = "{training.train_micro_batch_size|training.max_tokens_per_micro_batch}"
+_NO_ENGINE = "leave it out: the sampler is built in and runs in the same process"
+
+SETTINGS = {
+    # lengths and sampling
+    "max_completion_length": _ANSWER,
+    "max_tokens_to_generate": _ANSWER,
+    "total_generation_steps": _ANSWER,
+    "max_generation_steps": _ANSWER,
+    "max_response_length": _ANSWER,
+    "max_tokens": _ANSWER,
+    "max_seq_length": "{training.max_length|rollout.max_prompt_length} and {rollout.max_new_tokens}",
+    "min_p": "leave it out: {rollout.top_p} and {rollout.top_k} are what there is",
+    "repetition_penalty": "leave it out: {rollout.temperature}, {rollout.top_p} and {rollout.top_k} are what there is",
+    "generation_kwargs": "{rollout.temperature}, {rollout.top_p} and {rollout.top_k}",
+    "num_return_sequences": "{grpo.num_generations}",
+    "num_generations_eval": "{evaluation.samples}",
+    "eos_tokens": "leave it out: every stop token of the tokenizer ends a completion",
+    "use_vllm": _NO_ENGINE,
+    "rollout_engine": _NO_ENGINE,
+    "rollout_mapping_config": _NO_ENGINE,
+    # batches
+    "per_device_train_batch_size": f"{_BATCH}: prompts, or examples, of a step over all devices",
+    "per_device_eval_batch_size": "{rollout.slots}: completions decoded side by side",
+    "per_device_batch_size": f"{_BATCH}: prompts, or examples, of a step over all devices",
+    "train_batch_size": _BATCH,
+    "batch_size": "{training.prompts_per_step}",
+    "mini_batch_size": f"{_BATCH}: every update is made on a whole step",
+    "training_micro_batch_size": _MICRO,
+    "gradient_accumulation_steps": f"leave it out: it follows from {_BATCH} and {_MICRO}",
+    "generation_batch_size": "{training.prompts_per_step}, and {training.rollout_micro_batch_size} of them at a time",
+    "steps_per_generation": "{grpo.num_iterations}: updates on a batch of rollouts",
+    "compute_logps_micro_batch_size": "{training.ref_logps_micro_batch_size} and {training.old_logps_micro_batch_size}",
+    "compute_logps_chunk_size": "leave it out: log-probs are always computed in chunks",
+    # steps, saving, logging
+    "num_train_epochs": "{training.num_epochs}",
+    "total_epochs": "{training.num_epochs}",
+    "eval_steps": "{training.eval_every_n_steps}",
+    "eval_strategy": "{training.eval_every_n_steps}",
+    "save_steps": "{training.checkpoint_every_n_steps}",
+    "save_strategy": "{training.checkpoint_every_n_steps}",
+    "save_total_limit": "{training.max_to_keep}",
+    "load_best_model_at_end": "{training.keep_best}",
+    "checkpointing_options": "{training.checkpoint_every_n_steps} and {training.max_to_keep}",
+    "checkpoint_root_directory": "{out}",
+    "output_dir": "{out}",
+    "run_name": "{name}",
+    "report_to": "{tracking}",
+    "metrics_logging_options": "{tracking}",
+    "logging_steps": "leave it out: every step is logged",
+    "logging_strategy": "leave it out: every step is logged",
+    "log_completions": "leave it out: samples.jsonl has every completion",
+    "data_seed": "{data.seed}",
+    # optimizer
+    "lr": _OPTIMIZER("learning_rate"),
+    "lr_scheduler_type": _OPTIMIZER("schedule"),
+    "warmup_steps": f"{_OPTIMIZER('warmup_ratio')}, a share of the steps",
+    "adam_beta1": _OPTIMIZER("b1"),
+    "adam_beta2": _OPTIMIZER("b2"),
+    "adam_epsilon": _OPTIMIZER("eps"),
+    "optim": _OPTIMIZER("kind"),
+    "grad_clip": _OPTIMIZER("max_grad_norm"),
+    "gradient_clipping": _OPTIMIZER("max_grad_norm"),
+    # algorithm
+    "loss_type": "{grpo.algorithm} (grpo, dr_grpo, bnpo, dapo, cispo, sapo, ...), or its part {grpo.aggregate}",
+    "loss_algo": "{grpo.algorithm} (grpo, gspo_token)",
+    "done_right": "{grpo.algorithm} dr_grpo",
+    "policy_loss_fn": "{grpo.surrogate}",
+    "scale_rewards": "{grpo.advantage}: group_zscore, batch_std, or centred for no scaling",
+    "importance_sampling_level": "{grpo.ratio}: token or sequence",
+    "loss_agg_mode": "{grpo.aggregate}",
+    "advantage_estimator": "{grpo.advantage}",
+    "adv_estimator": "{grpo.advantage}",
+    "kl_coef": "{grpo.beta}",
+    "kl_penalty_coef": "{grpo.beta}",
+    "init_kl_coef": "{grpo.beta}",
+    "kl_loss_mode": "{grpo.kl}",
+    "kl_method": "{grpo.kl}",
+    "kl_estimator": "{grpo.kl}",
+    "cliprange": "{grpo.epsilon}",
+    "clip_range": "{grpo.epsilon}",
+    "clip_ratio": "{grpo.epsilon}",
+    "epsilon_low": "{grpo.epsilon}",
+    "clip_ratio_low": "{grpo.epsilon}",
+    "clip_ratio_high": "{grpo.epsilon_high}",
+    "cliprange_value": "{grpo.value_clip}",
+    "clip_range_value": "{grpo.value_clip}",
+    "lam": "{grpo.gae_lambda}",
+    "num_ppo_epochs": "{grpo.num_iterations}",
+    "ppo_epochs": "{grpo.num_iterations}",
+    "entropy_coef": "{grpo.entropy_bonus}",
+    "entropy_coeff": "{grpo.entropy_bonus}",
+    "mask_truncated_completions": "{grpo.mask_truncated}",
+    "sapo_temperature_pos": "{grpo.sapo_positive}",
+    "sapo_temperature_neg": "{grpo.sapo_negative}",
+    "sync_ref_model": "{grpo.reference_every_n_updates} above 0",
+    "ref_model_sync_steps": "{grpo.reference_every_n_updates}",
+    "ref_model_mixup_alpha": "{grpo.reference_mixing}",
+    "vllm_importance_sampling_correction": "{grpo.correction}",
+    "vllm_importance_sampling_mode": "{grpo.correction}",
+    "vllm_importance_sampling_cap": "{grpo.correction_cap}",
+    "completion_only_loss": "{training.completion_only}",
+    "assistant_only_loss": "{training.completion_only}",
+    # model and data
+    "model_name": "{model.source}",
+    "model_id": "{model.source}",
+    "model_name_or_path": "{model.source}",
+    "bf16": "{model.compute_dtype} bfloat16, and {model.dtype} for the weights",
+    "fp16": "{model.compute_dtype} bfloat16, and {model.dtype} for the weights",
+    "torch_dtype": "{model.dtype}",
+    "data_type": "{model.dtype}",
+    "gradient_checkpointing": "{model.remat}",
+    "load_in_4bit": "{model.quantize} nf4",
+    "load_in_8bit": "{model.quantize} int8",
+    "r": "{model.lora.rank}",
+    "lora_r": "{model.lora.rank}",
+    "lora_rank": "{model.lora.rank}",
+    "lora_alpha": "{model.lora.alpha}",
+    "lora_dropout": "{model.lora.dropout}",
+    "target_modules": "{model.lora.targets}",
+    "lora_target_modules": "{model.lora.targets}",
+    "module_path": "{model.lora.targets}",
+    "peft_config": "{model.lora.rank}, {model.lora.alpha} and {model.lora.targets}",
+    "tensor_parallel_size": "{model.mesh.tp}",
+    "data_parallel_size": "{model.mesh.data}",
+    "data_sharding_axis": "{model.mesh.data} and {model.mesh.fsdp}",
+    "deepspeed": "{model.mesh.fsdp}",
+    "dataset_name": "{data.path}",
+    "remove_unused_columns": "leave it out: every column is kept for the reward functions",
+    "shuffle_dataset": "leave it out: training data are always shuffled",
+    # reward functions
+    "reward_funcs": "{rewards}",
+    "reward_fns": "{rewards}",
+}
+"""Name elsewhere → what to write here."""
+
+PREFIXES = {"vllm_": _NO_ENGINE, "rollout_vllm_": _NO_ENGINE, "rollout_sglang_": _NO_ENGINE}
+"""Beginnings of names elsewhere, for those that are not in `SETTINGS`."""
+
+_CONFIGS = "GRPOLearner(grpo_config=GRPOConfig(...)) or PPOLearner(ppo_config=PPOConfig(...))"
+_TRAIN = "learner.train(train_ds, eval_ds)"
+_OBSERVERS = "observers=[...], each called with the StepRecord of a step"
+
+ARGUMENTS = {
+    "args": f"{_CONFIGS}; RLCluster(cluster_config=ClusterConfig(...)) has training and rollout",
+    "algo_config": _CONFIGS,
+    "config": f"{_CONFIGS}; SFTLearner(config=SFTConfig(...))",
+    "model": "RLCluster(actor=...)",
+    "policy": "RLCluster(actor=...)",
+    "ref_model": "RLCluster(reference=...)",
+    "reference_model": "RLCluster(reference=...)",
+    "reward_model": "RLCluster(reward=...)",
+    "value_model": "RLCluster(critic=...)",
+    "mesh": "RLCluster(cluster_config=ClusterConfig(role_to_mesh={Role.ACTOR: mesh}))",
+    "processing_class": "RLCluster(tokenizer=...), or SFTLearner(tokenizer=...)",
+    "train_dataset": _TRAIN,
+    "eval_dataset": _TRAIN,
+    "train_ds": _TRAIN,
+    "eval_ds": _TRAIN,
+    "callbacks": _OBSERVERS,
+    "metric_fns": _OBSERVERS,
+    "optimizers": "RLTrainingConfig(actor_optimizer=...): an OptimizerConfig, or an optax transformation",
+    "optimizer": "RLTrainingConfig(actor_optimizer=...): an OptimizerConfig, or an optax transformation",
+    "peft_config": "with_lora(model, LoRAConfig(...)), or ModelOptions(lora=LoRAConfig(...))",
+    "lora_config": "with_lora(model, LoRAConfig(...)), or ModelOptions(lora=LoRAConfig(...))",
+    "rewards": "GRPOLearner(reward_fns=...)",
+    "reward_fn": "GRPOLearner(reward_fns=...)",
+    "reward_funcs": "GRPOLearner(reward_fns=...); reward_funcs is taken there too",
+    "reward_fns": "GRPOLearner(reward_fns=...)",
+    "data_shuffle_seed": "RolloutConfig(seed=...), which also orders the data",
+    "role_to_logical_axis_rule": "leave it out: models bring the rules of their sharding",
+    "offload_to_cpu": "leave it out: this is not offered",
+    "report_to": "Trackers(names, Tracked(...), print), and observers=[...] that hands it the metrics",
+    "output_dir": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
+    "checkpoint_root_directory": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
+}
+"""Keyword of another library's trainer, cluster or config → what to write in Python, before `SETTINGS`."""

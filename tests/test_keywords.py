@@ -1,0 +1,255 @@
+"""Python's keywords are answered as the command answers its words: by the right name, type and range, at once."""
+
+import copy
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import covey
+from covey import foreign, recipe, strictyaml
+from covey.cli import parse
+from covey.errors import CoveyError
+from covey.recipe import Recipe, SFTRecipe
+
+
+def refused(cls: type, *args: Any, **keywords: Any) -> str:
+    with pytest.raises(CoveyError) as caught:
+        cls(*args, **keywords)
+    return str(caught.value)
+
+
+CONFIGS = (
+    covey.GRPOConfig,
+    covey.PPOConfig,
+    covey.RolloutConfig,
+    covey.RLTrainingConfig,
+    covey.OptimizerConfig,
+    covey.SFTConfig,
+    covey.DataConfig,
+    covey.EvalConfig,
+    covey.ModelOptions,
+    covey.LoRAConfig,
+    covey.MeshConfig,
+    covey.RewardSafetyConfig,
+    covey.ClusterConfig,
+    covey.Recipe,
+    covey.SFTRecipe,
+)
+OTHERS = (covey.GRPOLearner, covey.PPOLearner, covey.SFTLearner, covey.RLCluster)
+
+
+# --- names
+
+
+@pytest.mark.parametrize("cls", [*CONFIGS, *OTHERS], ids=lambda cls: cls.__name__)
+def test_a_keyword_that_no_class_has_is_refused_by_name(cls: type) -> None:
+    assert re.match(rf"{cls.__name__} has no keyword 'zzz'\n  fix: one of: \w+", refused(cls, zzz=1))
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "fix"),
+    [
+        (covey.GRPOConfig, "num_generation", "did you mean 'num_generations'?"),
+        (covey.PPOConfig, "gae_lamda", "did you mean 'gae_lambda'?"),
+        (covey.RLTrainingConfig, "max_step", "did you mean 'max_steps'?"),
+        (covey.GRPOLearner, "reward_fn", "write GRPOLearner(reward_fns=...)"),
+        (covey.GRPOLearner, "observer", "did you mean 'observers'?"),
+        (covey.GRPOLearner, "ppo_config", "it belongs elsewhere: PPOLearner(ppo_config=...)"),
+        (covey.RLCluster, "actr", "did you mean 'actor'?"),
+        # ours, in another class
+        (covey.GRPOConfig, "max_new_tokens", "it belongs elsewhere: RolloutConfig(max_new_tokens=...)"),
+        (covey.GRPOConfig, "max_prompt_length", "it belongs elsewhere: RolloutConfig(max_prompt_length=...)"),
+        (covey.GRPOConfig, "learning_rate", "it belongs elsewhere: OptimizerConfig(learning_rate=...)"),
+        (covey.RLTrainingConfig, "learning_rate", "it belongs elsewhere: OptimizerConfig(learning_rate=...)"),
+        (covey.RLTrainingConfig, "num_iterations", "it belongs elsewhere: GRPOConfig(num_iterations=...)"),
+        (covey.GRPOLearner, "tokenizer", "RLCluster(tokenizer=...)"),
+        (covey.GRPOConfig, "max_new_tokn", "did you mean RolloutConfig(max_new_tokens=...)?"),
+        # TRL's
+        (covey.GRPOConfig, "max_completion_length", "write RolloutConfig(max_new_tokens=...)"),
+        (covey.GRPOConfig, "per_device_train_batch_size", "write RLTrainingConfig(prompts_per_step=...)"),
+        (covey.SFTConfig, "per_device_train_batch_size", "write SFTConfig(batch_size=...)"),
+        (covey.GRPOConfig, "gradient_accumulation_steps", "leave it out: it follows from RLTrainingConfig("),
+        (covey.GRPOConfig, "num_train_epochs", "write RLTrainingConfig(num_epochs=...)"),
+        (covey.SFTConfig, "num_train_epochs", "write SFTConfig(num_epochs=...)"),
+        (covey.GRPOConfig, "logging_steps", "leave it out: every step is logged"),
+        (covey.GRPOConfig, "use_vllm", "leave it out: the sampler is built in"),
+        (covey.GRPOConfig, "vllm_gpu_memory_utilization", "leave it out: the sampler is built in"),
+        (covey.GRPOConfig, "vllm_importance_sampling_correction", "write GRPOConfig(correction=...)"),
+        (covey.GRPOConfig, "loss_type", "write GRPOConfig(algorithm=...)"),
+        (covey.GRPOConfig, "scale_rewards", "write GRPOConfig(advantage=...)"),
+        (covey.GRPOConfig, "max_grad_norm", "it belongs elsewhere: OptimizerConfig(max_grad_norm=...)"),
+        (covey.LoRAConfig, "lora_alpha", "write LoRAConfig(alpha=...)"),
+        (covey.LoRAConfig, "r", "write LoRAConfig(rank=...)"),
+        (covey.GRPOLearner, "model", "write RLCluster(actor=...)"),
+        (covey.GRPOLearner, "args", "GRPOLearner(grpo_config=GRPOConfig(...))"),
+        (covey.GRPOLearner, "train_dataset", "write learner.train(train_ds, eval_ds)"),
+        (covey.RLCluster, "processing_class", "write RLCluster(tokenizer=...)"),
+        # Tunix's
+        (covey.GRPOLearner, "algo_config", "GRPOLearner(grpo_config=GRPOConfig(...))"),
+        (covey.PPOLearner, "algo_config", "PPOLearner(ppo_config=PPOConfig(...))"),
+        (covey.RolloutConfig, "max_tokens_to_generate", "write RolloutConfig(max_new_tokens=...)"),
+        (covey.RolloutConfig, "total_generation_steps", "write RolloutConfig(max_new_tokens=...)"),
+        (covey.RolloutConfig, "rollout_vllm_hbm_utilization", "leave it out"),
+        (covey.RLTrainingConfig, "mini_batch_size", "write RLTrainingConfig(prompts_per_step=...)"),
+        (covey.RLTrainingConfig, "training_micro_batch_size", "write RLTrainingConfig(train_micro_batch_size=...)"),
+        (
+            covey.RLTrainingConfig,
+            "compute_logps_micro_batch_size",
+            "write RLTrainingConfig(ref_logps_micro_batch_size=...) and",
+        ),
+        (covey.ClusterConfig, "rollout_engine", "leave it out"),
+        (covey.GRPOConfig, "loss_algo", "write GRPOConfig(algorithm=...)"),
+    ],
+)
+def test_a_wrong_keyword_is_answered_with_the_right_one(cls: type, name: str, fix: str) -> None:
+    message = refused(cls, **{name: 1})
+    assert message.startswith(f"{cls.__name__} has no keyword {name!r}\n  fix: ")
+    assert fix in message
+
+
+def test_a_learner_takes_no_keyword_that_only_its_base_has() -> None:
+    assert "GRPOLearner has no keyword 'config'" in refused(covey.GRPOLearner, rl_cluster=None, config=None)
+
+
+def test_the_same_names_are_answered_in_a_recipe_and_on_the_command_line() -> None:
+    text = "rewards: [first_letter]\ngrpo:\n  max_completion_length: 3\n  vllm_mode: colocate\n"
+    with pytest.raises(CoveyError) as caught:
+        recipe.parse(text, name="r.yaml")
+    message = str(caught.value)
+    assert (
+        "r.yaml:3: there is no setting 'max_completion_length' in grpo\n  fix: write rollout.max_new_tokens" in message
+    )
+    assert "r.yaml:4: there is no setting 'vllm_mode' in grpo\n  fix: leave it out" in message
+    for words, fix in {
+        ("train", "quickstart", "--max-completion-length", "3"): "write --rollout.max-new-tokens",
+        ("train", "quickstart", "--grpo.num-train-epochs", "3"): "write --training.num-epochs",
+        ("train", "quickstart", "--lr", "3"): "write --training.actor-optimizer.learning-rate",
+        ("sft", "sft-arithmetic", "--lr", "3"): "write --training.optimizer.learning-rate",
+        ("sft", "sft-arithmetic", "--per-device-train-batch-size", "3"): "write --training.batch-size",
+        ("generate", "scratch:arithmetic-tiny", "hello", "--max-tokens", "3"): "write --rollout.max-new-tokens",
+    }.items():
+        with pytest.raises(CoveyError, match=re.escape(fix)):
+            parse(words)
+
+
+def test_a_foreign_name_of_what_a_command_lacks_is_not_answered_with_it() -> None:
+    with pytest.raises(CoveyError) as caught:
+        parse(["generate", "scratch:arithmetic-tiny", "hello", "--num-train-epochs", "3"])
+    assert "num-epochs" not in str(caught.value)
+
+
+def test_every_answer_names_settings_that_exist() -> None:
+    ours = {*strictyaml.leaves(Recipe), *strictyaml.leaves(SFTRecipe)}
+    named = {
+        one for text in foreign.SETTINGS.values() for group in foreign.OURS.findall(text) for one in group.split("|")
+    }
+    assert named <= ours
+    public = {match for text in foreign.ARGUMENTS.values() for match in re.findall(r"\b([A-Z]\w+)\(", text)}
+    assert public <= set(covey.__all__)
+
+
+def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
+    """A name that means something here, in a recipe at least, is not called another library's."""
+    for cls in (Recipe, SFTRecipe):
+        ends = {path.rpartition(".")[2] for path in strictyaml.leaves(cls)}
+        both = ends & set(foreign.SETTINGS)
+        assert both <= {"batch_size"}, "supervised training has it, reinforcement learning does not"
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("cls", "keywords", "what", "want"),
+    [
+        (covey.GRPOConfig, {"epsilon": -1}, "grpo.epsilon is -1", "more than 0 and at most 1"),
+        (covey.GRPOConfig, {"beta": float("nan")}, "grpo.beta is nan", "a finite number"),
+        (covey.GRPOConfig, {"num_generations": 0}, "grpo.num_generations is 0", "at least 1"),
+        (covey.GRPOConfig, {"num_generations": "8"}, "grpo.num_generations is '8'", "a whole number"),
+        (covey.GRPOConfig, {"num_generations": 8.0}, "grpo.num_generations is 8.0", "a whole number"),
+        (covey.GRPOConfig, {"num_generations": True}, "grpo.num_generations is True", "a whole number"),
+        (covey.GRPOConfig, {"num_generations": None}, "grpo.num_generations is None", "a whole number"),
+        (covey.GRPOConfig, {"advantage": "centered"}, "grpo.advantage is 'centered'", "did you mean 'centred'?"),
+        (covey.GRPOConfig, {"reward_weights": 1.0}, "grpo.reward_weights is 1.0", "a list [a, b] of: a finite number"),
+        (covey.GRPOConfig, {"reward_weights": ["1"]}, "grpo.reward_weights is ['1']", "a list [a, b]"),
+        (covey.PPOConfig, {"gamma": 2}, "grpo.gamma is 2", "at least 0 and at most 1"),
+        (covey.RolloutConfig, {"top_p": 0}, "rollout.top_p is 0", "more than 0 and at most 1"),
+        (covey.RolloutConfig, {"temperature": "hot"}, "rollout.temperature is 'hot'", "a finite number"),
+        (covey.RLTrainingConfig, {"max_steps": 0}, "training.max_steps is 0", "at least 1"),
+        (covey.RLTrainingConfig, {"max_steps": 1e3}, "training.max_steps is 1000.0", "a whole number (or null)"),
+        (covey.RLTrainingConfig, {"show": "kl"}, "training.show is 'kl'", "a list [a, b] of: text"),
+        (covey.RLTrainingConfig, {"actor_optimizer": 1e-5}, "actor_optimizer is 1e-05", "OptimizerConfig(...)"),
+        (covey.RLTrainingConfig, {"actor_optimizer": {"b1": 0}}, "actor_optimizer is {'b1': 0}", "OptimizerConfig("),
+        (covey.OptimizerConfig, {"learning_rate": -1e-6}, "optimizer.learning_rate is -1e-06", "at least 0"),
+        (covey.OptimizerConfig, {"kind": "adam"}, "optimizer.kind is 'adam'", "did you mean 'adamw'?"),
+        (covey.SFTConfig, {"batch_size": 0}, "training.batch_size is 0", "at least 1"),
+        (covey.ModelOptions, {"remat": "no"}, "model.remat is 'no'", "true or false"),
+        (covey.ModelOptions, {"lora": 8}, "model.lora is 8", "LoRAConfig(...)"),
+        (covey.LoRAConfig, {"rank": -1}, "model.lora.rank is -1", "at least 0"),
+        (covey.MeshConfig, {"tp": 0}, "model.mesh.tp is 0", "at least 1"),
+        (covey.DataConfig, {"train_fraction": 2}, "data.train_fraction is 2", "more than 0 and at most 1"),
+        (covey.EvalConfig, {"samples": 0}, "evaluation.samples is 0", "at least 1"),
+        (covey.RewardSafetyConfig, {"workers": -1}, "reward_safety.workers is -1", "at least 0"),
+        (covey.RewardSafetyConfig, {"on_error_of": {"f": "no"}}, "on_error_of is {'f': 'no'}", "a mapping"),
+        (covey.ClusterConfig, {"training_config": covey.SFTConfig()}, "training_config is SFTC", "RLTrainingConfig("),
+        (covey.Recipe, {"seed": -1}, "seed is -1", "at least 0"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_is_given(cls: type, keywords: Any, what: str, want: str) -> None:
+    message = refused(cls, **keywords)
+    assert message.startswith(f"{cls.__name__}: ")
+    assert what in message
+    assert want in message
+
+
+@pytest.mark.parametrize(
+    ("cls", "keywords", "want"),
+    [
+        (covey.RLCluster, {"cluster_config": covey.RLTrainingConfig()}, "ClusterConfig(...)"),
+        (covey.RLCluster, {"cluster_config": {}}, "ClusterConfig(...)"),
+        (covey.GRPOLearner, {"grpo_config": covey.RolloutConfig()}, "GRPOConfig(...)"),
+        (covey.PPOLearner, {"ppo_config": {"gamma": 1}}, "GRPOConfig(...)"),
+        (covey.SFTLearner, {"config": covey.RLTrainingConfig()}, "SFTConfig(...)"),
+    ],
+)
+def test_a_config_of_another_sort_is_refused(cls: type, keywords: Any, want: str) -> None:
+    message = refused(cls, **keywords)
+    assert message.startswith(f"{cls.__name__}: {next(iter(keywords))} is ")
+    assert f"wanted: {want}" in message
+
+
+def test_a_value_without_its_name_is_checked_too() -> None:
+    assert "model.lora.rank is -1" in refused(covey.LoRAConfig, -1)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    message = refused(covey.GRPOConfig, num_generation=8, epsilon=-1, num_iterations="2")
+    assert "3 problems" in message
+    assert all(part in message for part in ("'num_generations'?", "epsilon is -1", "num_iterations is '2'"))
+
+
+def test_what_fits_is_taken_as_it_was() -> None:
+    """Scalars of NumPy, a list for a tuple, a path for text, an optax transformation for an optimizer."""
+    assert covey.GRPOConfig(num_generations=np.int64(4), epsilon=np.float32(0.5), beta=0).num_generations == 4
+    assert covey.GRPOConfig(reward_weights=[1, 0.5]).reward_weights == [1, 0.5]
+    assert covey.DataConfig(path=Path("rows.jsonl")).path == Path("rows.jsonl")
+    sgd: Any = optax.sgd(0.1)
+    assert covey.RLTrainingConfig(actor_optimizer=sgd).actor_optimizer is sgd
+    assert covey.LoRAConfig(8, 16.0).rank == 8
+    config = covey.PPOConfig(gamma=0.9)
+    assert config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == replace(config)
+    assert "GRPOConfig has no keyword 'lr'" in refused(lambda: replace(covey.GRPOConfig(), lr=1))  # type: ignore[arg-type]
+
+
+def test_a_class_of_a_users_own_may_take_more() -> None:
+    class Mine(covey.GRPOLearner):
+        def __init__(self, **others: Any):
+            self.mine = others.pop("mine")
+
+    assert Mine(mine=3).mine == 3  # type: ignore[abstract]
