@@ -1,6 +1,10 @@
 """Chat templates: what Hugging Face templates may use works, and a hostile one gets nowhere."""
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -58,7 +62,7 @@ def test_a_template_may_refuse():
         "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
         "{{ 'x' * 1000000000 }}",
         "{{ [0] * 1000000000 }}",
-        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** (9 ** 9)) }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -85,11 +89,130 @@ def test_a_template_may_refuse():
         "{{ 1 + 'x' }}",
     ],
 )
-def test_a_hostile_or_broken_template_is_stopped(source: str):
+def test_a_hostile_or_broken_template_is_stopped(source: str, brief: None):
+    refused(source)
+
+
+DOUBLED = "{% set ns = namespace(s=['x'], t=('x',)) %}{% for i in range(40) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+LONG = "{% set x = '(x- <' * 200000 %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLED + "{{ ns.s }}",
+        DOUBLED + "{{ ns.s ~ '' }}",
+        DOUBLED + "{{ ns.s | tojson }}",
+        DOUBLED + "{{ ns.s | string | length }}",
+        DOUBLED + "{{ ns.s | join }}",
+        DOUBLED + "{{ '{}'.format(ns.s) }}",
+        DOUBLED + "{{ '%s' % ns.s }}",
+        DOUBLED + "{{ raise_exception(ns.s) }}",
+        DOUBLED + "{{ messages[0][ns.s].x }}",
+        DOUBLED + "{% set a = namespace(s=['x']) %}{% for i in range(40) %}{% set a.s = [a.s, a.s] %}{% endfor %}"
+        "{{ a.s == ns.s }}",
+        DOUBLED.replace("[ns.s, ns.s]", "(ns.s, ns.s)").replace("['x']", "('x',)") + "{{ {ns.s: 1} }}",
+        DOUBLED.replace("[ns.s, ns.s]", "{'a': ns.s, 'b': ns.s}") + "{{ ns.s }}",
+        LONG + "{{ x | urlize }}",
+        LONG + "{{ x | wordwrap(1) }}",
+        LONG + "{{ (x | replace('(x-', '!--')) | striptags }}{{ x | replace(' ', '\n') | indent(20000) | length }}",
+        LONG + "{% for i in range(99999) %}{% set y = x | upper | lower | title | trim %}{% endfor %}",
+        LONG + "{% for i in range(99999) %}{% set y = x | replace('x', 'yy') | replace('y', 'x') %}{% endfor %}",
+        LONG + "{% for i in range(99999) %}{% set y = x | list | sort | join %}{% endfor %}",
+        LONG + "{% for i in range(99999) %}{% set y = x | batch(2) | list %}{% endfor %}",
+        "{{ range(99999) | map('center', 99999) | list | length }}",
+        "{{ ('%(a)9999s' * 90000) % {'a': 1} }}",
+        "{{ ('{0:9999}' * 90000).format(1) }}",
+        "{{ ('\t' * 999999).expandtabs(999999) }}",
+        "{{ ('x' * 999999).translate({120: 'y' * 999999}) }}",
+        "{% set ns = namespace(n=7) %}{% for i in range(99999) %}{% set ns.n = ns.n + ns.n %}{% endfor %}{{ ns.n }}",
+        "{% set ns = namespace(n=7) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{{ range(99999) | map('string') | map('center', 9999) | map('upper') | list | groupby('x') }}",
+        "{% set x %}{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endset %}",
+        "{{ strftime_now('%c' * 99999999) }}",
+    ],
+)
+def test_what_no_count_of_loops_sees_is_stopped(source: str, brief: None):
+    """Values that are small to build and endless to write out, filters that are quadratic, numbers of any length."""
+    refused(source)
+
+
+def refused(source: str) -> None:
     start = time.perf_counter()
-    with pytest.raises(DataError):
+    with pytest.raises((DataError, WeightsError)):
         render(source)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10  # of a machine that may be busy; computing time is what counts
+
+
+@pytest.fixture(scope="module")
+def brief_child() -> Iterator[templates._Child]:
+    child = templates._Child()
+    yield child
+    child.end()
+
+
+@pytest.fixture
+def brief(brief_child: templates._Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the computing time, so that the tests take a tenth of theirs."""
+    monkeypatch.setattr(templates, "MAX_SECONDS", templates.MAX_SECONDS / 10)
+    monkeypatch.setattr(templates, "_child", brief_child)
+
+
+def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
+    source = (
+        "{% for m in messages %}{% if m.role == 'loop' %}" + DOUBLED + "{{ ns.s }}{% endif %}{{ m.role }}{% endfor %}"
+    )
+    assert render(source) == "user"
+    with pytest.raises(DataError, match="more than 1 s of computing time"):
+        render(source, messages=[{"role": "loop"}])
+    assert render(source) == "user"
+
+
+def test_a_process_that_died_is_replaced():
+    assert render("a") == "a"
+    process = templates._child._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert render("b") == "b"
+
+
+def test_threads_get_their_own_answers():
+    texts: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda i=i: texts.update({i: render("{{ i }}", i=i)})) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {i: str(i) for i in range(8)}
+
+
+def test_a_forked_process_has_its_own():
+    assert render("a") == "a"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if render("b") == "b" else 1)
+        finally:
+            os._exit(2)
+    assert render("{{ 'c' }}") == "c"
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_draw_is_the_same_every_time():
+    source = "{{ range(1000) | random }}{{ range(1000) | random }}"
+    assert render(source) == render(source)
+
+
+NESTED = [f"{{{{ {'(' * 1000}1{')' * 1000} }}}}", f"{{{{ {'[' * 3000}{']' * 3000} }}}}", "{% if 1 %}" * 3000,
+          "{% for i in [1] %}" * 25 + "{% endfor %}" * 25, f"{{{{ {'not ' * 20000}1 }}}}",
+          f"{{{{ {'-' * 50000}1 }}}}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", NESTED, ids=range(len(NESTED)))
+def test_a_template_that_fails_while_it_is_compiled_is_refused(source: str):
+    with pytest.raises(WeightsError, match="chat template does not"):
+        templates.parse(source)
 
 
 def test_a_format_string_reaches_nothing():
