@@ -4,9 +4,11 @@ One `Tokenizer` over the `tokenizers` library, read from a Hugging Face folder h
 `models.gguf`. No JAX.
 
 Control tokens. Text that a caller hands to `encode` may contain the model's control tokens, and they are
-recognised: that is how a rendered template becomes tokens. What stands inside a chat *message* is data: there,
-`<|im_end|>` is spelled out in ordinary tokens, so no row of a data set can end its turn and speak as another role.
-`render` returns plain text and cannot make this difference; `encode_prompt` does.
+recognised. What stands inside a chat *message* is data: there, `<|im_end|>` is spelled out in ordinary tokens, so no
+row of a data set can end its turn and speak as another role. The control tokens that a template spells in its own text
+are marked while it is rendered, and the ids of the whole are compared with them: it does not matter whether data reach
+a control token by spelling it, or because the template or the tokenizer's normaliser turns them into it. `render`
+returns plain text and cannot make this difference; `encode_prompt` does.
 
 Stop tokens. Every one counts: those that the generation config, the model config and the tokenizer config name, and
 the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as control tokens.
@@ -14,7 +16,7 @@ the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as con
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
     "<eos>", "</s>",
 )  # fmt: skip
+USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "model")
+"""Roles that a template may put a control token together from: `'<|' + role + '|>'`."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 
 
@@ -109,16 +113,15 @@ class Tokenizer:
         """int32 [n]: a string with the model's BOS if it wants one, or messages through the chat template.
 
         Raises:
-            DataError: messages of the wrong shape, or a template that refuses them.
+            DataError: messages of the wrong shape, a template that refuses them, or a control token that comes out of
+                the data and cannot be written as text.
         """
         if isinstance(prompt, str):
             tokens = self.encode(prompt)
             doubled = tokens.size > 0 and tokens[0] == self.bos_id
             return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
         mark = _unused_mark(prompt)
-        guarded = [{k: self._hide(v, mark) for k, v in m.items()} for m in _checked(prompt)]
-        text = self.render(guarded, add_generation_prompt=add_generation_prompt)
-        return self._encode_guarded(text, mark)
+        return self._guarded(lambda chat: self._rendered(chat, add_generation_prompt, mark), prompt, mark)
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
         """int32 [n]: what the model should write after `encode_prompt(prompt)`, the stop token included.
@@ -128,25 +131,30 @@ class Tokenizer:
         lies across the border to the prompt, since none does when the model writes.
 
         Raises:
-            DataError: messages of the wrong shape, or a template that refuses them.
+            DataError: messages of the wrong shape, a template that refuses them, or a control token that comes out of
+                the data and cannot be written as text.
         """
         if isinstance(prompt, str):
             tokens = self.encode(completion)
             return tokens if tokens.size and tokens[-1] in self.stop_ids else np.append(tokens, np.int32(self.eos_id))
         chat = [*prompt, {"role": "assistant", "content": completion}]
         mark = _unused_mark(chat)
-        guarded = [{k: self._hide(v, mark) for k, v in m.items()} for m in _checked(chat)]
-        asked, whole = self.render(guarded[:-1]), self.render(guarded, add_generation_prompt=False)
-        # A template that shows a finished turn in another way than it asks for one: then the content itself is learnt.
-        written = whole.removeprefix(asked) if whole.startswith(asked) else guarded[-1]["content"]
-        return self._through_stop(self._encode_guarded(written, mark), self._encode_guarded(whole, mark))
+        finished = lambda chat: self._rendered(chat, False, mark)  # noqa: E731
 
-    def _through_stop(self, tokens: np.ndarray, chat: np.ndarray) -> np.ndarray:
+        def written(chat: Sequence[Message]) -> str:
+            asked, whole = self._rendered(chat[:-1], True, mark), finished(chat)
+            # A template that shows a finished turn in another way than it asks for one: the content itself is learnt.
+            return whole.removeprefix(asked) if whole.startswith(asked) else chat[-1]["content"]
+
+        return self._through_stop(self._guarded(written, chat, mark), lambda: self._guarded(finished, chat, mark))
+
+    def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """`tokens` as far as the first stop token; when there is none, with the last one of the whole `chat`."""
         stops = np.flatnonzero(np.isin(tokens, self.stop_ids))
         if stops.size:
             return tokens[: stops[0] + 1]
-        ends = chat[np.isin(chat, self.stop_ids)]
+        whole = chat()
+        ends = whole[np.isin(whole, self.stop_ids)]
         return np.append(tokens, ends[-1] if ends.size else np.int32(self.eos_id))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -162,10 +170,17 @@ class Tokenizer:
             DataError: messages of the wrong shape, or a template that refuses them.
             WeightsError: the model has no template, or one that is too long or does not parse.
         """
-        names = {"bos_token": self._text(self.bos_id), "eos_token": self._text(self.eos_id)}
+        return self._rendered(messages, add_generation_prompt, "", variables)
+
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
+    ) -> str:
+        """See `render`; with a `mark` on both sides of each control token that the template itself spells."""
+        ends = {"bos_token": self._marked(self.bos_id, mark), "eos_token": self._marked(self.eos_id, mark)}
+        given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
+        controls = list(self._controls.values()) if mark else []
+        shown = lambda chat: templates.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)  # noqa: E731
         chat, folded = _checked(messages), _system_in_turn(messages)
-        given = names | {"add_generation_prompt": add_generation_prompt} | variables
-        shown = lambda messages: templates.render(self._template, given | {"messages": messages})  # noqa: E731
         if folded is None:
             return shown(chat)
         try:
@@ -183,35 +198,74 @@ class Tokenizer:
             )
         return templates.parse(self.chat_template)
 
-    def _hide(self, text: str, mark: str) -> str:
-        """Control tokens spelled in message text become `mark id mark`, which the template carries through."""
-        return self._special_pattern.sub(lambda found: f"{mark}{self._special_ids[found[0]]}{mark}", text)
+    def _guarded(self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str) -> np.ndarray:
+        """Tokens of the text that `shown` makes of `chat`, in which no control token comes out of the data.
 
-    def _encode_guarded(self, text: str, mark: str) -> np.ndarray:
-        parts = re.split(f"{mark}([0-9]+){mark}", text)
-        if len(parts) == 1:
-            return self.encode(text)
-        pieces = [self._spell(int(part)) if odd else self.encode(part) for odd, part in _alternate(parts)]
-        return np.concatenate(pieces).astype(np.int32)
+        Raises:
+            DataError: one does, and cannot be written as text.
+        """
+        pieces, own, tokens = self._read(shown(chat), mark)
+        if self._spoken(tokens) == own:
+            return tokens
+        _, usual_own, usual = self._read(shown(_harmless(chat)), mark)
+        if self._spoken(usual) != usual_own:  # a template that puts control tokens together from pieces
+            if self._spoken(tokens) == self._spoken(usual):
+                return tokens
+        elif self._spoken(literal := self._literally(pieces)) == own:
+            return literal
+        raise DataError(
+            "text in these messages becomes a control token in the model's chat template",
+            want="messages that spell none of: " + ", ".join(sorted({self._controls[i] for i in self._spoken(tokens)})),
+            fix="remove it from the row, or leave the row out",
+        )
 
-    def _spell(self, token: int) -> np.ndarray:
-        return self._encode_with(self._literal, self._special[token])
+    def _read(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
+        """The pieces of `text`, every second one a marked control token; the ids of those; the ids of the whole."""
+        pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
+        return pieces, [self._control_ids[piece] for piece in pieces[1::2]], self.encode("".join(pieces))
+
+    def _literally(self, pieces: Sequence[str]) -> np.ndarray:
+        """Ids of `pieces` (see `_read`), where only every second one is a control token and the rest is plain text."""
+        ids = [
+            [self._control_ids[piece]] if odd else self._encode_with(self._literal, piece)
+            for odd, piece in _alternate(pieces)
+        ]
+        return np.concatenate(ids).astype(np.int32)
+
+    def _spoken(self, tokens: np.ndarray) -> list[int]:
+        """The control tokens among `tokens`, in order."""
+        return [token for token in tokens.tolist() if token in self._controls]
+
+    def _marked(self, token: int | None, mark: str) -> str:
+        return f"{mark}{self._text(token)}{mark}" if token in self._controls else self._text(token)
+
+    @cached_property
+    def _controls(self) -> dict[int, str]:
+        """Id → text of each token that data must not become: special ones, and whatever begins or ends a text. The one
+        for unknown characters is none, since ordinary text has it.
+        """
+        ends = {*self.stop_ids, self.bos_id}
+        unknown = _unknown_id(self.inner)
+        added = self.inner.get_added_tokens_decoder().items()
+        return {i: token.content for i, token in added if i in ends or (token.special and i != unknown)}
+
+    @cached_property
+    def _control_ids(self) -> dict[str, int]:
+        return {text: token for token, text in self._controls.items()}
+
+    @cached_property
+    def _control_pattern(self) -> str:
+        return "|".join(map(re.escape, sorted(self._controls.values(), key=len, reverse=True))) or r"(?!)"
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """A copy that reads control tokens as the text they are written in."""
-        copy = tokenizers.Tokenizer.from_str(self.inner.to_str())
+        saved = json.loads(self.inner.to_str())
+        for token in saved["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self._controls
+        copy = tokenizers.Tokenizer.from_str(json.dumps(saved))
         copy.encode_special_tokens = True
         return copy
-
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        return {text: token for token, text in self._special.items()}
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._special.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @staticmethod
     def _encode_with(inner: tokenizers.Tokenizer, text: str) -> np.ndarray:
@@ -331,5 +385,20 @@ def _unused_mark(messages: Sequence[Message]) -> str:
     return free[0]
 
 
-def _alternate(parts: list[str]) -> list[tuple[bool, str]]:
+def _harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages of the same form, in which no text can become a control token."""
+    usual = lambda key, value: not value.strip() or (key == "role" and value in USUAL_ROLES)  # noqa: E731
+    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in _checked(messages)]
+
+
+def _unknown_id(inner: tokenizers.Tokenizer) -> int | None:
+    """The token that stands for characters which the vocabulary lacks."""
+    if isinstance(inner.model, tokenizers.models.Unigram):  # its object does not tell
+        found: int | None = json.loads(inner.to_str())["model"].get("unk_id")
+        return found
+    text = getattr(inner.model, "unk_token", None)
+    return None if text is None else inner.token_to_id(text)
+
+
+def _alternate(parts: Sequence[str]) -> list[tuple[bool, str]]:
     return [(index % 2 == 1, part) for index, part in enumerate(parts)]
