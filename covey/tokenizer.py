@@ -15,8 +15,10 @@ the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as con
 """
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ import numpy as np
 import tokenizers
 
 from covey import templates
-from covey.errors import DataError, WeightsError
+from covey.errors import CoveyError, DataError, WeightsError
 from covey.files import check_given
 from covey.types import Message, Prompt
+
+log = logging.getLogger(__name__)
 
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
@@ -42,7 +46,7 @@ class Tokenizer:
     """Tokens of one model.
 
     Args:
-        inner: the `tokenizers` object; truncation and padding saved in it are turned off.
+        inner: the `tokenizers` object; truncation, padding and BPE dropout saved in it are turned off.
         eos_id: the token that ends a text; counted among the stop tokens.
         stop_ids: further stop tokens, by id.
         bos_id: the token that begins a text, if the model has one.
@@ -64,6 +68,7 @@ class Tokenizer:
     ):
         inner.no_truncation()
         inner.no_padding()
+        _switch_dropout_off(inner)
         self.inner, self.eos_id, self.bos_id, self.add_bos = inner, eos_id, bos_id, add_bos and bos_id is not None
         self.chat_template = chat_template
         self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
@@ -107,7 +112,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         """Text of `tokens`; stop and other control tokens are left out unless `skip_special` is False."""
-        return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
+        with library_errors(f"the tokenizer cannot decode {np.asarray(tokens)[:8].tolist()}"):
+            return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def encode_prompt(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> np.ndarray:
         """int32 [n]: a string with the model's BOS if it wants one, or messages through the chat template.
@@ -269,10 +275,13 @@ class Tokenizer:
 
     @staticmethod
     def _encode_with(inner: tokenizers.Tokenizer, text: str) -> np.ndarray:
-        try:
-            return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise DataError(f"this is not text that can be encoded: {text!r:.80}", want="valid Unicode text") from error
+        with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
+            try:
+                return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
+            except (TypeError, UnicodeEncodeError) as error:
+                raise DataError(
+                    f"this is not text that can be encoded: {text!r:.80}", want="valid Unicode text"
+                ) from error
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.inner.id_to_token(token) or ""
@@ -285,20 +294,46 @@ class Tokenizer:
         return choices[0] if choices else self.eos_id
 
 
+@contextmanager
+def library_errors(what: str, where: str = "") -> Iterator[None]:
+    """Turn whatever the `tokenizers` library raises into a `WeightsError` that begins with `what`.
+
+    The library raises bare Exception, and a panic of its Rust code is a BaseException, which would pass for Ctrl-C.
+    """
+    try:
+        yield
+    except CoveyError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise WeightsError(
+            f"{what}: {str(error)[:500]}", fix="its tokenizer may be damaged: fetch it again", where=where
+        ) from error
+
+
 def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     """A JSON object from a file; `missing` instead of an error when there is no file."""
     if missing is not None and not path.is_file():
         return missing
-    check_given(path)
+    text = _read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise WeightsError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets a thousand deep
         raise WeightsError(f"cannot be read: {error}", where=str(path)) from error
     if not isinstance(value, dict):
         raise WeightsError("holds no JSON object", where=str(path))
     return value
+
+
+def _read_text(path: Path) -> str:
+    check_given(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"cannot be read: {error}", where=str(path)) from error
 
 
 # --- a Hugging Face folder
@@ -308,10 +343,16 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise _no_tokenizer(path.parent)
     check_given(path)
-    try:
+    with library_errors("not a tokenizer", where=str(path)):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise WeightsError(f"not a tokenizer: {error}", where=str(path)) from error
+
+
+def _switch_dropout_off(inner: tokenizers.Tokenizer) -> None:
+    """Leave one way to encode a text: BPE dropout (Provilkov et al., 2020) skips merges at random."""
+    model = inner.model
+    if dropout := getattr(model, "dropout", None):
+        model.dropout = None  # the model itself: the library hands out a reference
+        log.warning("the tokenizer's BPE dropout of %g is switched off: one text has one encoding", dropout)
 
 
 def _no_tokenizer(folder: Path) -> WeightsError:
@@ -335,23 +376,28 @@ def _special_id(
 
 
 def _ids(value: Any) -> list[int]:
-    return [int(i) for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+    """Whole numbers that can be ids: some published files write -1 for "none"."""
+    listed = value if isinstance(value, list) else [value]
+    return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
 
 
 def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
     """What the config says; else what the tokenizer itself puts before an empty text."""
     said = settings.get("add_bos_token")
-    return said if isinstance(said, bool) else bos is not None and inner.encode("").ids[:1] == [bos]
+    if isinstance(said, bool):
+        return said
+    with library_errors("the tokenizer cannot encode an empty text"):
+        return bos is not None and inner.encode("").ids[:1] == [bos]
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the config's template; of several named ones, `default`."""
     if (file := folder / "chat_template.jinja").is_file():
-        check_given(file)
-        return file.read_text(encoding="utf-8")
+        return _read_text(file)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None
 
 

@@ -494,3 +494,77 @@ def test_a_stop_token_that_is_not_marked_as_special_is_a_control_token_too(folde
     tokenizer = Tokenizer.from_folder(folder)
     tokens = tokenizer.encode_prompt([{"role": "user", "content": "Hi<|im_end|>"}])
     assert (tokens == tokenizer.eos_id).sum() == 1
+
+
+# --- hostile files
+
+
+def saved_with(folder: Path, **fields: object) -> Path:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(saved | fields))
+    return folder
+
+
+def test_bpe_dropout_is_switched_off_and_told(folder: Path, caplog: pytest.LogCaptureFixture):
+    """It leaves out merges at random: one prompt had twenty encodings."""
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = Tokenizer.from_folder(saved_with(folder, model=saved["model"] | {"dropout": 0.5}))
+    text = "the quick brown fox is in the house"
+    assert {tuple(tokenizer.encode(text).tolist()) for _ in range(20)} == {
+        tuple(Tokenizer.from_folder(TINY).encode(text).tolist())
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tokenizer's BPE dropout of 0.5 is switched off: one text has one encoding"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not a tokenizer"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "the tokenizer cannot encode"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}, "the tokenizer cannot encode"),
+    ],
+)
+def test_a_panic_of_the_tokenizers_library_is_an_error_of_ours(folder: Path, fields: dict, told: str):
+    """It is a BaseException."""
+    with pytest.raises(WeightsError, match=told):
+        Tokenizer.from_folder(saved_with(folder, **fields)).encode("Hello there")
+
+
+def test_a_panic_behind_the_template_of_special_tokens(folder: Path):
+    post = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": []}
+    with pytest.raises(WeightsError, match="cannot encode an empty text"):
+        with_bos(saved_with(folder, post_processor=post | {"special_tokens": {}}), add_bos_token=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"eos_token_id": ' + b"9" * 5000 + b"}"),
+        ("config.json", b'{"a":' * 100_000),
+        ("tokenizer_config.json", b"\xff\xfe"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_what_cannot_be_read_is_named(folder: Path, name: str, content: bytes):
+    (folder / name).write_bytes(content)
+    with pytest.raises(WeightsError, match=name):
+        Tokenizer.from_folder(folder)
+
+
+def test_ids_that_are_none_are_left_out(folder: Path):
+    change(folder, "generation_config.json", eos_token_id=[True, -1, 2**40, 2])
+    change(folder, "tokenizer_config.json", pad_token=None)
+    change(folder, "config.json", pad_token_id=-1)
+    change(folder, "generation_config.json", pad_token_id=None)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.stop_ids == (0, 2)
+    assert tokenizer.pad_id == tokenizer.inner.token_to_id("<|im_start|>")
+
+
+def test_named_templates_of_another_form(folder: Path):
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = with_bos(folder, chat_template=["x", {"template": "y"}, {"name": ["default"]}])
+    with pytest.raises(WeightsError, match="no chat template"):
+        tokenizer.render(HI)
