@@ -4,7 +4,8 @@ Tensors are dequantised one at a time. llama.cpp stores the query and key rows o
 rotary convention (pairs side by side); that order is undone here, so that they turn in halves like everyone else's.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from covey.extras import install
 from covey.files import check_given
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import NameTable, has_experts, match, names, orient
-from covey.tokenizer import Tokenizer
+from covey.tokenizer import Tokenizer, library_errors
 
 
 class GGUF:
@@ -90,9 +91,33 @@ def _open(path: Path) -> Any:
     check_given(path)
 
     class Reader(gguf.GGUFReader):  # type: ignore[name-defined]
-        """Slices the file as a plain array: a memmap costs thrice as much, and a vocabulary takes a million slices."""
+        """Takes nothing beyond the file's end, and an array of numbers as one slice.
+
+        The package reads as many elements as a file claims, each for itself, whether or not there are so many. The file
+        is sliced as a plain array: a memmap costs thrice as much, and a vocabulary takes a million slices.
+        """
 
         data = property(lambda self: self._data, lambda self, data: setattr(self, "_data", data.view(np.ndarray)))
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)  # a slice: it ends where the file does
+            if len(found) < count:
+                raise ValueError(f"it claims {count} elements at {offset}, where the file has {len(found)}")
+            return found
+
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            number = self.gguf_scalar_to_np.get(int(kind[0]))
+            if number is None:
+                if kind[0] != gguf.GGUFValueType.STRING:
+                    raise ValueError(f"an array of type {kind[0]}")  # of arrays: llama.cpp refuses them too
+                self._get(orig_offs + 12, np.uint64, length[0])  # each text begins with its length
+                return super()._get_field_parts(orig_offs, raw_type)
+            values = self._get(orig_offs + 12, number, length[0])
+            types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(int(kind[0]))]
+            return 12 + int(values.nbytes), [kind, length, values], [2], types
 
     try:
         return Reader(path)
@@ -114,55 +139,124 @@ def _dequantised(tensor: Any) -> np.ndarray:
 
 
 class _Fields:
-    """Metadata by name, with an error that names the key and the file."""
+    """Metadata by name and type, with an error that names the key and the file.
+
+    A key that is absent gets the default, and without a default is an error.
+    """
 
     def __init__(self, fields: Mapping[str, Any], where: str):
         self._fields, self.where = fields, where
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._fields[key].contents() if key in self._fields else default
+    def __contains__(self, key: str) -> bool:
+        return key in self._fields
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._fields:
-            raise WeightsError(f"the metadata has no {key!r}", where=self.where)
-        return self.get(key)
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        want = f"a whole number from {least} up"
+        return int(self._checked(key, default, lambda v: _whole(v) and least <= v < 2**31, want))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        wanted = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf  # noqa: E731
+        return float(self._checked(key, default, wanted, "a finite number above 0"))
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return str(self._checked(key, default, lambda v: isinstance(v, str), "text"))
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._checked(key, default, lambda v: isinstance(v, bool), "true or false"))
+
+    def texts(self, key: str) -> list[str]:
+        return list(self._checked(key, None, lambda v: _all(v, lambda x: isinstance(x, str)), "a list of texts"))
+
+    def kinds(self, key: str) -> list[int]:
+        return list(self._checked(key, None, lambda v: _all(v, _whole), "a list of whole numbers"))
+
+    def token(self, key: str, tokens: int) -> int | None:
+        """The id of a token; None when the key is absent, or says so by llama.cpp's -1."""
+        if key not in self or self._contents(key) == 2**32 - 1:
+            return None
+        return int(self._checked(key, None, lambda v: _whole(v) and 0 <= v < tokens, f"an id below {tokens}"))
+
+    def _checked(self, key: str, default: Any, right: Callable[[Any], bool], want: str) -> Any:
+        if key not in self:
+            if default is None:
+                raise WeightsError(f"the metadata has no {key!r}", where=self.where)
+            return default
+        value = self._contents(key)
+        if not right(value):
+            raise WeightsError(f"the metadata say {key!r} is {value!r:.80}", want=want, where=self.where)
+        return value
+
+    def _contents(self, key: str) -> Any:
+        try:
+            return self._fields[key].contents()
+        except Exception as error:  # text that is not UTF-8; a list of lists
+            raise WeightsError(f"the metadata {key!r} cannot be read: {error}", where=self.where) from error
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(right, value))
 
 
 # --- architecture
 
 
 def _read_config(fields: _Fields, tensors: Mapping[str, Any]) -> ModelConfig:
-    arch = fields["general.architecture"]
+    arch = fields.text("general.architecture")
     if arch not in ARCHITECTURES:
-        mixed = has_experts(arch, {"experts": fields.get(f"{arch}.expert_count")})
+        mixed = has_experts(arch, {"experts": fields.count(f"{arch}.expert_count", 0, least=0)})
         why = ": mixtures of experts are not" if mixed else ""
         known = "one of: " + ", ".join(ARCHITECTURES)
         raise WeightsError(f"GGUF architecture {arch!r} is not supported{why}", want=known, where=fields.where)
-    heads, hidden = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
-    head_dim = fields.get(f"{arch}.attention.key_length") or hidden // heads
-    if fields.get(f"{arch}.expert_count"):
+    heads, hidden = fields.count(f"{arch}.attention.head_count"), fields.count(f"{arch}.embedding_length")
+    head_dim = fields.count(f"{arch}.attention.key_length", max(1, hidden // heads))
+    if fields.count(f"{arch}.expert_count", 0, least=0):
         raise WeightsError("mixtures of experts are not supported", where=fields.where)
-    if fields.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
+    if fields.count(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise WeightsError("rotary positions on part of each head are not supported", where=fields.where)
-    if "token_embd.weight" not in tensors:
-        raise WeightsError("token_embd.weight is missing", want="a whole model in one file", where=fields.where)
-    theta = _short(fields.get(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's meaning of an absent key
+    theta = _short(fields.number(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's meaning of an absent key
     return ModelConfig(
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        vocab_size=_embedded(tensors, fields.where),
         hidden_size=hidden,
-        intermediate_size=fields[f"{arch}.feed_forward_length"],
-        num_layers=fields[f"{arch}.block_count"],
+        intermediate_size=fields.count(f"{arch}.feed_forward_length"),
+        num_layers=_layers(fields, f"{arch}.block_count", tensors),
         num_heads=heads,
-        num_kv_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
+        num_kv_heads=_kv_heads(fields, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        norm_eps=_short(fields[f"{arch}.attention.layer_norm_rms_epsilon"]),
+        norm_eps=_short(fields.number(f"{arch}.attention.layer_norm_rms_epsilon")),
         rope_theta=theta,
         rope_scaling=_rope_scaling(fields, arch, tensors, theta, head_dim),
         tie_embeddings="output.weight" not in tensors,
-        max_positions=fields[f"{arch}.context_length"],
+        max_positions=fields.count(f"{arch}.context_length"),
         family=arch,
         **ARCHITECTURES[arch],
     )
+
+
+def _embedded(tensors: Mapping[str, Any], where: str) -> int:
+    """The number of tokens that are embedded."""
+    shape = list(tensors["token_embd.weight"].shape) if "token_embd.weight" in tensors else []
+    if len(shape) != 2:
+        raise WeightsError("token_embd.weight is missing or no matrix", want="a whole model in one file", where=where)
+    return int(shape[1])
+
+
+def _layers(fields: _Fields, key: str, tensors: Mapping[str, Any]) -> int:
+    layers = fields.count(key)
+    if layers > len(tensors):  # before anything is made for each of them
+        raise WeightsError(f"{key!r} is {layers} and the file holds {len(tensors)} tensors", where=fields.where)
+    return layers
+
+
+def _kv_heads(fields: _Fields, key: str, heads: int) -> int:
+    found = fields.count(key, heads)
+    if heads % found:
+        raise WeightsError(f"{key!r} is {found}", want=f"a divisor of the {heads} query heads", where=fields.where)
+    return found
 
 
 def _short(value: float) -> float:
@@ -174,17 +268,19 @@ def _rope_scaling(
     fields: _Fields, arch: str, tensors: Mapping[str, Any], theta: float, head_dim: int
 ) -> RopeScaling | None:
     """Linear scaling stands in the metadata. Llama 3's is a tensor of divisors, from which its settings are told."""
-    kind = fields.get(f"{arch}.rope.scaling.type", "none")
+    kind = fields.text(f"{arch}.rope.scaling.type", "none")
     if ROPE_FREQS in tensors:
         return _llama3_scaling(_dequantised(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
     if kind == "none":
         return None
     if kind == "linear":
-        return RopeScaling("linear", _short(fields[f"{arch}.rope.scaling.factor"]))
+        return RopeScaling("linear", _short(fields.number(f"{arch}.rope.scaling.factor")))
     raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="none or linear", where=fields.where)
 
 
 def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: str) -> RopeScaling:
+    if divisors.shape != (len(range(0, head_dim, 2)),):
+        raise WeightsError(f"rope_freqs.weight has shape {divisors.shape}", want="half a head", where=where)
     scaling = RopeScaling("llama3", factor=_short(divisors.max()))
     frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     turns = scaling.original_max_positions * frequency / (2 * np.pi)
@@ -219,7 +315,7 @@ class _Split:
 
 
 def _read_tokenizer(fields: _Fields) -> Tokenizer:
-    kind, split_name = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
+    kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise WeightsError(
             f"GGUF tokenizer {kind!r} is not supported", want="gpt2 (byte-level BPE)", where=fields.where
@@ -229,21 +325,34 @@ def _read_tokenizer(fields: _Fields) -> Tokenizer:
             f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(SPLITS), where=fields.where
         )
     split = SPLITS[split_name]
-    ids = {role: fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eot", "eom", "padding")}
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    ids = {
+        role: fields.token(f"tokenizer.ggml.{role}_token_id", len(tokens))
+        for role in ("bos", "eos", "eot", "eom", "padding")
+    }
+    if ids["eos"] is None:
+        raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
+    with library_errors("not a tokenizer", where=fields.where):
+        inner = _byte_pairs(fields, tokens, split)
+    template = "tokenizer.chat_template"
     return Tokenizer(
-        _byte_pairs(fields, split),
-        eos_id=fields["tokenizer.ggml.eos_token_id"],
-        stop_ids=[ids[role] for role in ("eot", "eom") if ids[role] is not None],
+        inner,
+        eos_id=ids["eos"],
+        stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
         bos_id=ids["bos"],
         pad_id=ids["padding"],
-        add_bos=fields.get("tokenizer.ggml.add_bos_token", split.bos),
-        chat_template=fields.get("tokenizer.chat_template"),
+        add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.bos),
+        chat_template=fields.text(template) if template in fields else None,
     )
 
 
-def _byte_pairs(fields: _Fields, split: _Split) -> tokenizers.Tokenizer:
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+def _byte_pairs(fields: _Fields, tokens: list[str], split: _Split) -> tokenizers.Tokenizer:
+    types = fields.kinds("tokenizer.ggml.token_type")
+    if len(types) != len(tokens):
+        raise WeightsError(f"{len(tokens)} tokens have {len(types)} types", want="one each", where=fields.where)
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in fields.texts("tokenizer.ggml.merges"))]
+    if not all(right for _, right in merges):
+        raise WeightsError("a merge is not of two tokens", want="two, a blank between them", where=fields.where)
     vocab = {text: index for index, text in enumerate(tokens)}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
     inner.pre_tokenizer = pre_tokenizers.Sequence(split.steps())

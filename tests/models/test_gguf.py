@@ -3,8 +3,11 @@
 import json
 import math
 import re
+import struct
 import subprocess
 import sys
+import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -344,6 +347,133 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
 def test_what_is_wrong_is_named(make, changes: dict, says: str):
     with pytest.raises(WeightsError, match=says):
         weights.load(make(**changes))
+
+
+# --- hostile files
+
+
+def header(tensors: int, fields: int, *rest: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + b"".join(rest)
+
+
+def entry(key: str, kind: int, *value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + b"".join(value)
+
+
+TEXT, ARRAY, U8, U64 = 8, 9, 0, 10
+
+
+def array_of(kind: int, length: int) -> bytes:
+    return struct.pack("<IQ", kind, length)
+
+
+def claimed_tensor(*dims: int, kind: int = 0, offset: int = 0) -> bytes:
+    return struct.pack("<Q", 1) + b"t" + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header(0, 10**6, entry("general.architecture", TEXT, struct.pack("<Q", 5), b"llama")),
+        header(10**6, 0),
+        header(0, 2**63),
+        header(0, 1, entry("a", ARRAY, array_of(U8, 2**60))),
+        header(0, 1, entry("a", ARRAY, array_of(U64, 2**61 + 1))),
+        header(0, 1, entry("a", ARRAY, array_of(TEXT, 10**9))),
+        header(0, 1, entry("a", ARRAY, array_of(ARRAY, 10**9))),
+        header(0, 1, entry("a", ARRAY, array_of(ARRAY, 1) * 5000)),
+        header(0, 1, entry("a", TEXT, struct.pack("<Q", 2**64 - 1))),
+        header(0, 1, struct.pack("<Q", 2**62)),
+        header(1, 0, struct.pack("<Q", 1), b"t", struct.pack("<I", 2**31)),
+        header(1, 0, claimed_tensor(2**40)),
+        header(1, 0, claimed_tensor(2**32, 2**32)),
+        header(1, 0, claimed_tensor(4, offset=2**63)),
+        header(1, 0, claimed_tensor(4, kind=999)),
+    ],
+)
+def test_a_claimed_length_is_held_against_the_bytes_that_are_left(data: bytes, tmp_path: Path):
+    (tmp_path / "m.gguf").write_bytes(data)
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(WeightsError, match="not a whole GGUF file"):
+        GGUF(tmp_path / "m.gguf")
+    assert time.process_time() - start < 2
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_an_array_of_numbers_costs_what_it_holds(tmp_path: Path):
+    data = header(0, 1, entry("a", ARRAY, array_of(U8, 4_000_000)), bytes(4_000_000))
+    (tmp_path / "m.gguf").write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(WeightsError, match=r"no 'general\.architecture'"):
+        GGUF(tmp_path / "m.gguf")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 2**31),
+        ("llama.block_count", 2**31 - 1),
+        ("llama.block_count", 0),
+        ("llama.block_count", "two"),
+        ("llama.block_count", [2, 2]),
+        ("llama.context_length", 512.5),
+        ("llama.embedding_length", "64"),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count_kv", 3),
+        ("llama.attention.key_length", [16]),
+        ("llama.attention.layer_norm_rms_epsilon", math.nan),
+        ("llama.attention.layer_norm_rms_epsilon", "1e-5"),
+        ("llama.rope.freq_base", -1.0),
+        ("llama.rope.scaling.type", 1),
+        ("llama.expert_count", "none"),
+        ("tokenizer.ggml.model", 1),
+        ("tokenizer.ggml.pre", [1]),
+        ("tokenizer.ggml.tokens", "abc"),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.token_type", ["a"]),
+        ("tokenizer.ggml.merges", [1]),
+        ("tokenizer.ggml.eos_token_id", "</s>"),
+        ("tokenizer.ggml.eos_token_id", 300),
+        ("tokenizer.ggml.bos_token_id", True),
+        ("tokenizer.ggml.add_bos_token", "yes"),
+        ("tokenizer.chat_template", 7),
+    ],
+)
+def test_metadata_of_the_wrong_type_or_size_are_named(make, key: str, value: object):
+    with pytest.raises(WeightsError, match=re.escape(repr(key))):
+        GGUF(make(meta={key: value}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, "a merge is not of two tokens"),
+        ({"tokenizer.ggml.merges": ["never there"]}, "not a tokenizer"),
+        ({"tokenizer.ggml.token_type": [1]}, "300 tokens have 1 types"),
+    ],
+)
+def test_a_vocabulary_that_does_not_hold_together_is_refused(make, fields: dict, told: str):
+    with pytest.raises(WeightsError, match=told):
+        GGUF(make(meta=fields))
+
+
+def test_text_that_is_not_utf8_is_named(make):
+    path = make()
+    path.write_bytes(path.read_bytes().replace(b"<|im_start|>", b"<|im_\xffta" + b"rt|>"))
+    with pytest.raises(WeightsError, match=r"'tokenizer\.(ggml\.tokens|chat_template)' cannot be read"):
+        GGUF(path)
+
+
+def test_divisors_of_another_length_are_refused(tmp_path: Path):
+    config, tensors = tiny()
+    for divisors in (np.ones(5, np.float32), np.ones((2, 4), np.float32)):
+        tensors["rope_freqs.weight"] = divisors
+        with pytest.raises(WeightsError, match=r"rope_freqs\.weight has shape"):
+            GGUF(write(tmp_path / "m.gguf", config, tensors))
 
 
 def test_the_missing_package_is_named(make, monkeypatch: pytest.MonkeyPatch):
