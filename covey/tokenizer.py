@@ -15,11 +15,10 @@ the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as con
 """
 
 import json
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,16 @@ import numpy as np
 import tokenizers
 
 from covey import templates
-from covey.errors import CoveyError, DataError, WeightsError
+from covey.errors import DataError, WeightsError
 from covey.files import check_given
+from covey.messages import checked, harmless, system_in_turn, unused_mark
+from covey.tokenizers_library import library_errors, switch_dropout_off, unknown_id
 from covey.types import Message, Prompt
-
-log = logging.getLogger(__name__)
 
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
     "<eos>", "</s>",
 )  # fmt: skip
-USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "model")
-"""Roles that a template may put a control token together from: `'<|' + role + '|>'`."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 
 
@@ -68,7 +65,7 @@ class Tokenizer:
     ):
         inner.no_truncation()
         inner.no_padding()
-        _switch_dropout_off(inner)
+        switch_dropout_off(inner)
         self.inner, self.eos_id, self.bos_id, self.add_bos = inner, eos_id, bos_id, add_bos and bos_id is not None
         self.chat_template = chat_template
         self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
@@ -126,7 +123,7 @@ class Tokenizer:
             tokens = self.encode(prompt)
             doubled = tokens.size > 0 and tokens[0] == self.bos_id
             return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
-        mark = _unused_mark(prompt)
+        mark = unused_mark(prompt)
         return self._guarded(lambda chat: self._rendered(chat, add_generation_prompt, mark), prompt, mark)
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
@@ -144,7 +141,7 @@ class Tokenizer:
             tokens = self.encode(completion)
             return tokens if tokens.size and tokens[-1] in self.stop_ids else np.append(tokens, np.int32(self.eos_id))
         chat = [*prompt, {"role": "assistant", "content": completion}]
-        mark = _unused_mark(chat)
+        mark = unused_mark(chat)
         finished = lambda chat: self._rendered(chat, False, mark)  # noqa: E731
 
         def written(chat: Sequence[Message]) -> str:
@@ -186,7 +183,7 @@ class Tokenizer:
         given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
         shown = lambda chat: templates.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)  # noqa: E731
-        chat, folded = _checked(messages), _system_in_turn(messages)
+        chat, folded = checked(messages), system_in_turn(messages)
         if folded is None:
             return shown(chat)
         try:
@@ -213,7 +210,7 @@ class Tokenizer:
         pieces, own, tokens = self._read(shown(chat), mark)
         if self._spoken(tokens) == own:
             return tokens
-        _, usual_own, usual = self._read(shown(_harmless(chat)), mark)
+        _, usual_own, usual = self._read(shown(harmless(chat)), mark)
         if self._spoken(usual) != usual_own:  # a template that puts control tokens together from pieces
             if self._spoken(tokens) == self._spoken(usual):
                 return tokens
@@ -234,7 +231,7 @@ class Tokenizer:
         """Ids of `pieces` (see `_read`), where only every second one is a control token and the rest is plain text."""
         ids = [
             [self._control_ids[piece]] if odd else self._encode_with(self._literal, piece)
-            for odd, piece in _alternate(pieces)
+            for odd, piece in zip(cycle([False, True]), pieces, strict=False)
         ]
         return np.concatenate(ids).astype(np.int32)
 
@@ -251,7 +248,7 @@ class Tokenizer:
         for unknown characters is none, since ordinary text has it.
         """
         ends = {*self.stop_ids, self.bos_id}
-        unknown = _unknown_id(self.inner)
+        unknown = unknown_id(self.inner)
         added = self.inner.get_added_tokens_decoder().items()
         return {i: token.content for i, token in added if i in ends or (token.special and i != unknown)}
 
@@ -294,24 +291,6 @@ class Tokenizer:
         return choices[0] if choices else self.eos_id
 
 
-@contextmanager
-def library_errors(what: str, where: str = "") -> Iterator[None]:
-    """Turn whatever the `tokenizers` library raises into a `WeightsError` that begins with `what`.
-
-    The library raises bare Exception, and a panic of its Rust code is a BaseException, which would pass for Ctrl-C.
-    """
-    try:
-        yield
-    except CoveyError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        raise WeightsError(
-            f"{what}: {str(error)[:500]}", fix="its tokenizer may be damaged: fetch it again", where=where
-        ) from error
-
-
 def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     """A JSON object from a file; `missing` instead of an error when there is no file."""
     if missing is not None and not path.is_file():
@@ -345,14 +324,6 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
     check_given(path)
     with library_errors("not a tokenizer", where=str(path)):
         return tokenizers.Tokenizer.from_file(str(path))
-
-
-def _switch_dropout_off(inner: tokenizers.Tokenizer) -> None:
-    """Leave one way to encode a text: BPE dropout (Provilkov et al., 2020) skips merges at random."""
-    model = inner.model
-    if dropout := getattr(model, "dropout", None):
-        model.dropout = None  # the model itself: the library hands out a reference
-        log.warning("the tokenizer's BPE dropout of %g is switched off: one text has one encoding", dropout)
 
 
 def _no_tokenizer(folder: Path) -> WeightsError:
@@ -399,52 +370,3 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None
-
-
-# --- chat messages
-
-
-def _checked(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Plain dicts of text, so that a template in the sandbox gets nothing else in its hands."""
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise DataError(f"message {index} is {message!r:.80}", want='{"role": ..., "content": ...}')
-        if not all(isinstance(value, str) for value in message.values()):
-            raise DataError(f"message {index} has a field that is not text: {message!r:.80}", want="text only")
-    return [{str(key): str(value) for key, value in message.items()} for message in messages]
-
-
-def _system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
-    """The chat with its system message at the head of the user's first turn; None when it does not begin so."""
-    if [message["role"] for message in messages[:2]] != ["system", "user"]:
-        return None
-    system, user, *rest = _checked(messages)
-    return [user | {"content": f"{system['content'].strip()}\n\n{user['content']}"}, *rest]
-
-
-def _unused_mark(messages: Sequence[Message]) -> str:
-    """A code point that Unicode reserves for no character, and that none of the messages contains."""
-    used = set("".join(value for message in _checked(messages) for value in message.values()))
-    free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
-    if not free:
-        raise DataError("a message contains every one of Unicode's noncharacters", want="text")
-    return free[0]
-
-
-def _harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages of the same form, in which no text can become a control token."""
-    usual = lambda key, value: not value.strip() or (key == "role" and value in USUAL_ROLES)  # noqa: E731
-    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in _checked(messages)]
-
-
-def _unknown_id(inner: tokenizers.Tokenizer) -> int | None:
-    """The token that stands for characters which the vocabulary lacks."""
-    if isinstance(inner.model, tokenizers.models.Unigram):  # its object does not tell
-        found: int | None = json.loads(inner.to_str())["model"].get("unk_id")
-        return found
-    text = getattr(inner.model, "unk_token", None)
-    return None if text is None else inner.token_to_id(text)
-
-
-def _alternate(parts: Sequence[str]) -> list[tuple[bool, str]]:
-    return [(index % 2 == 1, part) for index, part in enumerate(parts)]

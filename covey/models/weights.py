@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from covey.errors import WeightsError
 from covey.files import check_given
-from covey.models import families, sources
+from covey.models import config_fields, families, sources
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.gguf import GGUF
@@ -227,8 +227,16 @@ class Folder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = families.read_config(read_json(folder / "config.json"), str(folder / "config.json"))
+        self.config = self._read_config(str(folder / "config.json"))
         self.tokenizer = Tokenizer.from_folder(folder)
+
+    def _read_config(self, where: str) -> ModelConfig:
+        described = read_json(self.folder / "config.json")
+        if described.get("model_type") in tuple(families.FAMILIES):
+            config_fields.check(described, where)
+            with self._holders() as holders:
+                config_fields.check_layers(described, len(holders), where)
+        return families.read_config(described, where)
 
     def labels(self) -> int | None:
         """See `weights.labels`."""

@@ -5,6 +5,7 @@ without a traceback and with exit code 2.
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,63 @@ def test_a_tokenizer_of_another_model(model: Path, capsys: Any, monkeypatch: Any
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
     assert "the tokenizer has 300 tokens and the model embeds 200" in refused(capsys, f"model.source={model}")
+
+
+# --- configs that describe no model
+
+
+def configured(model: Path, **fields: Any) -> Path:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", "1e-6"),
+        ("rms_norm_eps", 10**400),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", True),
+        ("num_attention_heads", 3),
+        ("num_key_value_heads", 3),
+        ("num_hidden_layers", 2.5),
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", "2"),
+        ("hidden_size", -64),
+        ("hidden_size", None),
+        ("vocab_size", 2**31),
+        ("head_dim", 15),
+        ("head_dim", -16),
+        ("intermediate_size", [96]),
+        ("max_position_embeddings", -1),
+        ("tie_word_embeddings", "false"),
+        ("rope_parameters", [30000.0]),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}),
+        ("rope_parameters", {"rope_type": ["linear"]}),
+        ("hidden_act", ["silu"]),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["full_attention", "chunked_attention"]),
+        ("layer_types", "full_attention"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused_by_field(model: Path, field: str, value: Any) -> None:
+    changes = {field: value} | ({"head_dim": None} if (field, value) == ("num_attention_heads", 3) else {})
+    with pytest.raises(WeightsError, match=field):
+        weights.Folder(configured(model, **changes))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_a_billion_layers_are_refused_before_anything_is_made_of_them(model: Path, family: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(WeightsError, match="num_hidden_layers"):
+        weights.Folder(configured(model, model_type=family, num_hidden_layers=10**9))
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 # --- data

@@ -1,16 +1,17 @@
 """Inputs that nobody meant, thrown at everything that reads: it takes them, or refuses them with an error of ours. No
 other exception, and no input that takes seconds.
 
-COVEY_FUZZ=20000 throws so many at each of the five readers, and as many at all rewards together; 200 without it.
+COVEY_FUZZ=20000 throws so many at each of the eight readers, and as many at all rewards together; 200 without it.
 """
 
 import io
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from covey.configs import DataConfig, SFTDataConfig
 from covey.data import source
 from covey.data.rows import as_rows
 from covey.errors import CoveyError
-from covey.models import weights
+from covey.models import config_fields, weights
 from covey.recipe import Recipe, SFTRecipe
 from covey.rewards import score
 from covey.rewards.scoring import REWARDS
 from covey.showing import in_markdown, printable
+from covey.tokenizer import Tokenizer
 from covey.train.metrics import line, sample_rows
 from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
@@ -215,6 +217,113 @@ def test_indices(folder: Path, entries: Any) -> None:
         taken_or_refused(lambda: list(weights.Folder(folder).tensors()))
     finally:
         index.unlink()
+
+
+@st.composite
+def ggufs(draw: st.DrawFn) -> bytes:
+    """A small GGUF file with some bytes overwritten, most of them where lengths stand, and maybe cut short."""
+    data = bytearray(small_gguf())
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(4, 400) | st.integers(4, len(data) - 8))
+        piece = draw(st.integers(0, 2**64 - 1).map(lambda n: n.to_bytes(8, "little")) | st.binary(max_size=8))
+        data[at : at + len(piece)] = piece
+    return bytes(data[: draw(st.just(len(data)) | st.integers(0, len(data)))])
+
+
+@cache
+def small_gguf() -> bytes:
+    """Metadata and tokenizer of a tiny model, without its weights: those are beside the point, and slow to write."""
+    import gguf
+
+    tokens = [*"abcdef", "ab", "<|im_end|>"]
+    with tempfile.TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / "m.gguf", "llama")
+        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+            writer.add_uint32(f"llama.{key}", 1)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * 7 + [3])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(7)
+        writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return (Path(folder) / "m.gguf").read_bytes()
+
+
+@fuzzed()
+@given(ggufs() | st.binary(max_size=64).map(lambda rest: b"GGUF\x03\0\0\0" + rest))
+def test_ggufs(folder: Path, file: bytes) -> None:
+    (folder / "m.gguf").write_bytes(file)
+    taken_or_refused(lambda: weights.GGUF(folder / "m.gguf").tokenizer.encode("abc"))
+
+
+CONFIG = json.loads((TINY / "config.json").read_text())
+ROPE = st.fixed_dictionaries({}, optional=dict.fromkeys(("rope_type", "factor", "rope_theta", "full_attention"), JSON))
+WRONG = JSON | ROPE | st.integers(-1, 2**40) | st.lists(st.sampled_from(["full_attention", "sliding_attention"]))
+
+
+@fuzzed()
+@given(
+    st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "nanochat"]),
+    st.dictionaries(st.sampled_from(sorted({*config_fields.KINDS, *CONFIG} - {"model_type"})), WRONG, max_size=3),
+)
+def test_configs(folder: Path, family: str, fields: dict[str, Any]) -> None:
+    described = folder / "config.json"
+    described.write_text(json.dumps(CONFIG | {"model_type": family} | fields))
+    try:
+        taken_or_refused(lambda: weights.Folder(whole_folder(folder)).config)
+    finally:
+        described.write_text(json.dumps(CONFIG))
+
+
+def whole_folder(folder: Path) -> Path:
+    """The folder with one whole file of weights."""
+    header = json.dumps(HEADER).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + DATA)
+    return folder
+
+
+TOKENIZER = json.loads((TINY / "tokenizer.json").read_text())
+PARTS = st.sampled_from(["normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding", "model"])
+TYPES = ("Precompiled", "Prepend", "FixedLength", "Split", "Metaspace", "TemplateProcessing", "Strip", "BPE", "Unigram")
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(TYPES)},
+    optional={
+        "precompiled_charsmap": st.text("AB/=", max_size=12),
+        "length": st.integers(-1, 3),
+        "prepend": st.text(max_size=2),
+        "replacement": st.text(max_size=2),
+        "prepend_scheme": st.sampled_from(["always", "never", "first"]),
+        "pattern": st.fixed_dictionaries({"String": st.text(max_size=2)}),
+        "behavior": st.sampled_from(["Isolated", "Removed"]),
+        "invert": st.booleans(),
+        "split": st.booleans(),
+        "content": st.text(max_size=2),
+        "start": st.integers(0, 5),
+        "stop": st.integers(0, 5),
+        "vocab": st.dictionaries(st.text("abé", max_size=3), st.integers(0, 5), max_size=5),
+        "merges": st.lists(st.text("abé", max_size=2).map(lambda text: [text, "a"]), max_size=2),
+        "dropout": st.floats(0, 1),
+        "continuing_subword_prefix": st.text("é#", max_size=3),
+        "single": st.just([{"SpecialToken": {"id": "x", "type_id": 0}}]),
+        "pair": st.just([]),
+        "special_tokens": st.just({}),
+    },
+)
+
+
+@fuzzed()
+@given(st.dictionaries(PARTS, PART | JSON, max_size=2))
+def test_tokenizers(folder: Path, parts: dict[str, Any]) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | parts))
+    try:
+        taken_or_refused(lambda: Tokenizer.from_folder(folder).encode("ab <|im_end|> \u4e16"))
+    finally:
+        (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 
 
 # --- completions

@@ -16,7 +16,8 @@ from covey.models import families, weights
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare, new_folder, parameters, places
-from covey.models.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, package, permute
+from covey.models.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, permute
+from covey.models.gguf_reader import package
 from covey.models.layers import rope_frequencies
 from covey.tokenizer import Tokenizer
 

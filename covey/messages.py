@@ -1,0 +1,42 @@
+"""Chat messages, which are data, on their way into a chat template."""
+
+from collections.abc import Mapping, Sequence
+
+from covey.errors import DataError
+from covey.types import Message
+
+USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "model")
+"""Roles that a template may put a control token together from: `'<|' + role + '|>'`."""
+
+
+def checked(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Plain dicts of text, so that a template in the sandbox gets nothing else in its hands."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise DataError(f"message {index} is {message!r:.80}", want='{"role": ..., "content": ...}')
+        if not all(isinstance(value, str) for value in message.values()):
+            raise DataError(f"message {index} has a field that is not text: {message!r:.80}", want="text only")
+    return [{str(key): str(value) for key, value in message.items()} for message in messages]
+
+
+def system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
+    """The chat with its system message at the head of the user's first turn; None when it does not begin so."""
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
+        return None
+    system, user, *rest = checked(messages)
+    return [user | {"content": f"{system['content'].strip()}\n\n{user['content']}"}, *rest]
+
+
+def unused_mark(messages: Sequence[Message]) -> str:
+    """A code point that Unicode reserves for no character, and that none of the messages contains."""
+    used = set("".join(value for message in checked(messages) for value in message.values()))
+    free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
+    if not free:
+        raise DataError("a message contains every one of Unicode's noncharacters", want="text")
+    return free[0]
+
+
+def harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages of the same form, in which no text can become a control token."""
+    usual = lambda key, value: not value.strip() or (key == "role" and value in USUAL_ROLES)  # noqa: E731
+    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in checked(messages)]

@@ -1,0 +1,111 @@
+"""Types and ranges of the fields of a config.json, which somebody else wrote, before a model is made of them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from covey.errors import WeightsError
+
+LAYERS = "num_hidden_layers"
+OPTIONAL = (
+    "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "rope_theta", "rope_local_base_freq",
+    "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor", "rope_parameters", "rope_scaling",
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "hidden_act", "hidden_activation",
+    "layer_types", "full_attention", "sliding_attention", "rope_type", "type",
+)  # fmt: skip
+"""Fields that may be null, which means that they are absent."""
+
+
+def check(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json one of whose fields describes no model.
+
+    Raises:
+        WeightsError: naming the field.
+    """
+    _check_fields(config, "", where)
+    heads, layers = config.get("num_attention_heads"), config.get(LAYERS)
+    if heads is not None:
+        _check_heads(config, heads, where)
+    kinds = config.get("layer_types")
+    if kinds is not None and len(kinds) != layers:
+        raise WeightsError(f"layer_types has {len(kinds)} entries", want=f"one a layer: {layers}", where=where)
+    if config.get("rope_theta", 0) is None and not config.get("rope_parameters"):
+        raise WeightsError("rope_theta is None", want="a finite number above 0", where=where)
+
+
+def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
+    """Refuse more layers than the checkpoint has tensors, before anything is made for each of them."""
+    if config.get(LAYERS, 0) > tensors:
+        raise WeightsError(f"{LAYERS} is {config[LAYERS]} and the checkpoint has {tensors} tensors", where=where)
+
+
+def _check_fields(fields: Mapping[str, Any], within: str, where: str) -> None:
+    for name, (right, want) in KINDS.items():
+        value = fields.get(name)
+        if name not in fields or (value is None and name in OPTIONAL):
+            continue
+        if not right(value):
+            raise WeightsError(f"{within}{name} is {_shown(value)}", want=want, where=where)
+        if isinstance(value, Mapping):
+            _check_fields(value, f"{within}{name}.", where)
+
+
+def _check_heads(config: Mapping[str, Any], heads: int, where: str) -> None:
+    sharing, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    if heads % sharing:
+        want = f"a divisor of num_attention_heads, {heads}"
+        raise WeightsError(f"num_key_value_heads is {sharing}", want=want, where=where)
+    if width is None and config.get("hidden_size", heads) % heads:
+        want = f"a divisor of hidden_size, {config['hidden_size']}, or a head_dim"
+        raise WeightsError(f"num_attention_heads is {heads}", want=want, where=where)
+    if width is not None and width % 2:
+        raise WeightsError(f"head_dim is {width}", want="an even number: RoPE turns pairs", where=where)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # a whole number of thousands of digits
+        return "too large a number"
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value < 1e300
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
+
+
+def _each(
+    names: Iterable[str], right: Callable[[Any], bool], want: str
+) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    return dict.fromkeys(names, (right, want))
+
+
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", LAYERS, "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "sliding_window", "sliding_window_pattern", "original_max_position_embeddings",
+)  # fmt: skip
+_NUMBERS = (
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+_TEXTS = ("hidden_act", "hidden_activation", "rope_type", "type")
+
+KINDS = (
+    _each(_COUNTS, _is_count, "a whole number from 1 to 2147483647")
+    | _each(["max_window_layers"], lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647")
+    | _each(_NUMBERS, _is_number, "a finite number above 0")
+    | _each(_FLAGS, lambda value: isinstance(value, bool), "true or false")
+    | _each(_OBJECTS, lambda value: isinstance(value, Mapping), "an object")
+    | _each(_TEXTS, lambda value: isinstance(value, str), "text")
+    | _each(["layer_types"], _is_listed, "a list of full_attention and sliding_attention")
+)
+"""Field → (whether a value is right, what would be right); those of the rotary settings too."""

@@ -1,0 +1,139 @@
+"""Bytes of a GGUF file, which somebody else wrote, read by the package `gguf`: nothing beyond the file's end is taken,
+and metadata have the type and range that they are asked for.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey.errors import WeightsError
+from covey.extras import install
+from covey.files import check_given
+
+
+def package() -> Any:
+    """The package `gguf`.
+
+    Raises:
+        WeightsError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise WeightsError("GGUF files need the package gguf", fix=install()) from error
+    return gguf
+
+
+def open_reader(path: Path) -> Any:
+    """A `gguf.GGUFReader` of the file.
+
+    Raises:
+        WeightsError: the package is not installed, or the file is cut short or claims more than it holds.
+    """
+    gguf = package()
+    check_given(path)
+
+    class Reader(gguf.GGUFReader):  # type: ignore[name-defined]
+        """Takes nothing beyond the file's end, and an array of numbers as one slice.
+
+        The package reads as many elements as a file claims, each for itself, whether or not there are so many. The file
+        is sliced as a plain array: a memmap costs thrice as much, and a vocabulary takes a million slices.
+        """
+
+        data = property(lambda self: self._data, lambda self, data: setattr(self, "_data", data.view(np.ndarray)))
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)  # a slice: it ends where the file does
+            if len(found) < count:
+                raise ValueError(f"it claims {count} elements at {offset}, where the file has {len(found)}")
+            return found
+
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            number = self.gguf_scalar_to_np.get(int(kind[0]))
+            if number is None:
+                if kind[0] != gguf.GGUFValueType.STRING:
+                    raise ValueError(f"an array of type {kind[0]}")  # of arrays: llama.cpp refuses them too
+                self._get(orig_offs + 12, np.uint64, length[0])  # each text begins with its length
+                return super()._get_field_parts(orig_offs, raw_type)
+            values = self._get(orig_offs + 12, number, length[0])
+            types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(int(kind[0]))]
+            return 12 + int(values.nbytes), [kind, length, values], [2], types
+
+    try:
+        return Reader(path)
+    except Exception as error:  # a file cut short fails in whatever way its bytes happen to read
+        raise WeightsError(
+            f"not a whole GGUF file: {error}",
+            fix="the download may have been cut short: fetch it again",
+            where=str(path),
+        ) from error
+
+
+class Fields:
+    """Metadata by name and type, with an error that names the key and the file.
+
+    A key that is absent gets the default, and without a default is an error.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        self._fields, self.where = fields, where
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._fields
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        want = f"a whole number from {least} up"
+        return int(self._checked(key, default, lambda v: _whole(v) and least <= v < 2**31, want))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        wanted = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf  # noqa: E731
+        return float(self._checked(key, default, wanted, "a finite number above 0"))
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return str(self._checked(key, default, lambda v: isinstance(v, str), "text"))
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._checked(key, default, lambda v: isinstance(v, bool), "true or false"))
+
+    def texts(self, key: str) -> list[str]:
+        return list(self._checked(key, None, lambda v: _all(v, lambda x: isinstance(x, str)), "a list of texts"))
+
+    def kinds(self, key: str) -> list[int]:
+        return list(self._checked(key, None, lambda v: _all(v, _whole), "a list of whole numbers"))
+
+    def token(self, key: str, tokens: int) -> int | None:
+        """The id of a token; None when the key is absent, or says so by llama.cpp's -1."""
+        if key not in self or self._contents(key) == 2**32 - 1:
+            return None
+        return int(self._checked(key, None, lambda v: _whole(v) and 0 <= v < tokens, f"an id below {tokens}"))
+
+    def _checked(self, key: str, default: Any, right: Callable[[Any], bool], want: str) -> Any:
+        if key not in self:
+            if default is None:
+                raise WeightsError(f"the metadata has no {key!r}", where=self.where)
+            return default
+        value = self._contents(key)
+        if not right(value):
+            raise WeightsError(f"the metadata say {key!r} is {value!r:.80}", want=want, where=self.where)
+        return value
+
+    def _contents(self, key: str) -> Any:
+        try:
+            return self._fields[key].contents()
+        except Exception as error:  # text that is not UTF-8; a list of lists
+            raise WeightsError(f"the metadata {key!r} cannot be read: {error}", where=self.where) from error
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(right, value))
