@@ -69,5 +69,5 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     "did you mean 'num_generations'?"
     """
     names = sorted(choices)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)  # a longer word is near to none of them
     return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)

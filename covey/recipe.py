@@ -8,6 +8,7 @@ it is. No JAX here.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -168,10 +169,8 @@ def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
 def _text(source: str | Path) -> tuple[str, str]:
     """The text of a recipe, and what to call it in errors."""
     path = find(source)
-    try:
-        return path.read_text(encoding="utf-8"), str(path) if path.parent != BUILT_IN else path.name
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}", where=str(path)) from None
+    name = str(path) if path.parent != BUILT_IN else path.name
+    return strictyaml.text_of(path, name), name
 
 
 def _kind(text: str, name: str) -> type[Recipe] | type[SFTRecipe]:
@@ -215,16 +214,23 @@ def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
     Raises:
         RecipeError: all problems at once.
     """
-    found = [*out_of_range(settings)]
-    grpo = getattr(settings, "grpo", None)
-    found += [(f"grpo.{name}", what, want) for name, what, want in (algorithms.problems(grpo) if grpo else ())]
-    found += _unsafe(getattr(settings, "reward_safety", RewardSafetyConfig()))
-    found += _contradictions(settings) if isinstance(settings, Recipe) else ()
-    found += _no_examples(settings) if isinstance(settings, SFTRecipe) else ()
-    found += _general_contradictions(settings) if isinstance(settings, Recipe | SFTRecipe) else ()
+    found = islice(_problems(settings), strictyaml.MAX_LISTED + 1)
     strictyaml.raise_together(
         [RecipeError(what, want=want, where=(where or {}).get(key, "")) for key, what, want in found]
     )
+
+
+def _problems(settings: object) -> Iterator[Problem]:
+    yield from out_of_range(settings)
+    if grpo := getattr(settings, "grpo", None):
+        yield from ((f"grpo.{name}", what, want) for name, what, want in algorithms.problems(grpo))
+    yield from _unsafe(getattr(settings, "reward_safety", RewardSafetyConfig()))
+    if isinstance(settings, Recipe):
+        yield from _contradictions(settings)
+    if isinstance(settings, SFTRecipe):
+        yield from _no_examples(settings)
+    if isinstance(settings, Recipe | SFTRecipe):
+        yield from _general_contradictions(settings)
 
 
 def _contradictions(recipe: Recipe) -> Iterator[Problem]:

@@ -3,7 +3,8 @@
 In: text. Out: an instance of a dataclass, or one error that names every mistake with file and line.
 Differs from plain YAML on purpose: `1e-5` is a number (YAML 1.1 reads text), `no` and `1:30` are text (there they are
 false and 90), a key given twice is refused, anchors and custom tags are refused. `override` puts values from the
-command line into the same tree, so that both are checked by the same code.
+command line into the same tree, so that both are checked by the same code. A file may be hostile: its size and the
+number of mistakes that are described are limited.
 """
 
 import math
@@ -12,6 +13,8 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -23,6 +26,12 @@ T = TypeVar("T")
 
 building: ContextVar[bool] = ContextVar("building", default=False)
 """True while `build` makes objects: it gathers their mistakes itself."""
+MAX_BYTES = 32_768
+"""Largest file that is read. A recipe with every setting has about 5,000; the parser takes a second for 100,000."""
+MAX_LISTED = 20
+"""Problems that one error describes."""
+MAX_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,23 @@ class _Loader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     """Quotes whatever either YAML 1.1 or the loader above would take for something other than text."""
+
+
+def text_of(path: Path, name: str) -> str:
+    """Read the file at `path`; `name` stands for it in errors.
+
+    Raises:
+        RecipeError: it cannot be read, is no UTF-8, or has more than `MAX_BYTES`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) <= MAX_BYTES:
+            return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot be read: {error}", where=name) from None
+    want = "a recipe: with every setting written out it has about 5,000"
+    raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=name)
 
 
 def read(text: str, name: str) -> Item:
@@ -137,11 +163,13 @@ def places(item: Item, prefix: str = "") -> dict[str, str]:
 
 
 def raise_together(problems: Sequence[RecipeError]) -> None:
-    """Raise the problem, or all of them as one error; nothing when there are none."""
+    """Raise the problem, or the first `MAX_LISTED` of them as one error; nothing when there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise RecipeError(f"{len(problems)} problems\n" + "\n".join(str(problem) for problem in problems))
+        many = len(problems) > MAX_LISTED
+        count = f"more than {MAX_LISTED} problems; the first of them:" if many else f"{len(problems)} problems"
+        raise RecipeError("\n".join([count, *map(str, problems[:MAX_LISTED])]))
 
 
 def _item(node: yaml.Node, name: str) -> Item:
@@ -204,36 +232,47 @@ class _Builder:
             return float(value)
         if inner in (int, bool, str) and type(value) is inner:
             return value
-        self.problems.append(_misfit(kind, item, path))
+        self.refuse(lambda: _misfit(kind, item, path))
         return None
 
     def convert_fields(self, cls: Any, item: Item, path: str) -> Any:
         kinds, before = get_type_hints(cls), len(self.problems)
-        self.problems += [
-            self.unknown(n, kinds, i.key or i.where, path) for n, i in item.value.items() if n not in kinds
-        ]
+        for name, entry in item.value.items():
+            if name not in kinds:
+                self.refuse(partial(self.unknown, name, kinds, entry.key or entry.where, path))
         prefix = path and path + "."
         given = {n: self.convert(kinds[n], i, prefix + n) for n, i in item.value.items() if n in kinds}
         needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        self.problems += [RecipeError(f"{prefix}{n} is missing", where=item.where) for n in needed if n not in given]
+        for name in needed:
+            if name not in given:
+                self.refuse(partial(RecipeError, f"{prefix}{name} is missing", where=item.where))
         return cls(**given) if len(self.problems) == before else None
+
+    def refuse(self, problem: Callable[[], RecipeError]) -> None:
+        """Note a problem. What is not listed is not worded either: the nearest name to each of thousands takes long."""
+        self.problems.append(problem() if len(self.problems) < MAX_LISTED else RecipeError("not listed"))
 
     def unknown(self, name: str, choices: Iterable[str], where: str, path: str) -> RecipeError:
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
         fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
         fix = fix or foreign.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
-        return RecipeError(f"there is no setting {name!r}{inside}", fix=fix, where=where)
+        return RecipeError(f"there is no setting {_shortened(name)}{inside}", fix=fix, where=where)
 
 
 def _misfit(kind: Any, item: Item, path: str) -> RecipeError:
     value = item.value
-    shown = _SHAPES.get(type(value)) or repr(value)
+    shown = _SHAPES.get(type(value)) or _shortened(value)
     inner, _ = _without_none(kind)
     fix = 'put quotes around it: "..."' if inner is str and type(value) in (bool, int, float) else ""
     if get_origin(inner) is Literal and isinstance(value, str):
         fix = nearest(value, map(str, get_args(inner)))
     return RecipeError(f"{path or 'the file'} is {shown}", want=describe(kind), fix=fix, where=item.where)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
 def describe(kind: Any) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -78,6 +79,43 @@ def test_what_is_not_plain_yaml_is_refused_with_its_line(text, line):
 @pytest.mark.parametrize("text", ["[" * 5000, "a: \x00"])
 def test_hostile_yaml_is_refused(text):
     assert "not readable as YAML" in refused(text)
+
+
+HOSTILE = {
+    "unknown keys": SMALL + "".join(f"setting{number}: 1\n" for number in range(20_000)),
+    "unknown keys within the cap": SMALL + "".join(f"s{number}: 1\n" for number in range(3_500)),
+    "unknown keys in a section": SMALL + "grpo: {" + ", ".join(f"s{number}: 1" for number in range(3_000)) + "}",
+    "wrong words": SMALL + f"tracking: [{', '.join(['wandd'] * 4_000)}]",
+    "names that are not there": SMALL + f"model: {{lora: {{targets: [{', '.join(['q_prog'] * 3_500)}]}}}}",
+    "a long value": SMALL + "description: " + "x" * 5_000_000,
+    "a long value of the wrong type": SMALL + "seed: " + "x" * 30_000,
+    "a long word": SMALL + "data: {task: " + "x" * 30_000 + "}",
+    "a long key": SMALL + "? " + "x" * 30_000 + "\n: 1",
+    "nested lists": SMALL + "rewards: " + "[" * 30_000,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_recipe_is_refused_at_once_and_in_few_words(text, tmp_path):
+    (tmp_path / "r.yaml").write_text(text)
+    started = time.process_time()
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(tmp_path / "r.yaml")
+    assert time.process_time() - started < 2
+    assert len(str(caught.value)) < 20_000
+
+
+def test_no_more_than_the_first_problems_are_listed():
+    message = refused(SMALL + "".join(f"s{number}: 1\n" for number in range(50)))
+    assert message.startswith("more than 20 problems; the first of them:\nr.yaml:3: there is no setting 's0'")
+    assert message.count("there is no setting") == 20
+
+
+def test_the_size_of_a_recipe_is_told_and_what_it_may_be(tmp_path):
+    (tmp_path / "r.yaml").write_text(SMALL + "#" * 32_768)
+    with pytest.raises(RecipeError, match=r"more than 32,768 bytes\n  wanted: a recipe") as caught:
+        recipe.load(tmp_path / "r.yaml")
+    assert caught.value.where == str(tmp_path / "r.yaml")
 
 
 def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
