@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
-from covey.train.folders import damage_in, is_held, put_in_place, remove, seal, take_lock, tidy
+from covey.train.folders import damage_in, free_for_folder, is_held, put_in_place, remove, seal, take_lock, tidy
 
 ARRAYS, META = "arrays", "meta.json"
 
@@ -62,8 +62,8 @@ class Checkpointer:
         self._lock = None if read_only else take_lock(self.folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         logging.getLogger("absl").addFilter(_not_raised_here)
-        if not read_only:
-            tidy(self.folder)
+        if self._lock is not None:
+            self._tidy(self._lock)
 
     def holds(self) -> bool:
         """Whether the folder is still the one that was locked: not when somebody has removed or replaced it."""
@@ -117,7 +117,7 @@ class Checkpointer:
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
         if needed > shutil.disk_usage(self.folder).free:
             raise self._unwritten(step, needed, "the disk is full")
-        partial = self._path(step).with_suffix(".partial")
+        partial = free_for_folder(free_for_folder(self._path(step)).with_suffix(".partial"))
         shutil.rmtree(partial, ignore_errors=True)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
         wait = _write(partial / ARRAYS, stored) if stored else None
@@ -149,7 +149,7 @@ class Checkpointer:
         path = self._path(step)
         if damage := damage_in(path):
             raise self._damaged(step, damage)
-        meta = json.loads((path / META).read_text())
+        meta = self._meta(step)
         check(meta["extra"])
         flat = _abstract(meta["leaves"]) if target is None else flatten(target)
         _refuse_misfit(flat, meta["leaves"], subset, path)
@@ -183,6 +183,13 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _tidy(self, lock: TextIO) -> None:
+        try:
+            tidy(self.folder)
+        except Exception:
+            lock.close()
+            raise
+
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
@@ -209,6 +216,13 @@ class Checkpointer:
         for old in self.steps()[: -self._max_to_keep]:
             if old != best:
                 remove(self._path(old))
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        try:
+            meta: dict[str, Any] = json.loads((self._path(step) / META).read_text())
+        except (OSError, ValueError) as error:  # the digests agree, so it was sealed like that
+            raise self._damaged(step, f"{META} cannot be read ({error})") from None
+        return meta
 
     def _score(self, step: int) -> float | None:
         try:

@@ -2,12 +2,13 @@
 
 A folder is filled under the name `X.partial`. `seal` writes its SHA256SUMS, the last file to appear; from then on it
 is whole, and `put_in_place` renames it to `X`. `X.old` is a folder on its way out. `tidy` finishes what a kill
-interrupted.
+interrupted. A file or link that stands where one of these folders goes is somebody else's: it is named and kept.
 """
 
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import socket
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ def damage_in(folder: Path) -> str:
     try:
         lines = (folder / SUMS).read_text().splitlines()
         listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read ({error})"
     files = _files(folder)
     if odd := sorted(listed.keys() ^ files.keys()):
@@ -83,7 +84,7 @@ def damage_in(folder: Path) -> str:
 def put_in_place(partial: Path) -> None:
     """Rename a sealed folder `X.partial` to `X`, in place of an older `X`."""
     final = partial.with_suffix("")
-    if final.exists():
+    if free_for_folder(final).exists():
         remove(final)  # killed here, `tidy` finds the sealed folder and goes on
     partial.rename(final)
     sync(final.parent)
@@ -91,7 +92,7 @@ def put_in_place(partial: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Take a folder away at once: half removed, it must not pass for whole."""
-    old = folder.with_suffix(".old")
+    old = free_for_folder(folder.with_suffix(".old"))
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)
@@ -99,13 +100,28 @@ def remove(folder: Path) -> None:
 
 def tidy(folder: Path) -> None:
     """Finish or remove what a killed process left behind."""
-    for partial in folder.glob("[0-9]*.partial"):
-        if (partial / SUMS).exists():
-            put_in_place(partial)
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.(partial|old)", path.name))
+    for path in map(free_for_folder, found):
+        if path.suffix == ".partial" and (path / SUMS).is_file():
+            put_in_place(path)
         else:
-            shutil.rmtree(partial)
-    for old in folder.glob("[0-9]*.old"):
-        shutil.rmtree(old)
+            shutil.rmtree(path)
+
+
+def free_for_folder(path: Path) -> Path:
+    """Return `path`, at which a folder of ours lies or may be made.
+
+    Raises:
+        ResumeError: a file or a link is there.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ResumeError(
+            f"a {'link' if path.is_symlink() else 'file'} is in the way",
+            want="nothing there, or a folder of a checkpoint",
+            fix="move it elsewhere; then resume",
+            where=str(path),
+        )
+    return path
 
 
 def make(folder: Path) -> bool:
@@ -179,7 +195,12 @@ def take_lock(folder: Path) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise ResumeError(f"checkpoints cannot be written: {error.strerror}", where=str(folder)) from error
+        raise ResumeError(
+            f"checkpoints cannot be written: {error.strerror}",
+            want="a folder in which this user may write",
+            fix="make it writable, or choose another folder with --out",
+            where=str(folder),
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -410,6 +410,67 @@ def test_leftovers_are_finished_or_removed(saved: Checkpointer) -> None:
     assert {path.name for path in folder.iterdir()} == {"00000001", "00000002", "00000003", "lock", "notes"}
 
 
+@pytest.mark.parametrize("name", ["00000003.partial", "00000000.old"])
+def test_a_stray_file_in_the_way_is_named_and_kept(saved: Checkpointer, name: str) -> None:
+    saved.close()
+    (saved.folder / name).write_text("mine")
+    with pytest.raises(ResumeError, match=f"{name}: a file is in the way\n.*\n  fix: move it elsewhere"):
+        Checkpointer(saved.folder)
+    assert (saved.folder / name).read_text() == "mine"
+    (saved.folder / name).unlink()
+    Checkpointer(saved.folder).close()  # whoever was refused holds no lock
+
+
+def test_a_stray_file_that_is_not_in_the_way_stays(saved: Checkpointer) -> None:
+    """Checkpoints have names of eight digits."""
+    saved.close()
+    (saved.folder / "7.partial").write_text("mine")
+    with Checkpointer(saved.folder) as again:
+        again.save(7, params(7))
+        again.wait()
+        assert again.steps() == [1, 2, 7]
+    assert (saved.folder / "7.partial").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["00000003.partial", "00000003"])
+def test_a_file_where_a_step_goes_is_named_when_it_is_saved(saved: Checkpointer, name: str) -> None:
+    (saved.folder / name).write_text("mine")
+    with pytest.raises(ResumeError, match=f"{name}: a file is in the way"):
+        saved.save(3, params(3))
+    assert (saved.folder / name).read_text() == "mine"
+    assert saved.steps() == [1, 2]
+
+
+def folder_for_sums(step: Path) -> None:
+    (step / "SHA256SUMS").unlink()
+    (step / "SHA256SUMS").mkdir()
+
+
+def sums_that_are_no_text(step: Path) -> None:
+    (step / "SHA256SUMS").write_bytes(b"\xff\xfe\n")
+
+
+def nothing_at_all(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+    (step / "SHA256SUMS").touch()
+
+
+@pytest.mark.parametrize("spoil", [folder_for_sums, sums_that_are_no_text, nothing_at_all])
+def test_a_seal_that_is_none_is_damage_and_the_last_whole_step_is_named(saved: Checkpointer, spoil: Any) -> None:
+    spoil(saved.folder / "00000002")
+    with pytest.raises(ResumeError, match="checkpoint 2 is damaged: ") as caught:
+        saved.restore()
+    assert caught.value.fix.startswith("remove this folder to go on from 1")
+
+
+def test_a_folder_of_sums_does_not_make_a_leftover_whole(saved: Checkpointer) -> None:
+    saved.close()
+    (saved.folder / "00000003.partial" / "SHA256SUMS").mkdir(parents=True)
+    with Checkpointer(saved.folder) as again:
+        assert again.steps() == [1, 2]
+
+
 def test_a_full_disk_is_reported_and_the_steps_before_stay(saved: Checkpointer, capfd: Any, caplog: Any) -> None:
     """The kernel refuses files above a megabyte; Orbax would log its tracebacks on top."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
