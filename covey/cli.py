@@ -6,6 +6,7 @@ are answered at once. Exit codes: 0 done, 1 a defect of ours (with its traceback
 to go on from.
 """
 
+import errno
 import io
 import os
 import signal
@@ -31,6 +32,20 @@ from covey.overrides import apply, split
 from covey.showing import printable
 
 Action = Callable[[], int]
+
+_ANOTHER_PLACE = "another place (--out FOLDER says where a run or an export goes), or the right to read and write there"
+_ROOM = "make room; a run that has a checkpoint goes on with --resume"
+OUTSIDE: dict[int | None, str] = {
+    errno.EROFS: _ANOTHER_PLACE,
+    errno.EACCES: _ANOTHER_PLACE,
+    errno.EPERM: _ANOTHER_PLACE,
+    errno.ENOTDIR: "another path: one of its folders is a file",
+    errno.EISDIR: "another path, or move the folder: a file is needed there",
+    errno.ENAMETOOLONG: "a shorter name",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+}
+"""What to do about errors of the system that no defect of ours causes; the others keep their traceback."""
 
 STOPPED = 75
 """Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, try again later."""
@@ -59,6 +74,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in OUTSIDE:
+            raise
+        told = CoveyError(str(error.strerror), fix=OUTSIDE[error.errno], where=str(error.filename or ""))
+        print(printable(str(told), keep="\n"), file=sys.stderr)
+        return 2
 
 
 def parse(words: Sequence[str]) -> Action:
@@ -257,8 +278,7 @@ def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]])
     """`cls` with the rollout settings of the run at `source`, if it is one, and `pairs` over them."""
     item = strictyaml.Item({}, source)
     if recipe.is_run(source):
-        written = strictyaml.read((Path(source) / "recipe.yaml").read_text(encoding="utf-8"), source)
-        item = strictyaml.Item({k: v for k, v in written.value.items() if k == "rollout"}, source)
+        item = recipe.section_of(source, "rollout")
     item = apply(cls, item, _tokens(pairs), recipe.HIDDEN)
     options = strictyaml.build(cls, item)
     recipe.validate(options, strictyaml.places(item))

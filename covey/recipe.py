@@ -161,6 +161,14 @@ def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTR
     return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
 
 
+def section_of(source: str | Path, section: str) -> strictyaml.Item:
+    """One section of the recipe at `source` as it is written, not yet checked; empty when the recipe has none."""
+    item = strictyaml.read(*_text(source))
+    if not isinstance(item.value, dict):
+        return item  # no recipe: `strictyaml.build` says so
+    return strictyaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
+
+
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Which kind of recipe is at `source`; only its method is looked at."""
     return _kind(*_text(source))

@@ -71,7 +71,7 @@ class Said:
     devices: list[int]
 
     def __init__(self, model: Decoder, tokenizer: Any, rollout: RolloutConfig):
-        mesh = mesh_of(nnx.state(model))
+        self.tokenizer, mesh = tokenizer, mesh_of(nnx.state(model))
         self.devices.append(1 if mesh is None else mesh.size)
 
     def generate(self, examples: Any, samples: int, **_: Any) -> list[Group]:

@@ -1,6 +1,7 @@
 """What uses a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from covey.configs import RolloutConfig
 from covey.data import source as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
+from covey.errors import DataError
 from covey.evaluate import Evaluation, Generates, judges
 from covey.evaluate import evaluate as judge
 from covey.models.decoder import Decoder
@@ -54,17 +56,36 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     limit = max(1, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are read as U+FFFD: no crash over an accent
+        sys.stdin.reconfigure(errors="replace")
     print("Say something; an empty line ends the chat.", flush=True)
     while text := _read_line():
-        messages.append({"role": "user", "content": text})
-        while tokenizer.chat_template and len(tokenizer.encode_prompt(messages)) > limit and len(messages) > 1:
-            messages = messages[2:]
-            print("(the oldest turn is forgotten: the conversation has outgrown the model)", flush=True)
-        prompt = messages if tokenizer.chat_template else text
-        (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
-        answer = group.completions[0].text
-        messages.append({"role": "assistant", "content": answer})
-        print(printable(answer, keep="\n\t"), flush=True)
+        try:
+            messages = _answered(worker, messages, text, limit)
+        except DataError as error:
+            _say(f"this line is left out: {printable(str(error), keep=chr(10))}")
+        else:
+            _say(printable(messages[-1]["content"], keep="\n\t"))
+
+
+def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
+    """The conversation `before` with `text` and an answer to it, without its oldest turns where it is longer than
+    `limit` tokens.
+
+    Raises:
+        DataError: the text cannot be asked: it is too long by itself, or the chat template refuses it.
+    """
+    tokenizer = worker.tokenizer
+    size = len(tokenizer.encode_prompt(_as_chat(tokenizer, text)))
+    if size > limit:
+        raise DataError(f"it has {size:,} tokens", want=f"at most {limit:,}", fix="say it in fewer words")
+    messages = [*before, {"role": "user", "content": text}]
+    while tokenizer.chat_template and len(messages) > 1 and len(tokenizer.encode_prompt(messages)) > limit:
+        messages = messages[2:]
+        _say("(the oldest turn is forgotten: the conversation has outgrown the model)")
+    prompt = messages if tokenizer.chat_template else text
+    (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
+    return [*messages, {"role": "assistant", "content": group.completions[0].text}]
 
 
 def fitting(rows: Sequence[Row], tokenizer: Tokenizer, ready: Recipe) -> FittedPrompts:

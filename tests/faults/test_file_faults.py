@@ -4,6 +4,7 @@ without a traceback and with exit code 2.
 
 import json
 import os
+import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -178,6 +179,48 @@ def test_a_billion_layers_are_refused_before_anything_is_made_of_them(model: Pat
         weights.Folder(configured(model, model_type=family, num_hidden_layers=10**9))
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
+
+
+# --- the disk
+
+
+@pytest.mark.slow
+def test_a_new_run_where_nothing_may_be_written(capsys: Any) -> None:
+    """Nobody, root included, makes a folder in sysfs."""
+    assert main(["train", "quickstart", "--out", "/sys/covey", f"model.source={TINY}", *SETTINGS]) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"^/sys/covey\S*: .*(Read-only|not permitted|denied)", told)
+    assert "\n  fix: " in told
+    assert "--out" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("setting", ["data.path", "model.source", "model.adapter", "out", "name"])
+def test_a_path_longer_than_the_system_allows(setting: str, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", f"{setting}={'x' * 3000}"]) == 2
+    told = capsys.readouterr().err
+    assert "File name too long" in told
+    assert "\n  fix: a shorter name" in told
+
+
+@pytest.mark.parametrize("words", [["train", "x" * 3000], ["chat", "x" * 3000], ["train", "--resume", "x" * 3000]])
+def test_a_name_longer_than_the_system_allows(words: list[str], capsys: Any) -> None:
+    assert main(words) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"- a\n- b\n", b"just text", b"name: x\n" + b"#" * 10**6])
+@pytest.mark.parametrize("words", [["chat", "run"], ["generate", "run", "Hi"], ["eval", "run"], ["export", "run"]])
+def test_a_run_whose_recipe_is_none(
+    content: bytes, words: list[str], capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run", "checkpoints", "00000001").mkdir(parents=True)
+    Path("run", "recipe.yaml").write_bytes(content)
+    out = ["--out", "export"] if words[0] == "export" else []
+    assert main([*words, *out]) == 2
+    assert "run" in capsys.readouterr().err
 
 
 # --- data

@@ -6,6 +6,7 @@ And nothing in the package can run what it reads: no pickle, no `eval`, no YAML 
 import ast
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from covey import recipe
 from covey.cli import main
 from covey.errors import RecipeError
+from covey.rl.rollout import RolloutWorker
 from covey.run.card import History, model_card
 from covey.showing import in_markdown, masked, printable, refuse_secrets
 from covey.train.metrics import SAMPLES, MetricsWriter, read_rows
@@ -57,6 +59,29 @@ def test_an_error_shows_a_name_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     told = capsys.readouterr().err
     assert "\\x1b[31m" in told
     assert clean(told)
+
+
+@pytest.mark.slow
+def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Bytes that are no UTF-8 are answered; what is too long is refused by itself, and what was said before stays."""
+    asked: list[list[dict[str, str]]] = []
+    generate = RolloutWorker.generate
+
+    def heard(self: RolloutWorker, prompts: Any, *args: Any, **more: Any) -> Any:
+        asked.append(list(prompts[0]["prompt"]))
+        return generate(self, prompts, *args, **more)
+
+    monkeypatch.setattr(RolloutWorker, "generate", heard)
+    lines = b"caf\xe9\n" + b"x" * 2_000_000 + b"\n" + "é \x9b. ".encode() * 300 + b"\nand then?\n\nnever read\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    source = str(PACKAGE.parent / "tests" / "parity" / "golden" / "tiny-llama")
+    assert main(["chat", source, "--max-new-tokens", "4", "--slots", "1"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("> ") == 5
+    assert told.count("this line is left out: ") == 2
+    assert "tokens\n  wanted: at most " in told
+    assert [message["content"] for message in asked[0]] == ["caf\ufffd"]
+    assert [message["content"] for message in asked[-1]][::2] == ["caf\ufffd", "and then?"]
 
 
 def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) -> None:
