@@ -163,7 +163,7 @@ def recipes(words: Sequence[str]) -> Action:
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
     if names:
-        return partial(_say, recipe.find(names[0]).read_text(encoding="utf-8"))
+        return partial(_say, printable(strictyaml.text_of(recipe.find(names[0]), names[0]), keep="\n\t"))
     return help.show_recipes
 
 
@@ -205,7 +205,8 @@ def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
 def _tell_how_to_go_on(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
     """Says what goes on with `run`, which is named from `here`, the working directory when the command began."""
     if has_checkpoint(here / run):
-        print(f"\ngo on with: {recipe.COMMANDS[kind.method]} --resume {run}", file=sys.stderr)
+        command = f"{recipe.COMMANDS[kind.method]} --resume {run}"
+        print(printable(f"\ngo on with: {command}", keep="\n"), file=sys.stderr)
 
 
 def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> int:

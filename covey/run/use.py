@@ -63,9 +63,9 @@ def chat(source: str, rollout: RolloutConfig) -> None:
         try:
             messages = _answered(worker, messages, text, limit)
         except DataError as error:
-            _say(f"this line is left out: {printable(str(error), keep=chr(10))}")
+            _say(f"this line is left out: {error}")
         else:
-            _say(printable(messages[-1]["content"], keep="\n\t"))
+            _say(messages[-1]["content"])
 
 
 def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
@@ -169,12 +169,12 @@ def _read_line() -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text, keep="\n\t"), flush=True)
 
 
 def _aside(text: str) -> None:
     """For commands whose output is the answer alone."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def _quiet(text: str) -> None:

@@ -9,6 +9,7 @@ checkpoint, and then writes the same rows again.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,10 @@ from covey.train.folders import is_open_at, replace_file, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
+ACTED_ON = re.compile(
+    r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
+)
+"""What a terminal obeys or hides: control, direction and invisible characters. JSON has escapes for them."""
 
 
 class MetricsWriter:
@@ -153,7 +158,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`; a reader sees the old file or the new one, never a part."""
-    replace_file(folder / SUMMARY, _json(summary, indent=2).encode("utf-8", "backslashreplace") + b"\n")
+    replace_file(folder / SUMMARY, _json(summary, indent=2).encode("utf-8") + b"\n")
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -196,12 +201,13 @@ def _too_short(file: Path, last: int, step: int) -> ResumeError:
 
 
 def line(row: Mapping[str, Any]) -> bytes:
-    """`row` as one line of strict JSON in UTF-8 (half a surrogate pair, which UTF-8 lacks, as its \\u escape)."""
-    return (_json(row) + "\n").encode("utf-8", "backslashreplace")
+    """`row` as one line of strict JSON in UTF-8; `ACTED_ON` stands as \\u escapes, which read back as it was."""
+    return (_json(row) + "\n").encode("utf-8")
 
 
 def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return ACTED_ON.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def _plain(value: Any) -> Any:

@@ -96,7 +96,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays, whatever is shown: something happened that the user should know of."""
-        self._print(f"[{time.monotonic() - self._started:6.1f}s] {printable(text)}")
+        self._print(f"[{time.monotonic() - self._started:6.1f}s] {text}")
 
     def advance(self, done: int, total: int) -> None:
         """How far the phase is; a log file hears of it every `HEARTBEAT` seconds."""
@@ -132,10 +132,10 @@ class Progress:
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
         """Show what an evaluation found, and its best and its worst answer; `name` says which (`before`, `after`)."""
         self._announced.clear()
-        self._print(f"{printable(name)}: {_figures(result)}")
+        self._print(f"{name}: {_figures(result)}")
         for under in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
             figures = {key.removeprefix(f"{under}/"): result[key] for key in result if key.startswith(f"{under}/")}
-            self._print(f"{printable(name)}, {under}: {_figures(figures)}")
+            self._print(f"{name}, {under}: {_figures(figures)}")
         for line in _extremes(samples):
             self._print(line)
 
@@ -143,7 +143,7 @@ class Progress:
         """Show before → after, where the run lies, and what to do next; the live view ends here."""
         if self._live.is_started:
             self._live.stop()
-        body = Text("\n".join(self._closing(summary, str(folder))))
+        body = Text(printable("\n".join(self._closing(summary, str(folder))), keep="\n"))
         if self.console.is_terminal:
             self.console.print(Panel(body, title="done", title_align="left"))
         else:
@@ -190,7 +190,7 @@ class Progress:
         if self._table:
             table = Table(box=None, padding=(0, 3, 0, 0))
             for name in self._table:
-                table.add_column(name, no_wrap=True)
+                table.add_column(Text(printable(name)), no_wrap=True)
             table.add_row(*self._table.values())
             parts += [table, Text(f"{self.headline} {self._spark()}"), *map(Text, self._shown)]
         if self._phase:
@@ -206,7 +206,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._spoken = time.monotonic()
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
 
 def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> str:

@@ -4,8 +4,10 @@ And nothing in the package can run what it reads: no pickle, no `eval`, no YAML 
 """
 
 import ast
+import importlib
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ def test_nothing_of_a_model_moves_the_cursor() -> None:
         row = {"step": 1, "reward": 0.5}
         progress.step(row, [SampleLine(NASTY, NASTY, 1.0), SampleLine("p", "t", 0.0)])
         progress.evaluation(f"before {NASTY}", {"reward": 0.5}, [SampleLine(NASTY, NASTY, 1.0)])
+        progress.evaluation("before", {f"{NASTY}/reward": 0.5}, [])
+        progress.done({"before": {}, "after": {}}, f"runs/{NASTY}")
     assert clean(out.getvalue())
     assert "[bold]x[/bold]" in out.getvalue()  # shown, not obeyed
 
@@ -84,6 +88,39 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(monkeypatch: pytest
     assert [message["content"] for message in asked[-1]][::2] == ["caf\ufffd", "and then?"]
 
 
+def test_the_names_of_metrics_move_nothing_either() -> None:
+    """A reward's name is in them, and the recipe may show them."""
+    for terminal in (False, True):
+        out = io.StringIO()
+        console = Console(file=out, width=400, force_terminal=terminal, color_system=None)
+        with Progress(3, console, show=(NASTY, "[bold]b[/bold]")) as progress:
+            progress.step({"step": 1, "reward": 0.5, NASTY: 1.0, "[bold]b[/bold]": 1.0})
+        marks = set(CONTROLS) - ({"\x1b", "\r"} if terminal else set())  # a live view moves the cursor itself
+        assert not any(mark in out.getvalue() for mark in marks)
+        assert "[bold]b[/bold]" in out.getvalue()
+        assert "\x1b[2J" not in out.getvalue()
+
+
+def test_what_is_told_about_a_source_is_escaped(capsys: Any) -> None:
+    """Its name, and what a hub or an index says of it."""
+    for module in ("covey.run.use", "covey.run.export"):
+        importlib.import_module(module)._say(NASTY)
+    importlib.import_module("covey.run.use")._aside(NASTY)
+    told = "".join(capsys.readouterr())
+    assert told.count("red\\u202egnp") == 3
+    assert clean(told)
+
+
+def test_a_recipe_is_printed_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("name: x\n# \x1b[2J \x9b31m \u202e\n", encoding="utf-8")
+    assert main(["recipes", "r.yaml"]) == 0
+    assert clean(told := capsys.readouterr().out)
+    assert told.startswith("name: x\n# \\x1b[2J ")
+    Path("r.yaml").write_bytes(b"\xff")
+    assert main(["recipes", "r.yaml"]) == 2
+
+
 def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) -> None:
     none = np.zeros(1)
     group = Group(NASTY, np.array([1]), (Completion(none, none, none, FinishReason.STOP, NASTY + "\u2028\n"),))
@@ -93,7 +130,7 @@ def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) 
     assert row["text"] == NASTY + "\u2028\n"
     raw = (tmp_path / SAMPLES).read_bytes()
     assert raw.count(b"\n") == 1
-    assert not any(byte < 32 for byte in raw[:-1])
+    assert clean(raw[:-1].decode())  # what a terminal obeys stands as an escape of JSON's own
 
 
 def test_a_model_card_is_text(tmp_path: Path) -> None:
@@ -112,6 +149,41 @@ def test_a_model_card_is_text(tmp_path: Path) -> None:
     assert "<img" not in card
     assert "| a |" not in card
     assert all(line.replace("\\|", "").count("|") in (0, 3, 4) for line in card.splitlines())
+
+
+LINKS = (
+    "https://evil.example/?a=b&c",
+    "HTTP://evil.example",
+    "www.evil.example",
+    "ftp://evil.example",
+    "me@evil.example",
+)
+
+
+def without_code(card: str) -> str:
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"```.*?```", "", card, flags=re.S))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_model_card_has_no_links_but_that_of_its_base(link: str, tmp_path: Path) -> None:
+    """Markdown makes links of bare addresses; in code it does not."""
+    run = tmp_path / "run"
+    run.mkdir()
+    ready = {"rewards": ["first_letter"], "description": f"See <{link}>, ({link}) and `{link}`.", "critic": None}
+    (run / "recipe.yaml").write_text(json.dumps(ready | {"model": {"source": f"hf:org/name) {link}"}}))
+    summary = {"model": f"hf:org/x`{link}`\n\n{link}", "before": {f"a {link}": 1.0}, "after": {}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    card = model_card(History.of(str(run)), "transformers")
+    assert f"`{link}`" in card
+    assert link not in without_code(card)
+    assert "](https://huggingface.co/org/name)" not in card
+    alone = model_card(History((), "models/www.evil.example <b>x`"), "gguf")
+    assert not any(mark in without_code(alone) for mark in ("<b>", "evil.example"))
+
+
+@pytest.mark.parametrize("text", ["# x", "- x", "1. x", "+ x", "--- ", "~~~", "=== ", "> x", "    x"])
+def test_a_line_of_markdown_begins_no_block(text: str) -> None:
+    assert re.match(r"[\\&x]|1\\", in_markdown(text))
 
 
 def test_markdown_means_nothing() -> None:
