@@ -215,13 +215,13 @@ class _Builder:
         self.paths = paths
         self.problems: list[RecipeError] = []
 
-    def convert(self, kind: Any, item: Item, path: str) -> Any:
+    def convert(self, kind: Any, item: Item, path: str, default: Any = None) -> Any:
         inner, optional = _without_none(kind)
         value = item.value
         if optional and value is None:
             return None
         if is_dataclass(inner) and (value is None or isinstance(value, dict)):  # a section with nothing in it is null
-            return self.convert_fields(inner, Item(value or {}, item.where), path)
+            return self.convert_fields(inner, Item(value or {}, item.where), path, default)
         if get_origin(inner) is tuple and isinstance(value, list):
             return tuple(self.convert(get_args(inner)[0], child, path) for child in value)
         if get_origin(inner) is dict and isinstance(value, dict):
@@ -235,18 +235,19 @@ class _Builder:
         self.refuse(lambda: _misfit(kind, item, path))
         return None
 
-    def convert_fields(self, cls: Any, item: Item, path: str) -> Any:
+    def convert_fields(self, cls: Any, item: Item, path: str, default: Any = None) -> Any:
+        """An instance of `cls`. What is not given is `default`'s, where the section above has one, or the class's."""
         kinds, before = get_type_hints(cls), len(self.problems)
+        defaults = {f.name: _default(f) if default is None else getattr(default, f.name) for f in fields(cls)}
         for name, entry in item.value.items():
             if name not in kinds:
                 self.refuse(partial(self.unknown, name, kinds, entry.key or entry.where, path))
         prefix = path and path + "."
-        given = {n: self.convert(kinds[n], i, prefix + n) for n, i in item.value.items() if n in kinds}
-        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        for name in needed:
-            if name not in given:
+        given = {n: self.convert(kinds[n], i, prefix + n, defaults[n]) for n, i in item.value.items() if n in kinds}
+        for name, value in defaults.items():
+            if value is MISSING and name not in given:
                 self.refuse(partial(RecipeError, f"{prefix}{name} is missing", where=item.where))
-        return cls(**given) if len(self.problems) == before else None
+        return cls(**defaults | given) if len(self.problems) == before else None
 
     def refuse(self, problem: Callable[[], RecipeError]) -> None:
         """Note a problem. What is not listed is not worded either: the nearest name to each of thousands takes long."""
@@ -258,6 +259,10 @@ class _Builder:
         fix = fix or foreign.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
         return RecipeError(f"there is no setting {_shortened(name)}{inside}", fix=fix, where=where)
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _misfit(kind: Any, item: Item, path: str) -> RecipeError:

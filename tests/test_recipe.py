@@ -13,8 +13,11 @@ from covey import recipe, strictyaml
 from covey.configs import (
     EvalConfig,
     GRPOConfig,
+    LoRAConfig,
+    ModelOptions,
     RLTrainingConfig,
     RolloutConfig,
+    SFTConfig,
     SFTDataConfig,
 )
 from covey.errors import RecipeError
@@ -159,6 +162,16 @@ def test_an_empty_section_keeps_its_defaults_and_an_int_does_for_a_float():
     assert read.grpo == GRPOConfig()
     assert read.rollout.temperature == 1.0
     assert isinstance(read.rollout.temperature, float)
+
+
+def test_a_section_of_which_a_part_is_given_keeps_its_own_defaults():
+    """Not those of its class, which several sections share."""
+    rl = recipe.parse(SMALL + "training: {critic_optimizer: {weight_decay: 0.1}}").training.critic_optimizer
+    assert (rl.weight_decay, rl.learning_rate) == (0.1, RLTrainingConfig().critic_optimizer.learning_rate)
+    text = "method: sft\ndata: {task: sums}\n"
+    for section, words in (("training: {optimizer: {b1: 0.8}}", []), ("", ["--optimizer.b1=0.8"]), ("training:", [])):
+        optimizer = recipe.parse(text + section, words, kind=SFTRecipe).training.optimizer
+        assert optimizer.learning_rate == SFTConfig().optimizer.learning_rate == 2e-5
 
 
 # --- overrides
