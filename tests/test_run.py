@@ -2,7 +2,9 @@
 uses a finished one.
 """
 
+import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from covey import recipe, run
 from covey.cli import main
@@ -18,7 +21,9 @@ from covey.errors import DataError, NumbersError, ResumeError
 from covey.models import weights
 from covey.models.export import write_peft
 from covey.models.lora import projections, with_lora
+from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
+from covey.train.folders import seal
 from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
@@ -185,6 +190,36 @@ def test_other_data_are_refused_on_resume(tmp_path: Path) -> None:
     (out / "recipe.yaml").write_text(text.replace("max_steps: 3", "max_steps: 4").replace("seed: 42", "seed: 43"))
     with pytest.raises(ResumeError, match=r"data\.seed was 42, is 43"):
         run.resume(out)
+
+
+def test_a_run_of_an_older_schema_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its version knew only the settings that its recipe sets; each of the others is newer than the run."""
+    out = tmp_path / "run"
+    short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1")
+    run.train(ready(*short), out)
+    saved = out / "checkpoints" / "00000001"
+    shutil.rmtree(out / "checkpoints" / "00000002")
+    meta = json.loads((saved / "meta.json").read_text())
+    newer = {k for k, v in settings_of(recipe.Recipe()).items() if meta["extra"]["settings"][k] == v} - {"method"}
+    assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
+    for name in newer:
+        del meta["extra"]["settings"][name]
+    (saved / "meta.json").write_text(json.dumps(meta))
+    seal(saved)
+    (out / "recipe.yaml").write_text(without(newer, (out / "recipe.yaml").read_text()))
+    capsys.readouterr()
+    assert run.resume(out)["steps"] == 2
+    assert "was saved" not in capsys.readouterr().out
+
+
+def without(names: set[str], text: str) -> str:
+    """A recipe without these settings."""
+    tree = yaml.safe_load(text)
+    for name in names:
+        *sections, last = name.split(".")
+        section = functools.reduce(lambda at, key: at[key], sections, tree)
+        section.pop(last, None)
+    return recipe.strictyaml.dump(tree)
 
 
 def test_the_commands_use_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

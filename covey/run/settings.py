@@ -2,6 +2,9 @@
 refused with a diff; what merely changes its course is told.
 
 Another mesh, and other sizes of stages and rows, give the same run to rounding.
+
+The run may be older than this version of Covey. A setting that it does not know had its default, so the default of a
+new setting must be what was done before there was one. A setting that is there no more refuses no run: it is told.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ResumeError
-from covey.recipe import AnyRecipe
+from covey.recipe import METHODS, AnyRecipe
 
 Settings = dict[str, Any]
 
@@ -20,15 +23,16 @@ def settings_of(recipe: AnyRecipe) -> Settings:
     return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, FREE)}
 
 
-def compare(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], None]) -> None:
     """Refuse to go on with settings `now` in the run at `folder`, saved with the settings `then`, where they make
-    another run of it; tell the other differences.
+    another run of it; tell the other differences. What `then` lacks had its default.
 
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
     """
-    other = {name: _told(name, then, now) for name in {**then, **now} if then.get(name) != now.get(name)}
-    if refused := [told for name, told in other.items() if _named(name, DECISIVE)]:
+    then = _defaults(then, now) | then
+    other = {name: _told(name, then, now) for name in then if name not in now or then[name] != now[name]}
+    if refused := [told for name, told in other.items() if name in now and _named(name, DECISIVE)]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
             want="data, batch, seed, types and adapters as they were",
@@ -39,8 +43,13 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path, say: 
         say("changed since the run was saved: " + "; ".join(other.values()))
 
 
-def _told(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
+def _told(name: str, then: Settings, now: Settings) -> str:
+    return f"{name} was {then[name]!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
+
+
+def _defaults(then: Settings, now: Settings) -> Settings:
+    """The default of every setting; that of the rollout's seed is the run's seed."""
+    return settings_of(METHODS[now["method"]](seed=then.get("seed", AnyRecipe.seed)))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
