@@ -296,7 +296,7 @@ class RLTrainingConfig(Config, section="training"):
     watchdog_seconds: float = 1800.0
     """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""
     show: tuple[str, ...] = ("kl",)
-    """Metrics on the progress line, besides the reward."""
+    """Metrics on the progress line, besides the reward; docs/metrics.md lists them all."""
     packing: Literal["groups", "dense"] = "groups"
     """groups: prompt once, completions behind it. dense: one sample a row (the oracle)."""
     row_length: int = 768
@@ -383,7 +383,7 @@ class SFTConfig(Config, section="training"):
     max_to_keep: int = 4
     """Checkpoints kept."""
     keep_best: str = ""
-    """A metric, such as eval/accuracy: the checkpoint at which it was best is kept beside the latest."""
+    """A metric, such as eval/loss: the checkpoint at which it was best is kept beside the latest."""
     skip_nonfinite: int = 0
     """Updates with a loss or gradient that is no finite number that may be left out before the run stops; the batch of
     each is kept in the folder bad/. One that is left out counts as a step: of the run, the schedule and the dropout.
@@ -391,7 +391,7 @@ class SFTConfig(Config, section="training"):
     watchdog_seconds: float = 1800.0
     """When a phase takes longer, what every thread does is written to stacks.txt; 0 is never."""
     show: tuple[str, ...] = ("perplexity",)
-    """Metrics on the progress line, besides the loss."""
+    """Metrics on the progress line, besides the loss; docs/metrics.md lists them all."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from covey import algorithms, strictyaml
+from covey import algorithms, metrics, strictyaml
 from covey.configs import (
     LORA_TARGETS,
     DataConfig,
@@ -239,6 +239,7 @@ def _problems(settings: object) -> Iterator[Problem]:
         yield from _no_examples(settings)
     if isinstance(settings, Recipe | SFTRecipe):
         yield from _general_contradictions(settings)
+        yield from _unknown_metrics(settings)
 
 
 def _contradictions(recipe: Recipe) -> Iterator[Problem]:
@@ -280,6 +281,21 @@ def _unknown_functions(recipe: Recipe) -> Iterator[Problem]:
         if name not in named | {other.rpartition(":")[2] for other in named}:
             what = f"reward_safety.on_error_of names {name!r}, which is none of the recipe's reward functions"
             yield "reward_safety.on_error_of", what, nearest(name, named)
+
+
+def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
+    """Metrics that the recipe shows or compares checkpoints by, and a run of it never logs."""
+    functions = (
+        [*recipe.rewards, *(["reward_model"] if recipe.reward_model else [])] if isinstance(recipe, Recipe) else ()
+    )
+    training = recipe.training
+    for setting, names in (("show", training.show), ("keep_best", [training.keep_best] if training.keep_best else ())):
+        for name in names:
+            if not metrics.is_logged(name, recipe.method, functions):
+                choices = list(metrics.names(recipe.method, functions))
+                want = " or ".join(one for one in choices if one.endswith(f"/{name}")) or nearest(name, choices)
+                what = f"training.{setting} names {name!r}, which is no metric of {COMMANDS[recipe.method]}"
+                yield f"training.{setting}", what, want
 
 
 def _no_examples(recipe: SFTRecipe) -> Iterator[Problem]:

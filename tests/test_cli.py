@@ -88,6 +88,7 @@ def test_help_needs_no_jax(words):
         (["train", "quickstart", "--model.source", "./nowhere"], "./nowhere"),
         (["train", "quickstart", "--rewards", "frst_letter"], "did you mean 'first_letter'?"),
         (["train", "quickstart", "--evaluation.format", "sentense"], "did you mean 'sentence'?"),
+        (["train", "quickstart", "--training.show", "klll"], "wanted: did you mean 'kl'?"),
         (["train", "gsm8k-smollm2", "--data.path", "nowhere"], "data.path: there is no nowhere"),
         (["train", "quickstart", "--data.path", "mine.jsonl"], "wanted: --data.task jsonl, to read rows of your own"),
         (

@@ -13,8 +13,6 @@ from covey import recipe, strictyaml
 from covey.configs import (
     EvalConfig,
     GRPOConfig,
-    LoRAConfig,
-    ModelOptions,
     RLTrainingConfig,
     RolloutConfig,
     SFTConfig,

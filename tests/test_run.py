@@ -18,6 +18,7 @@ from covey import recipe, run
 from covey.cli import main
 from covey.configs import LoRAConfig
 from covey.errors import DataError, NumbersError, ResumeError
+from covey.metrics import RL, is_logged
 from covey.models import weights
 from covey.models.export import write_peft
 from covey.models.lora import projections, with_lora
@@ -51,6 +52,11 @@ def ready(*more: str) -> recipe.Recipe:
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in found]
+
+
+def logged(folder: Path) -> set[str]:
+    """Every name in its metrics."""
+    return {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
 
 
 def weights_of(folder: Path, step: int = 6) -> list[np.ndarray]:
@@ -134,6 +140,7 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     assert summary["steps"] == 6
     metrics, samples = rows(out, "metrics.jsonl"), rows(out, "samples.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [name for name in logged(out) if not is_logged(name, RL, ready().rewards)] == []
     assert len(samples) == 6 * 2 * 4
     first = [s for s in samples if s["step"] == 1]
     assert metrics[0]["reward"] == pytest.approx(np.mean([s["reward"] for s in first]))

@@ -18,6 +18,7 @@ from covey import recipe, run
 from covey.cli import main
 from covey.configs import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
+from covey.metrics import SFT, is_logged
 from covey.models.lora import has_lora
 from covey.parallel import flatten
 from covey.recipe import SFTRecipe
@@ -45,6 +46,11 @@ SETTINGS = [
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+
+def logged(folder: Path) -> set[str]:
+    """Every name in its metrics."""
+    return {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +149,7 @@ def test_a_run_learns_and_its_folder_tells_it(
     assert summary["steps"] == 30
     assert summary["data"] == {"examples": 81, "dropped": 0, "truncated": 0}
     assert summary["before"]["examples"] == 9
+    assert [name for name in logged(out) if not is_logged(name, SFT, ())] == []
     metrics = rows(out, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert [row["step"] for row in metrics if "eval/loss" in row] == list(range(3, 31, 3))

@@ -312,7 +312,7 @@ class Learner(Keywords, ABC):
     def _print_line(self, record: StepRecord) -> None:
         shown = [name for name in self.cluster.config.training_config.show if name in record.metrics]
         names = ("reward", "completions/mean_length", *shown, "grad_norm", "step_time")
-        numbers = "  ".join(f"{name.split('/')[-1]} {record.metrics[name]:.4g}" for name in names)
+        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in names)
         print(f"step {record.step}/{record.total}  {numbers}", flush=True)
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from covey.metrics import metric
 from covey.showing import printable
 from covey.train.metrics import SAMPLES
 
@@ -152,14 +153,16 @@ class Progress:
     def _closing(self, summary: Mapping[str, Any], folder: str) -> list[str]:
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
-        lines = [f"{_label(name):<12} {FIGURES[name](before[name])} → {FIGURES[name](after[name])}" for name in both]
-        if self._rows:
-            lines.append(f"{'by step':<12} {self._spark()}")
+        facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}
+        facts |= {"by step": self._spark()} if self._rows else {}
         if "steps" in summary and "seconds" in summary:
-            lines.append(f"{'steps':<12} {summary['steps']} in {_clock(summary['seconds'])}")
+            facts["steps"] = f"{summary['steps']} in {_clock(summary['seconds'])}"
+        facts |= {"run": folder} if folder else {}
+        width = max(12, *map(len, facts)) if facts else 0
+        lines = [f"{name:<{width}} {fact}" for name, fact in facts.items()]
         if folder:
             quoted = shlex.quote(folder)
-            lines += [f"{'run':<12} {folder}", "", "next", f"  covey chat {quoted}", f"  less {quoted}/{self._answers}"]
+            lines += ["", "next", f"  covey chat {quoted}", f"  less {quoted}/{self._answers}"]
         return lines
 
     def _columns(self, row: Mapping[str, float]) -> dict[str, str]:
@@ -168,13 +171,8 @@ class Progress:
         if self.headline in row:
             error = f" ±{row[f'{self.headline}_error']:.3f}" if f"{self.headline}_error" in row else ""
             columns[self.headline] = f"{row[self.headline]:.3f}{error}"
-        if "frac_reward_zero_std" in row:
-            columns["informative"] = f"{100 * (1 - row['frac_reward_zero_std']):.0f}%"
-        if "completions/mean_length" in row:
-            columns["length"] = f"{row['completions/mean_length']:.0f}"
-        columns |= {name: brief(row[name]) for name in self._show if name in row and name not in columns}
-        if "tokens_per_second" in row:
-            columns["tokens/s"] = f"{row['tokens_per_second']:.0f}"
+        names = (*ALWAYS, *self._show, "tokens_per_second")
+        columns |= {name: in_unit(name, row[name]) for name in names if name in row and name not in columns}
         if left := self._seconds_left():
             columns["left"] = _clock(left)
         return columns
@@ -188,10 +186,9 @@ class Progress:
     def _refresh(self) -> None:
         parts: list[Any] = []
         if self._table:
-            table = Table(box=None, padding=(0, 3, 0, 0))
-            for name in self._table:
-                table.add_column(Text(printable(name)), no_wrap=True)
-            table.add_row(*self._table.values())
+            table = Table.grid(padding=(0, 2))
+            for name, value in self._table.items():
+                table.add_row(Text(printable(name)), value)
             parts += [table, Text(f"{self.headline} {self._spark()}"), *map(Text, self._shown)]
         if self._phase:
             parts.append(Spinner("line", Text(self._phase + self._count)))
@@ -225,6 +222,16 @@ def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> 
     return "".join(marks[round((m - low) / span * (len(marks) - 1)) if span else 0] for m in means)
 
 
+def in_unit(name: str, value: float) -> str:
+    """The value of the metric `name` in a few characters, by the unit that the table of metrics gives it.
+
+    >>> in_unit("completions/clipped_ratio", 0.125), in_unit("time/reward", 0.5), in_unit("kl", 0.01)
+    ('12.5%', '0.5s', '0.0100')
+    """
+    row = metric(name)
+    return UNITS.get(row.unit if row else "", brief)(value)
+
+
 def brief(value: float) -> str:
     """A number of any size in a few characters.
 
@@ -253,24 +260,20 @@ def _rank(sample: SampleLine) -> float:
 
 
 def _figures(result: Mapping[str, Any]) -> str:
-    figures = [f"{_label(name)} {show(result[name])}" for name, show in FIGURES.items() if result.get(name) is not None]
+    figures = [f"{name} {_figure(name, result[name])}" for name in FIGURES if result.get(name) is not None]
     figures += [f"{name} {_share(result[name])}" for name in result if re.fullmatch(r"pass@\d+", name)]
     counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
     figures += [f"({', '.join(counts)})"] if counts else []
     return "  ".join(figures)
 
 
-def _label(name: str) -> str:
-    """A figure's name on the screen."""
-    return name.removesuffix("_accuracy")
+def _figure(name: str, value: float) -> str:
+    row = metric(f"eval/{name}")
+    return _share(value) if row and row.unit == "share" else f"{value:.3f}"
 
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f}%"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _clock(seconds: float) -> str:
@@ -278,12 +281,14 @@ def _clock(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-FIGURES = {
-    "loss": _number,
-    "perplexity": _number,
-    "accuracy": _share,
-    "partial_accuracy": _share,
-    "format_accuracy": _share,
-    "reward": _number,
+ALWAYS = ("frac_reward_zero_std", "completions/mean_length")
+"""Metrics that the line of a step has after its headline, where they are measured."""
+FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
+"""What an evaluation is shown by, in this order."""
+UNITS: dict[str, Callable[[float], str]] = {
+    "share": lambda value: f"{100 * value:.3g}%",
+    "tokens": lambda value: f"{value:.0f}",
+    "tokens/s": lambda value: f"{value:.0f}",
+    "s": lambda value: f"{value:.3g}s",
 }
-"""What an evaluation is shown by, in this order, and how each is written."""
+"""How numbers are written, by unit; others as `brief` does."""

@@ -16,6 +16,7 @@ from covey.algorithms import PRESETS
 from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError
+from covey.metrics import RL, is_logged
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.heads import ValueModel, value_model
@@ -174,6 +175,7 @@ def test_every_preset_learns(run: Callable[..., Run], name: str) -> None:
         right = made.train().metric("rewards/middle/mean")
         assert STEPS - 3 <= len(right) <= STEPS  # what dapo puts in the place of equal groups comes out of these data
         assert right[-3:].mean() - right[:3].mean() > MARGIN, right.round(2)
+    assert [one for one in made.records[0].metrics if not is_logged(one, RL, ["middle"])] == []
 
 
 # --- the reference

@@ -46,8 +46,9 @@ def test_without_a_terminal_every_step_is_one_plain_line():
     shown = story(plain())
     lines = shown.splitlines()
     assert lines[0].endswith("s] loading")
-    assert lines[1] == "before: accuracy 19.0%  format 90.0%  (100 samples)"
-    assert lines[2] == "step 1/10  reward 0.750 ±0.250  informative 50%  length 10  kl 0.0100  tokens/s 20  left 18s"
+    assert lines[1] == "before: accuracy 19.0%  format_accuracy 90.0%  (100 samples)"
+    measured = "frac_reward_zero_std 50%  completions/mean_length 10  kl 0.0100  tokens_per_second 20"
+    assert lines[2] == f"step 1/10  reward 0.750 ±0.250  {measured}  left 18s"
     assert lines[3] == "  best  +1.00  about rain  →  Rain falls."
     assert lines[4] == "  worst +0.00  about rain  →  \\x1b[31mred\\x07"
     assert lines[5].startswith("step 2/10")
@@ -190,7 +191,7 @@ def test_supervised_training_leads_with_its_loss_and_shows_what_it_is_told_to():
         progress.done({"before": {"loss": 3.25}, "after": {"loss": 1.0}}, "runs/a")
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "before: loss 3.250  perplexity 25.790  (10 examples, 4 samples)"
-    assert lines[1] == "step 1/4  loss 2.000  perplexity 12.1800  entropy 1.00e-06  tokens/s 300  left 3s"
+    assert lines[1] == "step 1/4  loss 2.000  perplexity 12.1800  entropy 1.00e-06  tokens_per_second 300  left 3s"
     assert "loss         3.250 → 1.000" in lines
     assert "by step      █▁" in lines
     assert lines[-1] == "  less runs/a/after.jsonl"

@@ -1,0 +1,102 @@
+"""One table of metrics: recipes are checked against it, the screen and the page have its names."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from covey import recipe
+from covey.errors import RecipeError
+from covey.evaluate import Evaluation
+from covey.metrics import RL, SFT, TABLE, is_logged, metric, names
+from covey.recipe import SFTRecipe
+from covey.train.progress import Progress
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+RL_TEXT = "rewards: [first_letter, sentence]\n"
+SFT_TEXT = "method: sft\ndata: {task: sums}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "name", "near"),
+    [
+        (RL_TEXT, "show", "klll", "did you mean 'kl'?"),
+        (RL_TEXT, "show", "informative", "one of: "),
+        (RL_TEXT, "show", "perplexity", "one of: "),
+        (RL_TEXT, "show", "mean_length", "wanted: completions/mean_length or eval/mean_length"),
+        (RL_TEXT, "show", "rewards/sentense/mean", "did you mean 'rewards/sentence/mean'?"),
+        (RL_TEXT, "show", "rewards/format_exact/mean", "rewards/"),
+        (RL_TEXT, "keep_best", "eval/acuracy", "did you mean 'eval/accuracy'?"),
+        (SFT_TEXT, "show", "perplexitty", "did you mean 'perplexity'?"),
+        (SFT_TEXT, "show", "kl", "one of: "),
+        (SFT_TEXT, "keep_best", "eval/los", "did you mean 'eval/loss'?"),
+    ],
+)
+def test_an_unknown_metric_is_refused_with_the_nearest(text: str, setting: str, name: str, near: str) -> None:
+    kind = SFTRecipe if text is SFT_TEXT else recipe.Recipe
+    value = f"[{name}]" if setting == "show" else name
+    with pytest.raises(
+        RecipeError, match=rf"r\.yaml:\d: training\.{setting} names {name!r}, which is no metric"
+    ) as caught:
+        recipe.parse(f"{text}training: {{{setting}: {value}}}", (), "r.yaml", kind)
+    assert near in str(caught.value)
+
+
+def test_what_a_run_logs_may_be_shown() -> None:
+    """Those of every reward of the recipe, too, and of functions whose own names are not known yet."""
+    for text, kind, functions in ((RL_TEXT, recipe.Recipe, ["first_letter", "sentence"]), (SFT_TEXT, SFTRecipe, [])):
+        every = ", ".join(name.replace("<k>", "4") for name in names(kind.method, functions))
+        assert recipe.parse(f"{text}training: {{show: [{every}]}}", (), "r.yaml", kind).training.show
+    mine = "rewards: ['mine:letters']\ntraining: {show: [rewards/spelt/mean, rewards/spelt_2/failed]}"
+    assert recipe.parse(mine).training.show
+    scored = "reward_model: there\ntraining: {show: [rewards/reward_model/mean]}"
+    assert recipe.parse(scored).training.show
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_what_built_in_recipes_show_is_there(name: str) -> None:
+    ready = recipe.load_any(name, ["data.path=x"])
+    functions = getattr(ready, "rewards", ())
+    assert all(is_logged(one, ready.method, functions) for one in ready.training.show)
+
+
+def test_a_name_has_one_row() -> None:
+    written = [row.name for row in TABLE]
+    assert len(set(written)) == len(written)
+    assert all(metric(name.replace("<function>", "f").replace("<k>", "12")) in TABLE for name in written)
+    assert metric("rewards/a/b/mean") is metric("eval/pass@0") is metric("kll") is None
+    assert {method for row in TABLE for method in row.methods} == {RL, SFT}
+
+
+def test_what_an_evaluation_finds_is_in_the_table() -> None:
+    found = Evaluation(0.5, 0.5, 0.5, 1.0, 0.1, (0.5, 0.6), (0.5, 0.6), 4, 3.0, 0.0, ()).summary()
+    assert [name for name in found if not is_logged(f"eval/{name}", RL, ())] == []
+
+
+def test_the_page_has_the_rows_of_the_table() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(), re.M)
+    wanted = [(row.name, row.unit or "—", row.meaning, ", ".join(row.methods)) for row in TABLE]
+    assert [tuple(part.strip() for part in row) for row in rows] == wanted
+
+
+def test_the_screen_has_the_names_of_the_files() -> None:
+    row = {
+        "step": 3, "reward": 0.75, "reward_error": 0.25, "frac_reward_zero_std": 1 / 3, "completions/mean_length": 10.2,
+        "clip_ratio/region_mean": 0.0004, "step_time": 2.0, "time/rollout": 0.04, "kl": 0.01, "tokens_per_second": 20.4,
+    }  # fmt: skip
+    out = io.StringIO()
+    with Progress(9, Console(file=out, width=300), show=("kl", "clip_ratio/region_mean", "time/rollout")) as progress:
+        progress.step(row)
+        progress.evaluation("before", {"format_accuracy": 0.5, "samples": 4})
+        progress.done({"before": {"format_accuracy": 0.5}, "after": {"format_accuracy": 0.75}})
+    first, second, *rest = out.getvalue().splitlines()
+    shown = first.split("  ")
+    assert shown == [
+        "step 3/9", "reward 0.750 ±0.250", "frac_reward_zero_std 33.3%", "completions/mean_length 10", "kl 0.0100",
+        "clip_ratio/region_mean 0.04%", "time/rollout 0.04s", "tokens_per_second 20", "left 12s",
+    ]  # fmt: skip
+    assert {one.split()[0] for one in shown} - {"left"} <= row.keys()
+    assert second == "before: format_accuracy 50.0%  (4 samples)"
+    assert "format_accuracy 50.0% → 75.0%" in rest
