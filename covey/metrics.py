@@ -90,6 +90,7 @@ TABLE = (
     Metric("sampling/importance_ratio/mean", "", "mean of the trainer's probability by the sampler's"),
     Metric("sampling/importance_ratio/min", "", "the smallest of these ratios"),
     Metric("sampling/importance_ratio/max", "", "the largest of them"),
+    Metric("sampling/mass_kept", "share", "mean probability of what top-k and top-p left to draw from"),
     Metric("sampling/correction/mean", "", "mean weight by `grpo.correction`; where it is set"),
     Metric("dynamic_sampling/rounds", "rounds", "prompt batches sampled; where `grpo.max_sampling_rounds` is above 1"),
     Metric("dynamic_sampling/replaced", "groups", "groups of equal rewards that were replaced"),

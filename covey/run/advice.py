@@ -1,11 +1,21 @@
-"""What a run says when its numbers tell that it learns nothing, and what to try."""
+"""What a run says when its numbers tell that it learns nothing: what was seen, and what to try where that tells it.
 
-from collections.abc import Callable
+The same numbers have many causes. A cause is named only where the completions and rewards of the steps show it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
 
 from covey.rl.learner import StepRecord
+from covey.types import FinishReason, Group
 
 PATIENCE = 5
 """Steps in a row without anything to learn before it is said."""
+
+Finding = tuple[str, str]
+"""What was seen, and what to do about it."""
 
 
 class TiedGroups:
@@ -14,15 +24,101 @@ class TiedGroups:
     """
 
     def __init__(self, say: Callable[[str], None]):
-        self.say, self._steps = say, 0
+        self.say = say
+        self._before: deque[Mapping[str, float]] = deque(maxlen=2 * PATIENCE)
+        self._tied: list[StepRecord] = []
 
     def __call__(self, record: StepRecord) -> None:
-        self._steps = self._steps + 1 if record.metrics.get("frac_reward_zero_std") == 1 else 0
-        if self._steps == PATIENCE:
-            self.say(f"step {record.step}: in {PATIENCE} steps all samples of every group scored alike: {TIED}")
+        if record.metrics.get("frac_reward_zero_std") != 1:
+            self._before.extend(one.metrics for one in (*self._tied, record))
+            self._tied.clear()
+        elif len(self._tied) < PATIENCE:
+            self._tied.append(record)
+            if len(self._tied) == PATIENCE:
+                seen, remedies = zip(*findings(self._tied, self._before), strict=True)
+                what = f"in {PATIENCE} steps all samples of every group scored alike, and nothing was learnt"
+                self.say(f"step {record.step}: {what}. Seen: {'; '.join(seen)}. {' '.join(remedies)}")
 
 
-TIED = (
-    "nothing is learnt from such groups. Samples too alike: raise rollout.temperature, loosen top_k and top_p, raise "
-    "grpo.num_generations. All wrong or all right: a reward with steps between the two, or easier or harder prompts."
+def findings(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> list[Finding]:
+    """What the steps of `tied` show, after steps with the metrics `before`, from some of which something was learnt.
+
+    What the updates have changed comes alone: what else the completions are like now may follow from that.
+    """
+    groups = [group for record in tied for group in record.groups]
+    if before and (changed := _fell(tied, before) or _narrowed(groups)):
+        return [changed]
+    found = [look(groups) for look in (_unscored, _cut, _same_texts, _constant)]
+    return [finding for finding in found if finding] or [NO_REASON]
+
+
+def _fell(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> Finding | None:
+    """The mean reward is below that of the steps before by more than twice its standard error. A step's error is not
+    taken to be less than if all its samples were of one group: two groups may have one mean by chance.
+    """
+    samples = sum(len(group.completions) for group in tied[0].groups)
+    was, rate = (float(np.mean([metrics[name] for metrics in before])) for name in ("reward", "learning_rate"))
+    errors = [max(metrics["reward_error"], metrics["reward_std"] / samples**0.5) for metrics in before]
+    now = float(np.mean([record.metrics["reward"] for record in tied]))
+    if not (rate > 0 and was - now > 2 * float(np.linalg.norm(errors)) / len(errors)):
+        return None
+    seen = f"the mean reward was {was:.3g} in the {len(before)} steps before, and is {now:.3g} since"
+    return (
+        seen,
+        f"That came with updates at a learning rate of {rate:.3g}: try a lower one, from an earlier checkpoint.",
+    )
+
+
+def _narrowed(groups: Sequence[Group]) -> Finding | None:
+    if not _same_texts(groups):
+        return None
+    seen = "the samples of a group are all the same text, which they were not before"
+    return seen, "The updates have narrowed the policy: a lower learning rate, grpo.beta or grpo.entropy_bonus."
+
+
+def _unscored(groups: Sequence[Group]) -> Finding | None:
+    if np.isnan(_rewards(groups)).all():
+        return "no completion was scored", "See why the reward function gives None for all of them."
+    return None
+
+
+def _cut(groups: Sequence[Group]) -> Finding | None:
+    completions = [completion for group in groups for completion in group.completions]
+    if not all(completion.finish is FinishReason.LENGTH for completion in completions):
+        return None
+    longest = max(len(completion.tokens) for completion in completions)
+    tokens = "token" if longest == 1 else "tokens"
+    return f"every completion was cut at {longest} {tokens}", "Where answers need more: raise rollout.max_new_tokens."
+
+
+def _same_texts(groups: Sequence[Group]) -> Finding | None:
+    if not all(_texts(group) == 1 for group in groups):
+        return None
+    return "the samples of a group are all the same text", "Raise rollout.temperature, or loosen top_k and top_p."
+
+
+def _constant(groups: Sequence[Group]) -> Finding | None:
+    rewards = _rewards(groups)
+    if all(_texts(group) == 1 for group in groups) or not np.ptp(rewards) <= 1e-9 * np.abs(rewards).max():
+        return None
+    seen = f"all {rewards.size} completions scored {rewards[0]:.3g}, though their texts differ"
+    return (
+        seen,
+        "See in samples.jsonl whether they deserve it: if not, the reward function; if so, easier or harder prompts.",
+    )
+
+
+def _texts(group: Group) -> int:
+    """How many different completions a group has."""
+    return len({completion.tokens.tobytes() for completion in group.completions})
+
+
+def _rewards(groups: Sequence[Group]) -> np.ndarray:
+    return np.concatenate([group.rewards for group in groups if group.rewards is not None])
+
+
+NO_REASON = (
+    "scores differ between groups, and not within one",
+    "The completions are in samples.jsonl: see what would tell better from worse there.",
 )
+"""What is said where the steps show no reason."""

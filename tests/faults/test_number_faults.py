@@ -48,6 +48,12 @@ def alike_from_the_second_step(completions):
     if different:
         step.touch()
     return length(completions) if different else alike(completions)
+
+def long(completion_ids):
+    return [float(len(ids) > 2) for ids in completion_ids]
+
+def varied(completion_ids):
+    return [float(len(set(ids)) > 10) for ids in completion_ids]
 """
 
 slow = pytest.mark.slow
@@ -102,7 +108,34 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("samples of every group scored alike") == 1
     assert f"step {PATIENCE}: in {PATIENCE} steps" in told
-    assert "raise rollout.temperature" in told
+    assert f"all {2 * 4 * PATIENCE} completions scored 0.3, though their texts differ" in told
+    assert "the reward function" in told
+    assert "rollout.temperature" not in told
+    assert "learning rate" not in told
+
+
+@slow
+def test_one_new_token_is_told_as_that(place: Path, capsys: Any) -> None:
+    """Nothing can be right in it, so all is scored 0."""
+    trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", f"training.max_steps={PATIENCE}")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "every completion was cut at 1 token" in told
+    assert "raise rollout.max_new_tokens" in told
+    assert "rollout.temperature" not in told
+
+
+@slow
+def test_a_learning_rate_that_ruins_the_model_is_told_as_that(place: Path, capsys: Any) -> None:
+    """It writes varied text until the first updates, and then a few tokens over and over."""
+    optimizer = ("learning_rate=1", "warmup_ratio=0", "schedule=constant")
+    wild = [f"training.actor_optimizer.{setting}" for setting in optimizer]
+    trained(
+        place / "run", "rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3", *wild
+    )
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the mean reward was 0." in told
+    assert "updates at a learning rate of 1: try a lower one" in told
+    assert not any(other in told for other in ("rollout.temperature", "max_new_tokens", "the reward function"))
 
 
 @slow
