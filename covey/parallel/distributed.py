@@ -302,5 +302,5 @@ def _exchange(transfer: Callable[[], T]) -> T:
 
 def _told(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "it was stopped with Ctrl-C"
+        return f"it was stopped by {str(error) or 'Ctrl-C'}"
     return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.algorithms import algorithm_of
 from covey.cli import main
 from covey.data.loader import PromptLoader
-from covey.errors import CoveyError, RecipeError, RewardError
+from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
@@ -125,6 +125,17 @@ def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
     first, second = threads(2, lambda index: 1 / index)
     assert isinstance(first, ZeroDivisionError)
     assert "process 0 has failed: ZeroDivisionError" in str(second)
+
+
+@pytest.mark.parametrize(("stop", "told"), [(Stopped("SIGTERM"), "SIGTERM"), (KeyboardInterrupt(), "Ctrl-C")])
+def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str) -> None:
+    def work(index: int) -> None:
+        if index == 0:
+            raise stop
+        distributed.gathered(index, "step")
+
+    _, second = threads(2, work)
+    assert f"process 0 has failed: it was stopped by {told}" in str(second)
 
 
 def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
