@@ -112,7 +112,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, tmp_path: Pat
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     with pytest.raises(ResumeError, match="began with the weights"):
-        run.resume(tmp_path / "second")
+        run.resume(tmp_path / "second", ["training.max_steps=4"])
 
 
 def test_a_run_on_a_run_is_told_and_written_whole(

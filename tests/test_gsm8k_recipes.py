@@ -183,7 +183,7 @@ def test_gsm8k_nanochat_runs_and_goes_on(
     assert [step for name, step in board.seen if name == "eval/pass@3"] == [0, 1, 2, 2]
     assert board.seen[-1] == ("closed", -1)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as on a machine without it: said, and no more
-    assert run.resume(out)["steps"] == 2  # Muon's state is found again under its names
+    assert run.resume(out, ["training.max_steps=3"])["steps"] == 3  # Muon's state is found again under its names
 
 
 def _leaves(tree: Any, prefix: str = "") -> list[str]:
