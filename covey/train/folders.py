@@ -6,6 +6,7 @@ interrupted. A file or link that stands where one of these folders goes is someb
 """
 
 import fcntl
+import errno
 import hashlib
 import os
 import re
@@ -129,6 +130,7 @@ def make(folder: Path) -> bool:
 
     Raises:
         ResumeError: it cannot be made.
+        OSError: its name is longer than the system allows.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +138,8 @@ def make(folder: Path) -> bool:
     except OSError as error:
         if isinstance(error, FileExistsError) and os.path.lexists(folder):
             return False
+        if error.errno == errno.ENAMETOOLONG:
+            raise
         what = f"this folder cannot be made: {error.strerror}"
         raise ResumeError(what, want="the right to write there", fix="--out ANOTHER", where=str(folder)) from error
     return True
