@@ -5,8 +5,8 @@ is whole, and `put_in_place` renames it to `X`. `X.old` is a folder on its way o
 interrupted. A file or link that stands where one of these folders goes is somebody else's: it is named and kept.
 """
 
-import fcntl
 import errno
+import fcntl
 import hashlib
 import os
 import re
