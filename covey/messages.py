@@ -38,5 +38,8 @@ def unused_mark(messages: Sequence[Message]) -> str:
 
 def harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages of the same form, in which no text can become a control token."""
-    usual = lambda key, value: not value.strip() or (key == "role" and value in USUAL_ROLES)  # noqa: E731
+
+    def usual(key: str, value: str) -> bool:
+        return not value.strip() or (key == "role" and value in USUAL_ROLES)
+
     return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in checked(messages)]

@@ -49,7 +49,7 @@ class Item:
     key: str = ""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """The core schema of YAML 1.2, and nothing beyond it."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes whatever either YAML 1.1 or the loader above would take for something other than text."""
 
 
@@ -102,7 +102,8 @@ def read(text: str, name: str) -> Item:
 
 def dump(tree: Any) -> str:
     """`tree` (dicts, lists, scalars) as YAML that `read` gives back unchanged; keys keep their order."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
 
 
 def build(cls: type[T], item: Item) -> T:
@@ -114,7 +115,7 @@ def build(cls: type[T], item: Item) -> T:
     builder = _Builder(list(leaves(cls)))
     token = building.set(True)
     try:
-        value = builder.convert(cls, item, "")
+        value: T = builder.convert(cls, item, "")
     finally:
         building.reset(token)
     raise_together(builder.problems)

@@ -142,7 +142,9 @@ class Tokenizer:
             return tokens if tokens.size and tokens[-1] in self.stop_ids else np.append(tokens, np.int32(self.eos_id))
         chat = [*prompt, {"role": "assistant", "content": completion}]
         mark = unused_mark(chat)
-        finished = lambda chat: self._rendered(chat, False, mark)  # noqa: E731
+
+        def finished(chat: Sequence[Message]) -> str:
+            return self._rendered(chat, False, mark)
 
         def written(chat: Sequence[Message]) -> str:
             asked, whole = self._rendered(chat[:-1], True, mark), finished(chat)
@@ -182,7 +184,10 @@ class Tokenizer:
         ends = {"bos_token": self._marked(self.bos_id, mark), "eos_token": self._marked(self.eos_id, mark)}
         given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
-        shown = lambda chat: templates.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)  # noqa: E731
+
+        def shown(chat: Sequence[Message]) -> str:
+            return templates.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)
+
         chat, folded = checked(messages), system_in_turn(messages)
         if folded is None:
             return shown(chat)

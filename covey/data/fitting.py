@@ -30,7 +30,10 @@ def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, most: int, policy: st
     """
     if policy == "error":
         return FittedPrompts(rows)
-    short = lambda prompt: len(tokenizer.encode_prompt(prompt)) <= most  # noqa: E731
+
+    def short(prompt: Prompt) -> bool:
+        return len(tokenizer.encode_prompt(prompt)) <= most
+
     if policy == "drop":
         kept = [row for row in rows if short(row["prompt"])]
         if rows and not kept:

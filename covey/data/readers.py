@@ -22,6 +22,7 @@ from covey.errors import DataError, nearest
 from covey.extras import install
 
 Record = dict[str, Any]
+Splits = Mapping[str, Iterable[Mapping[str, Any]]]
 Columns = Sequence[str | tuple[str, ...]]
 """What each record must have: a column, or one of several."""
 LAYOUTS = (
@@ -204,23 +205,25 @@ def _existing(given: str | None, key: str, wanted: str) -> Path:
 # --- hubs
 
 
-def _hub(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+def _hub(path: str, config: str | None) -> Splits:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
     if not match:
         raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
     datasets = _package("datasets", install("hub"), path)
     try:
-        return datasets.load_dataset(match[1], match[2] or config, revision=match[3])
+        splits: Splits = datasets.load_dataset(match[1], match[2] or config, revision=match[3])
+        return splits
     except Exception as error:  # whatever keeps the package from it is the user's to see
         fix = "look at its name and config, and at the network; a gated data set wants a login: hf auth login"
         raise _unreadable(path, error, fix) from error
 
 
-def _tfds(path: str, config: str | None) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+def _tfds(path: str, config: str | None) -> Splits:
     """Through its random access, which needs no TensorFlow."""
     tfds = _package("tensorflow_datasets", install("tfds"), path)
     try:
-        return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
+        splits: Splits = tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
+        return splits
     except Exception as error:  # as above
         raise _unreadable(path, error, "look at its name, at the network and at the free disk") from error
 

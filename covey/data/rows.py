@@ -108,9 +108,9 @@ def _table(data: Any) -> list[Any] | None:
     """The rows of a table as dicts, by the methods that Arrow, Polars and pandas have; None when `data` is no table."""
     for to_rows in ("to_pylist", "to_dicts"):
         if hasattr(data, to_rows):
-            return getattr(data, to_rows)()
+            return list(getattr(data, to_rows)())
     if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas, which writes what is missing as NaN
-        return data.astype(object).where(data.notna(), None).to_dict("records")
+        return list(data.astype(object).where(data.notna(), None).to_dict("records"))
     return None
 
 
@@ -203,7 +203,8 @@ def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) == 0:
         return None
     if hasattr(value, "tolist"):
-        return value.tolist()
+        entries: list[Any] = value.tolist()
+        return entries
     return list(value) if isinstance(value, Sequence) else None
 
 

@@ -72,4 +72,5 @@ def causal(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Attend:
 
 def within_window(q_positions: Int[Array, "B T"], k_positions: Int[Array, "B U"], window: Any) -> Bool[Array, "B T U"]:
     """True where the key lies fewer than `window` positions behind the query."""
-    return q_positions[:, :, None] - k_positions[:, None, :] < window
+    near: Array = q_positions[:, :, None] - k_positions[:, None, :] < window
+    return near

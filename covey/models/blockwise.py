@@ -102,7 +102,10 @@ def blockwise(
     """
     time = q.shape[1]
     short = -time % (2 * BLOCK if time > RUNS * 2 * BLOCK else 1)
-    fill = lambda x, value=0: jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2), constant_values=value)  # noqa: E731
+
+    def fill(x: Array, value: int = 0) -> Array:
+        return jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
     whose = Spans(fill(spans.first), fill(spans.until), fill(spans.own, time + short))
     out = _attention(softcap, fill(q), fill(k), fill(v), whose, fill(positions), window)
     return out[:, :time]
@@ -143,7 +146,7 @@ def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]
     along = _heads_first((grad.astype(jnp.float32) * out).sum(-1, keepdims=True), k.shape[2])
 
     def block(carry: tuple[Array, Array], at: Array, size: int, end: int) -> tuple[tuple[Array, Array], Array]:
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size, axis=3)  # noqa: E731
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=3)
         scores, bend = _scores(heads, at, size, end, softcap)
         weights = jnp.where(mask(at, size, end)[:, None, None], jnp.exp(scores - cut(total)), 0.0)
         slope = _product("bkgnw,bkuw->bkgnu", cut(pulled), heads.v[:, :, :end]) - cut(along)
@@ -201,7 +204,7 @@ def _scores(heads: _Heads, at: Array, size: int, end: int, softcap: float | None
 
 
 def _mask(spans: Spans, positions: Array, window: Any, at: Array, size: int, end: int) -> Bool[Array, "B n U"]:
-    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size, axis=1)  # noqa: E731
+    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=1)
     allowed = seen(Spans(*map(cut, spans)), at + jnp.arange(size), end)
     return allowed if window is None else allowed & within_window(cut(positions), positions[:, :end], window)
 
@@ -218,7 +221,8 @@ def _in_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]:
     start, end = run
     size = min(end - start, 2 * BLOCK)
     if size == end - start:
-        return block(carry, start, size, end)
+        carry, part = block(carry, start, size, end)
+        return carry, part
     carry, parts = jax.lax.scan(lambda carry, at: block(carry, at, size, end), carry, jnp.arange(start, end, size))
     join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[-1])  # noqa: E731
     return carry, jax.tree.map(join, parts)

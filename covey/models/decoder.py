@@ -60,8 +60,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
-        heads = lambda y: y.reshape(*x.shape[:-1], -1, c.head_dim)  # noqa: E731
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        heads = (*x.shape[:-1], -1, c.head_dim)
+        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
@@ -173,7 +173,8 @@ class Decoder(nnx.Module):
         mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
         if mesh.empty or x.shape[0] % row_count(mesh):
             return x
-        return jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+        divided: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+        return divided
 
     def _loop(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
         for layers in self.loops():

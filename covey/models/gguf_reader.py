@@ -36,7 +36,7 @@ def open_reader(path: Path) -> Any:
     gguf = package()
     check_given(path)
 
-    class Reader(gguf.GGUFReader):  # type: ignore[name-defined]
+    class Reader(gguf.GGUFReader):  # type: ignore[name-defined, misc]
         """Takes nothing beyond the file's end, and an array of numbers as one slice.
 
         The package reads as many elements as a file claims, each for itself, whether or not there are so many. The file

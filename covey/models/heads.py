@@ -21,9 +21,10 @@ from covey.errors import WeightsError
 from covey.models import sources, weights
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
+from covey.models.wheels import Say
 
 
-class HeadParam(nnx.Param):
+class HeadParam(nnx.Param[jax.Array]):
     """The weights of a value head: `lora.split_trainable` trains them together with adapters."""
 
 
@@ -73,7 +74,7 @@ def load_value_model(
     new_head: bool = False,
     mesh: Mesh | None = None,
     place: weights.Place | None = None,
-    say: sources.Say = sources.log.info,
+    say: Say = sources.log.info,
     **options: Unpack[weights.DecoderOptions],
 ) -> weights.Loaded[ValueModel]:
     """Load a reward model, or the start of a critic.

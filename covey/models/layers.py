@@ -99,7 +99,8 @@ def _together(values: Array, scales: Array, beside: Array) -> tuple[Array, Array
     if jax.default_backend() == "cpu":  # which drops barriers early; this zero it cannot see through
         zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
         return values + zero.astype(values.dtype), scales, beside
-    return jax.lax.optimization_barrier((values, scales, beside))
+    held: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
+    return held
 
 
 project_frozen.defvjp(_frozen_forward, _frozen_backward)
@@ -133,7 +134,7 @@ class Linear(nnx.Module):
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
-        self.kernel: nnx.Param | Quantised = nnx.Param(kernel.astype(param_dtype))
+        self.kernel: nnx.Param[Array] | Quantised = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
         self.dtype = dtype

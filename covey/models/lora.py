@@ -104,7 +104,8 @@ def rebased(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
         linear.kernel = nnx.Param(kernel) if how is None else held(kernel, how, dtype)
         linear.lora = None
     parts: tuple[Any, ...] = nnx.split(model, Frozen, ...)
-    return nnx.merge(*parts[:2], jax.tree.map(lambda x: x.astype(dtype), parts[2]))
+    merged: Model = nnx.merge(*parts[:2], jax.tree.map(lambda x: x.astype(dtype), parts[2]))
+    return merged
 
 
 def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
@@ -133,7 +134,7 @@ def changes_base(model: Decoder | ValueModel) -> bool:
     return any(bool(jnp.any(x.lora.b[...])) for x in projections(model).values() if x.lora is not None)
 
 
-def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State, nnx.State]:
+def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[Any, Any], nnx.State[Any, Any]]:
     """The model's graph, what training changes, and the rest.
 
     Trained are the adapters, and a value head with them, when there are any; else every weight.

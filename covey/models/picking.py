@@ -22,14 +22,16 @@ def gradient_slots(trees: Sequence[Tree]) -> Tree:
     """What a scan runs along to get the gradients of `trees`: a tree like each of them, its leaves [n, ...]; on a CPU
     floats of 32 bits, since XLA has no others there and would convert the whole of a leaf in each turn.
     """
-    return jax.tree.map(lambda *leaves: _slots(leaves[0].dtype, leaves), *trees)
+    slots: Tree = jax.tree.map(lambda *leaves: _slots(leaves[0].dtype, leaves), *trees)
+    return slots
 
 
 def pick(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
     """`trees[number]`, whose gradient goes to `slot`: the leaves at `number` of `gradient_slots`."""
     held = jax.lax.stop_gradient(list(trees))
     chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in held])
-    return jax.tree.map(lambda value, slot: _through(slot.dtype, value, slot), chosen, slot)
+    picked: Tree = jax.tree.map(lambda value, slot: _through(slot.dtype, value, slot), chosen, slot)
+    return picked
 
 
 def all_but_picked(primitive: Any, *_: Any, **params: Any) -> bool:

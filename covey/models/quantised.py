@@ -35,7 +35,7 @@ class Format:
     block: int
 
 
-class Frozen(nnx.Variable):
+class Frozen(nnx.Variable[jax.Array]):
     """A part of a quantised kernel: nothing trains it."""
 
 
@@ -107,7 +107,8 @@ def quantise(kernel: Any, how: Format) -> tuple[Array, Array]:
     Raises:
         RecipeError: the blocks do not divide its inputs.
     """
-    return _quantise(jnp.asarray(kernel, jnp.float32), kind=how.kind, block=_block(kernel, how))
+    values, scales = _quantise(jnp.asarray(kernel, jnp.float32), kind=how.kind, block=_block(kernel, how))
+    return values, scales
 
 
 def quantising(tensors: Iterator[tuple[str, np.ndarray]], how: Format) -> Iterator[tuple[str, np.ndarray]]:
@@ -129,7 +130,8 @@ def dequantised(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n
     import qwix
 
     def row(values: Array, scales: Array) -> Array:
-        return qwix.dequantize(qwix.QArray(values, scales, qtype=kind))
+        kernel: Array = qwix.dequantize(qwix.QArray(values, scales, qtype=kind))
+        return kernel
 
     # Row by row, since qwix looks levels up in one long line: of a kernel in pieces it would gather the whole.
     values = values if kind == "int8" else jnp.stack([values & 15, values >> 4], axis=1)
@@ -149,7 +151,7 @@ def _quantise(kernel: Float[Array, "n_in n_out"], *, kind: str, block: int) -> t
 
 
 def _block(kernel: Any, how: Format) -> int:
-    inputs = kernel.shape[0]
+    inputs: int = kernel.shape[0]
     if how.kind == "int8":
         return inputs
     if inputs % how.block or how.block % 2:

@@ -27,6 +27,7 @@ from covey.models.gguf import GGUF
 from covey.models.layers import Linear
 from covey.models.quantised import Format, format_of, quantising, room_for
 from covey.models.scratch import PREFIX, Scratch
+from covey.models.wheels import Say
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
 from covey.tokenizer import Tokenizer, read_json
@@ -79,7 +80,7 @@ def load(
     quantize_block: int = 64,
     mesh: Mesh | None = None,
     place: Place | None = None,
-    say: sources.Say = sources.log.info,
+    say: Say = sources.log.info,
 ) -> Loaded[Decoder]:
     """Load a pretrained language model.
 
@@ -116,7 +117,7 @@ def load(
     return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
 
-def find(source: str | Path, say: sources.Say) -> tuple[sources.Resolved, Checkpoint]:
+def find(source: str | Path, say: Say) -> tuple[sources.Resolved, Checkpoint]:
     """Where `source` lies on this disk, and its checkpoint, whose tensors are not read yet.
 
     Raises:
@@ -320,7 +321,8 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
     kind = file.get_slice(name).get_dtype()
     if kind not in FLOATS:
         raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOATS), where=str(folder))
-    return file.get_tensor(name)
+    tensor: np.ndarray = file.get_tensor(name)
+    return tensor
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -73,7 +73,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
 
 def count() -> int:
     """How many processes there are."""
-    return jax.process_count()
+    return int(jax.process_count())
 
 
 def index() -> int:
@@ -190,7 +190,8 @@ def summed(tree: T, about: str) -> T:
     with _uninterrupted():
         _meet(about)
         totals = _exchange(lambda: jax.block_until_ready(jax.jit(_sums, out_shardings=places)(blocks)))
-    return jax.tree.map(_own, tree, totals)
+    own: T = jax.tree.map(_own, tree, totals)
+    return own
 
 
 def fingerprint(tree: Any) -> int:
@@ -201,7 +202,7 @@ def fingerprint(tree: Any) -> int:
 @jax.jit
 def _bits(tree: Any) -> jax.Array:
     """The arrays' bits as whole numbers, added up modulo 2³²: in any order the same, so sharding does not matter."""
-    total = jnp.uint32(0)
+    total: jax.Array = jnp.uint32(0)
     for x in jax.tree.leaves(tree):
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
@@ -210,7 +211,8 @@ def _bits(tree: Any) -> jax.Array:
 
 def _sums(tree: T) -> T:
     # A function of the module: jit knows it again at the next update, and does not compile anew.
-    return jax.tree.map(lambda x: x.sum(0), tree)
+    totals: T = jax.tree.map(lambda x: x.sum(0), tree)
+    return totals
 
 
 def _as_block(x: jax.Array, mesh: Mesh) -> jax.Array:

@@ -32,7 +32,8 @@ def _automatic(sharding: Sharding) -> Sharding:
 def put_rows(batch: Tree, like: Any) -> Tree:
     """A batch of rows on the devices that hold `like`, divided over their mesh when they have one."""
     mesh = mesh_of(like)
-    return jax.device_put(batch, row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding)
+    placed: Tree = jax.device_put(batch, row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding)
+    return placed
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def unpack(data: bytes) -> Any:
 
 def _described(value: Any, arrays: list[np.ndarray]) -> Any:
     """JSON for `value`: plain values and lists as they are, anything else as {kind: content}."""
-    inner = lambda part: _described(part, arrays)  # noqa: E731
+    inner = partial(_described, arrays=arrays)
     if isinstance(value, Enum):
         return {"enum": [_name(type(value)), inner(value.value)]}
     if value is None or type(value) in (bool, int, float, str):
@@ -94,7 +95,7 @@ def _name(kind: type) -> str:
 
 
 def _made(tree: Any, next_array: Callable[[], np.ndarray]) -> Any:
-    inner = lambda part: _made(part, next_array)  # noqa: E731
+    inner = partial(_made, next_array=next_array)
     if isinstance(tree, list):
         return [inner(part) for part in tree]
     if not isinstance(tree, dict):

@@ -240,8 +240,8 @@ def _argument(name: str, samples: Samples) -> list[Any]:
     """One entry a sample, made anew for each function and sample: a function may write into its own. A column that a
     group lacks is None there.
     """
-    of = ARGUMENTS.get(name, lambda group, completion: copied(group.columns.get(name)))
-    return [of(group, completion) for group, completion in samples]
+    of = ARGUMENTS.get(name)
+    return [of(group, completion) if of else copied(group.columns.get(name)) for group, completion in samples]
 
 
 def copied(value: Any) -> Any:

@@ -32,7 +32,7 @@ def _equal(answer: str, reference: str) -> bool:
     read = functools.partial(math_verify.parse, parsing_timeout=None)
     number = as_number(reference)
     wanted = [*read(as_latex(reference)), *([] if number is None else [sympy.Rational(number)])]
-    return math_verify.verify(wanted, read(answer), timeout_seconds=None)
+    return bool(math_verify.verify(wanted, read(answer), timeout_seconds=None))
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def resolve(name: str) -> RewardFn:
         fix = f"{nearest(name, REWARDS)}; a function of your own is named package.module:function"
         raise RecipeError(f"there is no reward function {name!r}", fix=fix, where="rewards")
     module = _module(module_name, name)
-    function = getattr(module, attribute, None)
+    function: RewardFn | None = getattr(module, attribute, None)
     if not callable(function):
         have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         what = f"{module_name} has no function {attribute!r}"

@@ -125,7 +125,7 @@ class Worker:
         except (EOFError, BrokenPipeError):
             raise _Lost(f"ended its worker process ({self._process.ending()})") from None
         try:
-            found = json.loads(answer)
+            found: dict[str, Any] = json.loads(answer)
             if found["number"] == job["number"]:  # else somebody else wrote to the pipe
                 return found
         except (ValueError, TypeError, KeyError, RecursionError):

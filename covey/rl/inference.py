@@ -68,7 +68,7 @@ class InferenceWorker:
     """
 
     def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
-        self.params: dict[str, nnx.State] = {}
+        self.params: dict[str, nnx.State[Any, Any]] = {}
         self._scorers: dict[str, RowScorer] = {}
         self._vocabulary: dict[str, int] = {}
         for role, model in models.items():
@@ -150,7 +150,7 @@ class InferenceWorker:
         params = self._held(role)
         return self._scorers[role](params, rows, lengths, size)
 
-    def _held(self, role: str) -> nnx.State:
+    def _held(self, role: str) -> nnx.State[Any, Any]:
         if not self.has(role):
             raise RecipeError(f"no {role} is loaded", fix=f"RLCluster({role}=...)", where="InferenceWorker")
         return self.params[role]

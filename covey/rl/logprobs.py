@@ -105,7 +105,9 @@ def chunked_scores(
     return _forward(head, weight, hidden, target, scored)[0]
 
 
-def _forward(head: Head, weight: Array, hidden: Array, target: Array, scored: Array) -> tuple[Any, Any]:
+def _forward(
+    head: Head, weight: Array, hidden: Array, target: Array, scored: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     blank = jnp.zeros(target.shape, jnp.float32)
     chunk = partial(_normalise, head, weight)
     logps, entropy, total = _by_chunks(head, hidden, target, scored, chunk, (blank, blank, blank))
@@ -159,7 +161,7 @@ def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple
         (logits, _), (_, fresh) = _block_with_pull(head, weight, hidden, b)
         return sums.plus(logits, fresh, True)[0]
 
-    sums = jax.lax.fori_loop(0, _blocks(head, weight), body, _Sums.none(target.shape))
+    sums: _Sums = jax.lax.fori_loop(0, _blocks(head, weight), body, _Sums.none(target.shape))
     return sums.scores(_chosen(head, weight, hidden, target))
 
 

@@ -74,7 +74,7 @@ def work_metrics(
 
 def _mass_kept(completion: Completion) -> Float[np.ndarray, "n"]:
     """The probability of all tokens that could be drawn, at each of the completion's that was."""
-    kept = np.exp(completion.logps - completion.sampler_logps)
+    kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return kept if completion.mask is None else kept[completion.mask]
 
 

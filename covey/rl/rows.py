@@ -114,8 +114,13 @@ def spans_of(rows: Rows) -> Spans:
     """What each input token sees, as places in its row. A prompt's token sees no more than its own past."""
     group, answer = rows.group, rows.sample > 0
     place = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
-    before = lambda x: jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]  # noqa: E731
-    latest = lambda event: jax.lax.cummax(jnp.where(event, place, 0), axis=1)  # noqa: E731
+
+    def before(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+
+    def latest(event: jax.Array) -> jax.Array:
+        return jax.lax.cummax(jnp.where(event, place, 0), axis=1)
+
     new_group = group != before(group)
     new_sample = new_group | (rows.sample != before(rows.sample))
     until = latest(answer & (new_group | ~before(answer)))
@@ -142,7 +147,8 @@ def padding_waste(rows: Rows, together: int = 1) -> float:
     rows with them.
     """
     count, length = rows.group.shape
-    return 1.0 - float((rows.group > 0).sum()) / (-(-count // together) * together * length)
+    positions: int = -(-count // together) * together * length
+    return 1.0 - float((rows.group > 0).sum()) / positions
 
 
 def _whole(groups: Sequence[Group]) -> Iterator[Piece]:

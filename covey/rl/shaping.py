@@ -103,13 +103,15 @@ def k1(d: PerToken) -> PerToken:
 
 def k2(d: PerToken) -> PerToken:
     """d²/2: low variance, slightly biased."""
-    return d * d / 2
+    halved: PerToken = d * d / 2
+    return halved
 
 
 def k3(d: PerToken) -> PerToken:
     """exp(d) − d − 1: unbiased and never negative; d is cut off at `LIMIT`, as in the loss."""
     d = np.minimum(d, LIMIT)
-    return np.expm1(d) - d
+    estimate: PerToken = np.expm1(d) - d
+    return estimate
 
 
 def _difference(logps: PerToken, ref_logps: PerToken) -> PerToken:

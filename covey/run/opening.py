@@ -19,6 +19,7 @@ from covey.models import digests, peft, scratch, weights
 from covey.models.decoder import Decoder
 from covey.models.lora import rebased, split_trainable, with_lora
 from covey.models.quantised import format_of
+from covey.models.sources import cache_folder, log
 from covey.parallel import mesh_for, reshard, shardings
 from covey.recipe import is_run
 from covey.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ Say = Callable[[str], None]
 def open_model(
     source: str,
     options: ModelOptions | None = None,
-    say: Say = weights.sources.log.info,
+    say: Say = log.info,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source.
@@ -127,7 +128,7 @@ def use_compilation_cache() -> None:
     is off.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(weights.sources.cache_folder() / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones take seconds too
 
 

@@ -138,5 +138,5 @@ def refit(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
         grow[axis] = (0, max(0, time - x.shape[axis]))
         return jax.lax.slice_in_dim(jnp.pad(x, grow), 0, time, axis=axis)
 
-    kept = jax.tree.map(lambda x: x[rows], slots)
+    kept: Slots = jax.tree.map(lambda x: x[rows], slots)
     return kept._replace(cache=[(fit(keys, 3), fit(values, 2)) for keys, values in kept.cache])

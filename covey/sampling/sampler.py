@@ -218,7 +218,8 @@ class _Run:
 
     def _key(self, sample: _Sample) -> np.ndarray:
         before = sum(r.samples for r in self.requests[: sample.request])
-        return self.keys[before + sample.number]
+        key: np.ndarray = self.keys[before + sample.number]
+        return key
 
     def _admit_waiting(self) -> None:
         """Fills free slots from the queue, one prefilled batch of prompts at a time."""

@@ -79,7 +79,8 @@ def decode(
 
     def going(carry: Any) -> Array:
         step, slots, _, _ = carry
-        return (step < steps) & slots.active.any()
+        more: Array = (step < steps) & slots.active.any()
+        return more
 
     def body(carry: Any) -> Any:
         step, slots, out, valid = carry

@@ -277,7 +277,8 @@ def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
     there the same files are written from host arrays by Orbax's older API, which does neither.
     """
     if jax.process_count() == 1:
-        return ocp.save_async(path, arrays).result
+        wait: Callable[[], Any] = ocp.save_async(path, arrays).result
+        return wait
     copies = {name: np.array(leaf) for name, leaf in arrays.items()}
     return lambda: _write_alone(path, copies)
 
@@ -346,8 +347,10 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
 
     def as_saved(name: str, leaf: Any) -> jax.Array:
         if name not in found:
-            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), _sharding(leaf))
-        return jax.random.wrap_key_data(found[name], impl=leaves[name]["key"]) if _is_key(leaf) else found[name]
+            empty: jax.Array = jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), _sharding(leaf))
+            return empty
+        data: jax.Array = found[name]
+        return jax.random.wrap_key_data(data, impl=leaves[name]["key"]) if _is_key(leaf) else data
 
     return {name: as_saved(name, leaf) for name, leaf in target.items()}
 

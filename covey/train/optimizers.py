@@ -57,13 +57,14 @@ def _at_step(inner: optax.GradientTransformation) -> optax.GradientTransformatio
     ) -> tuple[PyTree, PyTree]:
         if step is not None:
             state = optax.tree.set(state, _of_a_schedule, count=jnp.asarray(step, jnp.int32))
-        return inner.update(grads, state, params)
+        updated: tuple[PyTree, PyTree] = inner.update(grads, state, params)
+        return updated
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _of_a_schedule(path: tuple[Any, ...], leaf: Any) -> bool:
-    return getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__
+    return bool(getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__)
 
 
 def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:

@@ -171,7 +171,8 @@ class SFTLearner(Keywords):
         if self.trainer is None:
             return self._model
         graph: Any = self.trainer.graph
-        return nnx.merge(graph, self.trainer.params)
+        model: Decoder = nnx.merge(graph, self.trainer.params)
+        return model
 
     def _groups(self, examples: Sequence[Row]) -> list[Group]:
         return groups_of(examples, self.tokenizer, self.config, self._longest)

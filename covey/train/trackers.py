@@ -72,8 +72,11 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The finite numbers of `metrics` at optimizer step `step`."""
-        is_number = lambda value: isinstance(value, int | float) and math.isfinite(value)  # noqa: E731
-        numbers = {name: float(value) for name, value in metrics.items() if is_number(value) and name != "step"}
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+        }
         for name, tracker in list(self._open.items()):
             self._attempt(name, partial(tracker.log, step, numbers))
 

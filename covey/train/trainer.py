@@ -94,7 +94,7 @@ class Trainer:
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))
 
     @property
-    def params(self) -> nnx.State:
+    def params(self) -> nnx.State[Any, Any]:
         """The whole state, as the decoder's graph takes it."""
         return nnx.merge_state(self.trainable, self.frozen)
 

@@ -144,7 +144,8 @@ def logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
     model, positions = nnx.merge(graph, state), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model.logits(model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+    logits: jax.Array = model.logits(model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+    return logits
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
