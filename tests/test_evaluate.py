@@ -174,7 +174,7 @@ def test_the_order_of_the_samples_moves_the_plain_count_alone(outcomes: list[boo
 # --- presets
 
 
-def test_the_presets_are_those_of_the_specification() -> None:
+def test_the_presets_are_greedy_standard_and_liberal() -> None:
     named = {name: (p["temperature"], p["top_k"], p["top_p"]) for name, p in PRESETS.items()}
     assert named == {"greedy": (1e-4, 1, 1.0), "standard": (0.7, 50, 0.95), "liberal": (0.85, 2000, 1.0)}
     for name, preset in PRESETS.items():

@@ -1,5 +1,5 @@
-"""The two GSM8K recipes: each number is that of its specification, and both run, made small, on tiny random models of
-their families.
+"""The two GSM8K recipes: each number is that of its source (Google's notebook for Tunix, and nanochat), and both run,
+made small, on tiny random models of their families.
 """
 
 import json
@@ -22,7 +22,7 @@ from covey.train.optimizers import learning_rate
 # --- the numbers
 
 
-def test_gsm8k_gemma2_is_the_specification_s4() -> None:
+def test_gsm8k_gemma2_has_the_numbers_of_googles_notebook() -> None:
     r = recipe.load("gsm8k-gemma2", ["data.path=hf:openai/gsm8k"])
     assert (r.data.task, r.data.train_fraction, r.data.seed) == ("gsm8k", 1.0, 42)
     lora = r.model.lora
@@ -51,7 +51,7 @@ def test_gsm8k_gemma2_is_the_specification_s4() -> None:
     assert r.tracking == ("wandb",)
 
 
-def test_gsm8k_nanochat_is_the_specification_s5() -> None:
+def test_gsm8k_nanochat_has_the_numbers_of_nanochat() -> None:
     r = recipe.load("gsm8k-nanochat", ["data.path=hf:openai/gsm8k"])
     a = algorithm_of(r.grpo)
     assert (a.advantage, a.surrogate, a.aggregate, a.beta) == ("centred", "reinforce", "token_mean", 0.0)

@@ -15,10 +15,10 @@ REASONING = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
     "then the answer, one number, between <answer> and </answer>."
 )
-"""System message for the rewards of SPEC S4: the layout with tags."""
+"""System message for the rewards that read tags: those of `rewards/format.py`, `answer_ratio`, `answer_number`."""
 
 MARKER = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
-"""System message for `exact_answer` (SPEC S5); set it as `data.system`."""
+"""System message for `exact_answer`; set it as `data.system`."""
 
 
 def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rewards for the layout `<reasoning>…</reasoning><answer>…</answer>` (SPEC S4, rewards 1 and 2).
+"""Rewards for the layout `<reasoning>…</reasoning><answer>…</answer>` of the recipe gsm8k-gemma2.
 
 Stricter than the pattern commonly used for it: each tag occurs once, and only blanks stand before the first and after
 the last, so that a second answer or a preface cannot pass. Text between the two blocks is allowed.
@@ -29,10 +29,10 @@ def sections(text: str) -> tuple[str, str] | None:
 
 
 def format_exact(prompts: Sequence[Any], completions: Completions, **columns: Any) -> list[float]:
-    """3.0 for a completion that is the whole layout, else 0.0 (S4, reward 1)."""
+    """3.0 for a completion that is the whole layout, else 0.0."""
     return [3.0 if sections(text) else 0.0 for text in texts(completions)]
 
 
 def format_approximate(prompts: Sequence[Any], completions: Completions, **columns: Any) -> list[float]:
-    """For each of the four tags +0.5 when it occurs exactly once, else -0.5: -2.0 to 2.0 (S4, reward 2)."""
+    """Adds +0.5 for each of the four tags that occurs exactly once and -0.5 for each other: -2.0 to 2.0."""
     return [sum(0.5 if text.count(tag) == 1 else -0.5 for tag in TAGS) for text in texts(completions)]

@@ -1,4 +1,4 @@
-"""Rewards for GSM8K: the answer tag (SPEC S4, rewards 3 and 4) and the `####` convention (S5).
+"""Rewards for GSM8K: the answer tag (recipe gsm8k-gemma2) and the `####` convention (recipe gsm8k-nanochat).
 
 References are the `answer` column: the text after `####`, or a number, or a whole solution that ends in `#### n`.
 A sample without a reference scores 0: two missing answers are never equal. Deviations: numbers are compared as exact
@@ -21,7 +21,7 @@ _NANOCHAT = re.compile(r"#### (-?[0-9.,]+)")
 def answer_ratio(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """The answer against the reference, by text and then by ratio (S4, reward 3).
+    """Compares the answer with the reference, by text and then by ratio.
 
     Layout not matched: 0. Same text: 3.0; same but for blanks around: 1.5. Otherwise by guess / reference: within
     0.9 to 1.1: 0.5, within 0.8 to 1.2: 0.25, further off: -1.0. Not a number: -0.5. Bounds belong to the better band.
@@ -32,7 +32,7 @@ def answer_ratio(
 def answer_number(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.5 when the first number inside the answer tag equals the reference, else 0.0 (S4, reward 4).
+    """1.5 when the first number inside the answer tag equals the reference, else 0.0.
 
     The layout around the tag is not asked for, nor that the tag is closed.
     """
@@ -44,7 +44,7 @@ def answer_close(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
     """1.0 when the first number inside the answer tag is 0.9 to 1.1 times the reference, bounds included, else 0.0: the
-    partial accuracy of S4's evaluation. For a reference of 0 only 0 is close.
+    partial accuracy of gsm8k-gemma2's evaluation. For a reference of 0 only 0 is close.
     """
     pairs = zip(texts(completions), answer, strict=True)
     return [float(_close(first_number(_tagged(text)), reference(truth))) for text, truth in pairs]
@@ -53,7 +53,7 @@ def answer_close(
 def exact_answer(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], *, strict: bool = False, **columns: Any
 ) -> list[float]:
-    """1.0 when the number after `####` equals the reference as a number, else 0.0 (S5).
+    """1.0 when the number after `####` equals the reference as a number, else 0.0.
 
     Args:
         strict: nanochat's rule instead: the first `#### ` followed by digits, points and commas, equal as text once the

@@ -1,5 +1,5 @@
 """How a step's prompts are cut for the stages: rollout, reference log-probs, old log-probs and training, each with a
-size of its own (SPEC S1 in short: sizes change speed and memory, never the result).
+size of its own. Sizes change speed and memory, never the result.
 
 A step's prompts are cut into training micro-batches. Those are gathered into *service batches*, large enough for every
 stage before training to work in full slices; a service batch is merged, each stage runs over it in slices of its own

@@ -349,7 +349,7 @@ def test_an_integer_in_front_does_not_make_the_rest_integers():
 
 
 def test_an_array_of_integers_does_not_truncate_another_functions_floats():
-    """Trap 7: 0.7 stays 0.7, whichever comes first."""
+    """A reward of 0.7 stays 0.7, whichever function comes first; in an array of integers it would become 0."""
     whole, part = returns(np.array([1, 0, 1, 0, 1], np.int8)), returns([0.7] * 5)
     for functions in ([whole, part], [part, whole]):
         scored = score(GROUPS, functions)

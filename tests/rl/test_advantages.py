@@ -45,7 +45,7 @@ def test_each_group_is_compared_with_itself_alone(name: str) -> None:
 
 @every
 def test_whole_numbers_do_not_truncate(name: str) -> None:
-    """Trap 7: rewards in an integer array."""
+    """Rewards in an integer array give the advantages of the same rewards as floats."""
     whole = ADVANTAGES[name](np.array([[0, 1, 0], [2, 2, 7]]))
     np.testing.assert_array_equal(whole, of(name, (0.0, 1.0, 0.0), (2.0, 2.0, 7.0)))
     assert not np.array_equal(whole, np.round(whole))
@@ -201,7 +201,7 @@ def test_a_perfect_critic_leaves_no_advantage() -> None:
 
 
 def test_gae_is_float64_and_refuses_what_would_broadcast() -> None:
-    """Trap 7 again: integer rewards, float32 values."""
+    """Integer rewards and float32 values are summed in float64."""
     (advantage,), (returns,) = gae([np.array([0, 1])], [np.array([0.1, 0.7], np.float32)], 1.0, 1.0)
     np.testing.assert_allclose(advantage, [0.9, 0.3], rtol=1e-6)
     assert (advantage.dtype, returns.dtype) == (np.float64, np.float64)

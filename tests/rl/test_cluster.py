@@ -337,7 +337,7 @@ def prefers_long(prompts: Sequence[str], completions: Sequence[str], completion_
 def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> None:
     """In a batch's second update the ratio is no longer 1: it is taken against the log-probs before the first.
 
-    Those are the sampler's own, at the rollout's temperature (trap 9); also in the next batch, drawn by new weights.
+    Those are the sampler's own, at the rollout's temperature, not at 1; also in the next batch, drawn by new weights.
     """
     seen: list[tuple[LossInputs, dict[str, float]]] = []
     records: list[StepRecord] = []
@@ -368,7 +368,7 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
 
 @pytest.mark.slow
 def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rollouts of two steps differ: trap 1, a sampler seeded with a constant.
+    """The rollouts of two steps differ too, as they would not from a sampler seeded with a constant.
 
     Top-p cuts off part of what is drawn from, and leaves the ratio at 1: both sides compute with all of it.
     """

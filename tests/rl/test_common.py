@@ -87,7 +87,7 @@ def padded(groups, prompt_length, completion_length):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_per_token_logps_agree_with_the_loops_own_rows(decoder, groups_of, temperature):
-    """Prompt once with completions behind it, and one padded sample a line: the same numbers. Trap 9: temperature."""
+    """Prompt once with completions behind it, and one padded sample per line: the same numbers, at each temperature."""
     groups = groups_of([(5, [7, 1, 4]), (9, [3, 8, 2])])
     lengths = [len(c.tokens) for g in groups for c in g.completions]
     model, rows = decoder(), pack(groups, 64)
@@ -136,12 +136,12 @@ def test_completion_mask_is_one_up_to_and_including_the_first_stop_token(ids: np
 
 
 def test_padding_with_the_stop_tokens_own_id_keeps_the_first() -> None:
-    """Trap 2: the end of the answer stays in the loss."""
+    """The end of the answer stays in the loss, or stopping would never be trained."""
     assert make_completion_mask(np.array([[4, 2, 2, 2], [2, 2, 2, 2]]), 2).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
 
 
 def test_every_stop_token_counts() -> None:
-    """Trap 3: models have several."""
+    """Models have several stop tokens."""
     ids = np.array([[1, 7, 9, 2]])
     assert make_completion_mask(ids, [2, 7]).sum() == 2
     assert make_completion_mask(ids, 2).sum() == 4

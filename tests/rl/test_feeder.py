@@ -194,7 +194,7 @@ def test_one_round_replaces_nothing(fed: Callable) -> None:
 
 
 def test_the_overlong_penalty_counts_tokens_and_is_listed_beside_the_rewards(fed: Callable) -> None:
-    """Limit 10, buffer 4: 3 tokens cost nothing, 8 half, 10 all (trap 8: characters)."""
+    """Limit 10, buffer 4: 3 tokens cost nothing, 8 half, 10 all; characters do not count."""
     answers = completion(8), completion(10)
     (batch,), _ = fed([row("a", (1.0, 1.0), answers)], overlong_buffer=4, overlong_penalty=2.0)
     (group,) = batch.groups

@@ -1,4 +1,4 @@
-"""A step's gradient does not depend on how the step is cut, packed, queued or spread over devices: SPEC S1 and S2.
+"""A step's gradient does not depend on how the step is cut, packed, queued or spread over devices.
 
 Real learners take real steps, from prompts to gradients. What stands in for the optimizer remembers gradients and
 follows none, so that one compiled learner can take the same steps again and again. Each batch is used twice; at its

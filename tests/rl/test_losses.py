@@ -239,7 +239,7 @@ def test_aggregates_are_their_formulas(name: str, denominator: int, lengths: lis
 @pytest.mark.parametrize("name", AGGREGATES)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(0, 12))
 def test_weights_and_denominators_of_parts_make_the_whole(name: str, lengths: list[int], cut: int) -> None:
-    """Trap 6: a step may be cut into micro-batches that know nothing of each other."""
+    """A step may be cut into micro-batches that know nothing of each other."""
     parts = [AGGREGATES[name](np.array(part, int), 64) for part in (lengths[:cut], lengths[cut:])]
     weights, denominator = AGGREGATES[name](np.array(lengths), 64)
     np.testing.assert_array_equal(np.concatenate([w for w, _ in parts]), weights)

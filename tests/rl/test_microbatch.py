@@ -1,4 +1,4 @@
-"""Stages' slices: nothing lost, nothing reordered, nothing larger than allowed, whatever the sizes (SPEC S1)."""
+"""Stages' slices: nothing lost, nothing reordered, nothing larger than allowed, whatever the sizes."""
 
 import math
 from dataclasses import replace

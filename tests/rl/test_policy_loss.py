@@ -154,7 +154,7 @@ def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
 @pytest.mark.parametrize("ratio", ["token", "sequence_token"])
 @pytest.mark.parametrize("advantage", [1.5, 0.0, -0.4])
 def test_at_ratio_one_all_surrogates_have_the_policy_gradient(surrogate: str, ratio: str, advantage: float) -> None:
-    """Trap 16: with one update a batch the loss says nothing, and the gradient is −A·∇logp whatever the surrogate."""
+    """With one update per batch the loss says nothing, and the gradient is −A·∇logp whatever the surrogate."""
     x = replace(BASE, surrogate=surrogate, ratio=ratio)
     _, grad, _ = single(x, -2.0, advantage=advantage)
     assert grad == pytest.approx(-advantage, abs=1e-6)
@@ -187,7 +187,7 @@ def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
-    """Trap 6: parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
+    """Parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
     x = replace(PRESETS[name], correction="sequence_truncate", entropy_bonus=0.01)
     batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37, 30], x)
     evaluate = partial(policy_loss, x)

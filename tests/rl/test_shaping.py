@@ -51,7 +51,7 @@ def test_without_a_buffer_there_is_no_penalty() -> None:
 
 
 def test_the_penalty_is_a_fraction_of_whole_tokens() -> None:
-    """Trap 7 and 8: token counts are integers, penalties are not."""
+    """Token counts are integers, penalties are not."""
     assert overlong_penalty(np.array([95], np.int32), 100, 10, 0.7).tolist() == [-0.35]
 
 
@@ -133,7 +133,7 @@ def test_the_tokens_rewards_add_up_to_the_reward_less_the_penalty(rows: list[tup
 
 
 def test_whole_penalties_do_not_truncate_the_reward() -> None:
-    """Trap 7."""
+    """A penalty array of integers would turn a reward of 0.7 into 0."""
     [got] = token_rewards(np.array([0.7]), [np.zeros(2, np.int64)])
     assert got.tolist() == [0.0, 0.7]
 

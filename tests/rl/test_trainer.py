@@ -114,7 +114,7 @@ def whole(updates: Updates, trainer: Callable, batch: Callable) -> Callable[[int
 def test_micro_batches_and_packing_change_nothing(
     whole: Callable, batch: Callable, lora: int, sizes: tuple[int, ...]
 ) -> None:
-    """Trap 6: loss normalised per micro-batch, grad norm divided by accumulation steps."""
+    """The loss is not normalised per micro-batch, nor the gradient's norm divided by the number of micro-batches."""
     step, want = whole(lora)
     dense, groups = batch("dense"), batch("groups")
     assert len(dense.rows.tokens) == 8
@@ -174,7 +174,7 @@ def toy(decoder: Callable[..., Decoder]) -> Iterator[Trainer]:
 
 
 def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> None:
-    """Micro-batches of unlike sizes: the mean of their means would be another number (trap 6). Only names that end in
+    """Micro-batches of unlike sizes: the mean of their means would be another number. Only names that end in
     /min and /max are compared; what nothing counts for is 0, not 0/0.
     """
     value = float(jax.tree.leaves(toy.trainable)[0][0, 0])

@@ -1,4 +1,4 @@
-"""S2, the GRPO step: each behaviour by its name, with its numbers."""
+"""The GRPO step: each behaviour by its name, with its numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -254,7 +254,7 @@ def np_tree(tree: Any) -> Any:
 
 
 class Padded:
-    """A step's samples as padded arrays, prompts on the left, and GRPO's loss on them as S2 writes it."""
+    """A step's samples as padded arrays, prompts on the left, and GRPO's loss on them as an equation."""
 
     def __init__(self, graph: Any, groups: Sequence[Group], temperature: float):
         samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]

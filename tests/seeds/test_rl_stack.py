@@ -1,4 +1,4 @@
-"""S3, the RL stack: each behaviour by its name."""
+"""The RL stack of cluster, learner and workers: each behaviour that users of it rely on, by its name."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""S3, the RL stack, continued: what learners and workers stand on. Queue, trainer, numeric helpers, resharding."""
+"""The parts that the RL stack stands on: queue, trainer, numeric helpers, resharding."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""S1, stages with their own micro-batch: each behaviour by its name."""
+"""Stages with a micro-batch size of their own: each behaviour by its name."""
 
 import inspect
 import threading
