@@ -117,7 +117,7 @@ def test_nothing_cites_a_page_that_is_not_in_the_repository():
 def found_in_texts(pattern):
     """What `pattern` finds in each text file of the repository but this one, where it finds something."""
     kinds = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json")
-    folders = ("covey", "tests", "docs", "benchmarks", "examples")
+    folders = ("covey", "tests", "docs", "benchmarks", "examples", "tools")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in kinds]
     files += [f for f in ROOT.iterdir() if f.is_file() and (f.suffix in kinds or f.name in ("Makefile", "run"))]
     found = {str(f.relative_to(ROOT)): pattern.findall(f.read_text()) for f in files if f != Path(__file__)}
