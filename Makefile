@@ -21,7 +21,7 @@ DEV := -e '.[dev]'
 ORACLE := -e '.[parity]'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install test test-quick lint bench bench-peers parity golden-families clean
+.PHONY: help quickstart tiny install test test-quick coverage lint bench bench-peers parity golden-families clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -42,8 +42,12 @@ test: lint ## lint, then the whole test suite
 test-quick: .venv/ready-dev ## the tests that take less than two seconds each
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
 
-lint: .venv/ready-dev ## ruff, mypy, and the contract on imports
+coverage: .venv/ready-dev ## the same tests, and the share of the package's lines that they run
+	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(WORKERS) $(ARGS)
+
+lint: .venv/ready-dev ## ruff (rules and formatting), mypy, and the contract on imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
@@ -63,7 +67,7 @@ golden-families: .venv-parity/ready ## golden numbers of the model families agai
 	.venv-parity/bin/python tests/parity/make_golden.py families
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-parity .venv-tunix .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-tunix .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
