@@ -19,9 +19,10 @@ WANT := pyproject.toml constraints.txt
 RUN := -e .
 DEV := -e '.[dev]'
 ORACLE := -e '.[parity]'
+RELEASE := build mypy twine
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install test test-quick coverage lint bench bench-peers parity golden-families clean
+.PHONY: help quickstart tiny install test test-quick coverage lint bench bench-peers parity golden-families release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -66,8 +67,21 @@ parity: .venv-parity/ready ## golden numbers again, and round trips, with torch,
 golden-families: .venv-parity/ready ## golden numbers of the model families again, and no others; tried with Python 3.11 (PYTHON=python3.11)
 	.venv-parity/bin/python tests/parity/make_golden.py families
 
+# As a user gets it: the wheel is built from the sdist, and its dependencies are the newest that its ranges allow. It is
+# used from dist: in the root mypy would read the checkout.
+release-check: .venv-release/ready ## build sdist and wheel, check them, use the wheel in an empty environment
+	rm -rf dist .venv-wheel
+	.venv-release/bin/python -m build --outdir dist
+	.venv-release/bin/python -m twine check --strict dist/*
+	$(MAKE) .venv-wheel/bin/pip
+	$(if $(UV),uv pip install --python .venv-wheel/bin/python,.venv-wheel/bin/python -m pip install) dist/*.whl
+	cd dist && ../.venv-wheel/bin/covey doctor
+	cd dist && ../.venv-wheel/bin/python ../tests/typed/program.py
+	cd dist && ../.venv-release/bin/python -m mypy --strict --config-file= --cache-dir=/dev/null \
+	  --python-executable ../.venv-wheel/bin/python ../tests/typed/program.py
+
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-parity .venv-tunix .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -87,6 +101,10 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 # A peer has versions of its own. TRL is the one of .venv-parity, with torch.
 .venv-tunix/ready: | .venv-tunix/bin/pip
 	$(if $(UV),uv pip install --python .venv-tunix/bin/python,.venv-tunix/bin/python -m pip install) $(TUNIX)
+	@touch $@
+
+.venv-release/ready: constraints.txt | .venv-release/bin/pip
+	$(call install,.venv-release,$(RELEASE))
 	@touch $@
 
 # An environment that could not be made in full is removed, so that the next call starts afresh.

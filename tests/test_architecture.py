@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -81,9 +82,14 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     )
     (wheel,) = tmp_path.glob("covey-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = [*PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml")]
+    wanted = [*PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml"), ROOT / "covey" / "py.typed"]
     assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()
     assert {name.split("/")[0] for name in held} == {"covey", f"covey-{covey.__version__}.dist-info"}
+
+
+def test_the_typed_program_runs():
+    """`make release-check` has mypy read it too, against the installed wheel."""
+    runpy.run_path(str(ROOT / "tests" / "typed" / "program.py"), run_name="__main__")
 
 
 def test_versions_agree():
