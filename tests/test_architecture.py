@@ -21,7 +21,7 @@ from covey.commands.help import PAGES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "covey").rglob("*.py"))
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -123,7 +123,7 @@ def test_nothing_cites_a_page_that_is_not_in_the_repository():
 def found_in_texts(pattern):
     """What `pattern` finds in each text file of the repository but this one, where it finds something."""
     kinds = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json")
-    folders = ("covey", "tests", "docs", "benchmarks", "examples", "tools")
+    folders = ("covey", "tests", "docs", "benchmarks", "examples", "tools", ".github")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in kinds]
     files += [f for f in ROOT.iterdir() if f.is_file() and (f.suffix in kinds or f.name in ("Makefile", "run"))]
     found = {str(f.relative_to(ROOT)): pattern.findall(f.read_text()) for f in files if f != Path(__file__)}
