@@ -63,7 +63,7 @@ Observer = Callable[[StepRecord], None]
 
 
 OnBadBatch = Callable[[int, Sequence[TrainBatch], NumbersError], None]
-"""(step, its micro-batches, what is wrong with them)"""
+"""(step of the update, its micro-batches, what is wrong with them)"""
 
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
@@ -216,14 +216,20 @@ class Learner(Keywords, ABC):
         """`count` updates on the same micro-batches; the first takes them as they come."""
         seen: list[TrainBatch] = []
         with clock("update"):
-            first = self._guarded(remembered(batches, seen), seen)
-            return [first, *(self._guarded(seen, seen) for _ in range(count - 1))]
+            first = self._guarded(self.step + 1, remembered(batches, seen), seen)
+            return [first, *(self._guarded(self.step + 1 + later, seen, seen) for later in range(1, count))]
 
-    def _guarded(self, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
-        """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
+    def _guarded(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
+        """The update `step`; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it.
+
+        Args:
+            step: its number in the run.
+            batches: what it is made on.
+            seen: those of them that were made so far.
+        """
         return self._skips.guard(
             lambda: self.update(batches),
-            lambda error: self.on_bad_batch(self.step + 1, seen, error),
+            lambda error: self.on_bad_batch(step, seen, error),
             self.cluster.skip_update,
         )
 

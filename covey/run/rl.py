@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from covey import recipe as recipes
 from covey.algorithms import algorithm_of
 from covey.data import source as data_source
@@ -168,10 +170,17 @@ class RLRun(Run[Recipe]):
         arrays = {
             f"{number}.{name}": array
             for number, batch in enumerate(batches)
-            for name, array in (batch.rows._asdict() | batch.inputs._asdict()).items()
+            for name, array in _arrays(batch).items()
             if array is not None
         }
         self.keep_bad_batch(step, groups, arrays, error)
+
+
+def _arrays(batch: TrainBatch) -> dict[str, np.ndarray | None]:
+    """The rows of a micro-batch and what the losses need beside them; the critic's begin with `critic.`."""
+    of_critic = batch.value_inputs._asdict() if batch.value_inputs is not None else {}
+    named = {f"critic.{name}": array for name, array in of_critic.items()}
+    return batch.rows._asdict() | batch.inputs._asdict() | named
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:

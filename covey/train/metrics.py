@@ -120,7 +120,7 @@ def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
 
 def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray]) -> Path:
     """Keep the batch of an update that was not finite, for study: `bad/<step>.jsonl` as in `samples.jsonl`, and
-    `bad/<step>.npz` with what the loss got. Returns the first without its ending.
+    `bad/<step>.npz` with what the losses got. Returns the first without its ending.
     """
     place = folder / BAD / f"{step:08d}"
     place.parent.mkdir(exist_ok=True)

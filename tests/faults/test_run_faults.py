@@ -370,11 +370,12 @@ def test_a_run_keeps_its_best_by_the_metric_it_names(tmp_path: Path) -> None:
 # --- numbers
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Makes the gradient of one update NaN where it is computed."""
+def poison(monkeypatch: pytest.MonkeyPatch, step: int, trainer: Any = None) -> None:
+    """Makes the gradient of one update NaN where it is computed: that of any trainer, or of one class of them."""
     from covey.train.trainer import Trainer
 
-    share = Trainer.gradients
+    trainer = trainer or Trainer
+    share = trainer.gradients
 
     def gradients(self: Trainer, parts: Any) -> Any:
         if self.step + 1 == step and not self.__dict__.get("_poisoned"):
@@ -382,7 +383,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             parts = [part._replace(batch=jax.tree.map(_nan, part.batch)) for part in parts]
         return share(self, parts)
 
-    monkeypatch.setattr(Trainer, "gradients", gradients)
+    monkeypatch.setattr(trainer, "gradients", gradients)
 
 
 def _nan(x: Any) -> Any:
@@ -403,6 +404,25 @@ def test_a_gradient_that_is_none_stops_before_the_update_and_keeps_the_batch(
     assert all(row["advantage"] is not None for row in kept)
     arrays = np.load(out / "bad" / "00000002.npz")
     assert {"0.tokens", "0.advantage", "0.sampled"} <= set(arrays)
+
+
+def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the critic's loss got, and the second of two updates on a batch under its own step."""
+    from covey.rl.trainer import CriticTrainer
+
+    out = tmp_path / "run"
+    poison(monkeypatch, step=2, trainer=CriticTrainer)
+    with pytest.raises(NumbersError, match="update 2 of the critic is not finite"):
+        run.train(ready("grpo.algorithm=ppo", "grpo.num_iterations=2"), out)
+    assert sorted(path.name for path in (out / "bad").iterdir()) == ["00000002.jsonl", "00000002.npz"]
+    kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in kept} == {2}
+    arrays = np.load(out / "bad" / "00000002.npz")
+    critics = {f"0.critic.{name}" for name in ("returns", "old_values", "weight")}
+    assert critics | {"0.weight", "0.advantage"} <= set(arrays)
+    assert all(arrays[name].shape == arrays["0.weight"].shape for name in critics)
 
 
 def test_a_budget_lets_such_updates_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
