@@ -296,15 +296,16 @@ class Run(ABC, Generic[RecipeT]):
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found["before"], dict | None):
-                raise TypeError("its figures are no mapping")
-        except (ValueError, TypeError, KeyError) as error:
+            wrong = _unlike_a_summary(found)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
             raise ResumeError(
-                f"this is no summary of a run: {type(error).__name__}: {error}",
+                f"this is no summary of a run: {wrong}",
                 want="what the run has written, with the figures from before training",
                 fix="put the file back, or remove it: the figures from before training are then left out",
                 where=str(path),
-            ) from error
+            )
         return dict(found)
 
     def _summarise(self, summary: Mapping[str, Any]) -> None:
@@ -319,14 +320,25 @@ class Run(ABC, Generic[RecipeT]):
         return None if value is None else -value if name.rpartition("/")[2] in LOWER_IS_BETTER else value
 
     def _worth_keeping(self) -> bool:
-        """Whether a step was made, or a batch kept for study."""
-        metrics = self.out / METRICS
-        return (metrics.exists() and metrics.stat().st_size > 0) or (self.out / BAD).exists()
+        """Whether a step was made, or a batch kept for study. What the folder has lost meanwhile tells nothing."""
+        return bool(self._metrics) or (self.out / BAD).exists()
 
     def _seconds(self) -> float:
         """That the run has taken, those before it was taken up again included."""
         return time.monotonic() - self.started
 
+
+def _unlike_a_summary(found: Any) -> str:
+    """Says why JSON that was read cannot be the summary of a run, as far as it is used; empty when it can."""
+    if not isinstance(found, dict) or not isinstance(found.get("before", ""), dict | None):
+        return "it is no mapping with the figures under before"
+    figures = found["before"] or {}
+    strange = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, Figure)]
+    return f"before.{strange[0]} is {figures[strange[0]]!r}, which is no number" if strange else ""
+
+
+Figure = int | float | None
+"""A figure of an evaluation; None where nothing was measured."""
 
 RECIPE = "recipe.yaml"
 

@@ -278,7 +278,7 @@ def test_rows_that_end_before_the_checkpoint_are_refused(name: str, left: int | 
         assert file.read_text() == whole
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"before": 3}', "{"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"before": 3}', "{", '{"before": {"reward": "high"}}'])
 def test_a_summary_that_is_none_is_refused_and_named(text: str, copied: Path) -> None:
     """The trap: an empty list reads as nothing, and the weights that are trained are evaluated as those before."""
     (copied / "summary.json").write_text(text)
@@ -314,6 +314,21 @@ def test_a_folder_that_vanishes_stops_the_run(
     monkeypatch.setattr(owner, name, before(getattr(owner, name), remove))
     assert main(["train", "quickstart", "--out", str(out), *SETTINGS]) == 2
     assert f"{out}: the run folder was removed or replaced" in capsys.readouterr().err
+
+
+def test_a_run_that_loses_its_rows_keeps_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: a new run without rows is taken for one that learnt nothing, and removed with its checkpoints."""
+    out = tmp_path / "run"
+
+    def remove(self: Any, record: Any, *rest: Any) -> None:
+        if record.step == 3:
+            (out / "metrics.jsonl").unlink()
+
+    monkeypatch.setattr(RLRun, "write", before(RLRun.write, remove))
+    with pytest.raises(ResumeError, match="put the file back and resume"):
+        run.train(ready(), out)
+    assert (out / "checkpoints" / "00000002").is_dir()
+    assert (out / "samples.jsonl").exists()
 
 
 def test_a_file_of_rows_that_vanishes_stops_the_run(tmp_path: Path) -> None:
