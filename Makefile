@@ -22,7 +22,7 @@ ORACLE := -e '.[parity]'
 RELEASE := build mypy twine
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install test test-quick coverage lint bench bench-peers parity golden-families release-check clean
+.PHONY: help quickstart tiny install test test-quick coverage mutants lint bench bench-peers parity golden-families release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,9 @@ test-quick: .venv/ready-dev ## the tests that take less than two seconds each
 
 coverage: .venv/ready-dev ## the same tests, and the share of the package's lines that they run
 	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(WORKERS) $(ARGS)
+
+mutants: .venv/ready-dev ## change the losses in 200 places, one at a time: does a test notice? half an hour (ARGS="--count 20")
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: .venv/ready-dev ## ruff (rules and formatting), mypy, and the contract on imports
 	$(BIN)/ruff check .

@@ -1,0 +1,435 @@
+"""Mutation testing of the modules that compute a loss: does a test fail when a line of them is wrong?
+
+Every mutant changes one place of one module: an operator, a comparison, a number, a condition, an argument. `--count`
+of them are drawn at random from all that can be generated; `--seed` says which. Each is put into a copy of the package,
+and the module's own tests run on the copy until one fails. A mutant that none of them notices has survived, and is
+printed as a diff. With `--wide` the other quick tests of reinforcement learning run on the survivors too.
+
+    python tools/mutants.py --count 200 --seed 0 --out mutants.jsonl
+    python tools/mutants.py --list | head
+    python tools/mutants.py --again mutants.jsonl --wide   # only those that survived there
+
+The exit status is 1 when fewer than `--want` per cent were killed, survivors listed in `EQUIVALENT` left out.
+"""
+
+import argparse
+import ast
+import doctest
+import importlib
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TESTS = {
+    "covey/rl/losses.py": (
+        "tests/rl/test_losses.py",
+        "tests/rl/test_policy_loss.py",
+        "tests/rl/test_trl_parity.py",
+        "tests/rl/test_algebra.py",
+    ),
+    "covey/rl/advantages.py": (
+        "tests/rl/test_advantages.py",
+        "tests/rl/test_values.py",
+        "tests/rl/test_trl_parity.py",
+        "tests/rl/test_algebra.py",
+        "tests/rl/test_ppo.py",
+    ),
+    "covey/rl/values.py": ("tests/rl/test_values.py", "tests/rl/test_trainer.py", "tests/rl/test_inference.py"),
+    "covey/rl/shaping.py": (
+        "tests/rl/test_shaping.py",
+        "tests/rl/test_advantages.py",
+        "tests/rl/test_algebra.py",
+        "tests/rl/test_ppo.py",
+    ),
+    "covey/rl/rows.py": ("tests/rl/test_rows.py", "tests/rl/test_feeder.py", "tests/rl/test_inference.py"),
+}
+"""Module → the tests that say what it computes, the quickest first; the module's worked examples run before them."""
+
+WIDE = ("tests/rl", "tests/faults/test_number_faults.py", "tests/seeds/test_grpo_step.py")
+"""What `--wide` runs on survivors."""
+
+EQUIVALENT = {
+    "covey/rl/losses.py": {
+        "return -jnp.where(«free * advantage <= bounded * advantage → free * advantage < bounded * advantage», "
+        "free, bounded) * advantage": (
+            "the products are equal where the ratio is within its bounds, where A is 0, or where they round alike"
+        ),
+        "return jnp.where((«advantage < 0 → advantage <= 0») & (loss > most), most, loss)": (
+            "for A = 0 loss and bound are both 0, and 0 > 0 is false"
+        ),
+        "tau = jnp.where(«advantage > 0 → advantage >= 0», algorithm.sapo_positive, algorithm.sapo_negative)": (
+            "for A = 0 the loss and its gradient are 0 with any τ"
+        ),
+        "return jnp.where(«x < low → x <= low», low, jnp.where(x > high, high, x))": (
+            "only `clip` has a lower bound, and on it takes the ratio that is not bounded"
+        ),
+    },
+    "covey/rl/advantages.py": {
+        "spread = scored.std(ddof=1) if scored.size > 1 else «0.0 → 1.0»": (
+            "with one scored reward every difference from a mean is 0, whatever divides it"
+        ),
+        "samples = zip(_pairs(rewards, values), _masks(mask, values), strict=«True → False»)": (
+            "`_pairs` has refused other lengths of both already"
+        ),
+        "counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [«np.zeros(0) → np.ones(0)»])": (
+            "no zeros and no ones are the same empty array"
+        ),
+        "counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(«0 → 1»)])": (
+            "this array stands for no arrays at all, and then none is returned"
+        ),
+        "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
+    },
+    "covey/rl/values.py": {
+        "v, r = (np.concatenate([*x, «np.zeros(0) → np.ones(0)»]).astype(np.float64) for x in (values, returns))": (
+            "no zeros and no ones are the same empty array"
+        ),
+        "for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=«True → False»)):": (
+            "a `DataError` has refused other lengths already"
+        ),
+        "pairs = [(tuple(map(int, p)), c) for p, c in zip(prompt_ids, completion_ids, strict=«True → False»)]": (
+            "a `DataError` has refused other lengths already"
+        ),
+        "none = «np.zeros(0, np.float32) → np.ones(0, np.float32)»": "no zeros and no ones are the same empty array",
+        "return Completion(np.append(np.asarray(tokens, np.int32), np.int32(«0 → 1»)), "
+        "none, none, FinishReason.STOP)": "this token is never fed: any would do",
+    },
+    "covey/rl/rows.py": {
+        "micro_batch: int = «1 → 2»,": "a row has 64 tokens or more, so that it is computed alone either way",
+        "micro_batch: int = «1 → 0»,": "a row has 64 tokens or more, so that it is computed alone either way",
+        "length, rows = bucket(max((p.size for p in single), default=«1 → 2»)), [[p] for p in single]": (
+            "without completions there are no rows to stack, of whatever length"
+        ),
+        "length, rows = bucket(max((p.size for p in single), default=«1 → 0»)), [[p] for p in single]": (
+            "without completions there are no rows to stack, of whatever length"
+        ),
+        "return Rows(*(np.stack(parts) for parts in zip(*(_fill(r, length) for r in rows), strict=«True → False»)))": (
+            "each is a `Rows`, which has as many fields as another"
+        ),
+        "out = [«np.zeros(n, np.float32) → np.ones(n, np.float32)» for n in lengths]": (
+            "each token of each completion has a place in the rows, so that all are overwritten"
+        ),
+        "for row, column in zip(*np.nonzero(number >= 0), strict=«True → False»):": (
+            "`np.nonzero` returns indices of equal length"
+        ),
+        "flat = np.concatenate([*per_token, «np.zeros(1) → np.ones(1)»]).astype(np.float32)": (
+            "what is read there is replaced by 0, for it is read at padding"
+        ),
+        "flat = np.concatenate([*per_token, np.zeros(«1 → 2»)]).astype(np.float32)": (
+            "what is read there is replaced by 0, for it is read at padding"
+        ),
+        "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -«1 → 0»)], np.float32(0))": (
+            "what is read there is replaced by 0, for it is read at padding"
+        ),
+        "return Spans(latest(new_group), jnp.where(«answer & (group > 0) → answer | (group > 0)», until, 0), own)": (
+            "at a prompt, `until` is 0 or where an earlier group's answers began: nothing lies from `first` to there"
+        ),
+        "return Spans(latest(new_group), jnp.where(answer & («group > 0 → group >= 0»), until, 0), own)": (
+            "an answer's token always belongs to a group"
+        ),
+        "for completion, number in zip(piece.completions, piece.numbers, strict=«True → False»):": (
+            "`pack` makes every piece with one number a completion"
+        ),
+    },
+}
+"""Module → mutant, as `Mutant.diff` writes it → why no test of what the module promises tells it from the original."""
+
+COMPARE = {
+    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,), ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}  # fmt: skip
+BINARY = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Pow: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+SWAPPED = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "any": "all", "all": "any",
+           "zeros": "ones", "ones": "zeros", "sum": "max", "mean": "sum"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed place: the text between two offsets of a module is replaced."""
+
+    module: str
+    start: int
+    stop: int
+    text: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        """The module with the change in it."""
+        original = _text(self.module)
+        return original[: self.start] + self.text + original[self.stop :]
+
+    @property
+    def diff(self) -> str:
+        """The line with the change marked in it: `return («a + b → a - b») * c`."""
+        original = _text(self.module)
+        first, last = original.rfind("\n", 0, self.start) + 1, original.find("\n", self.stop)
+        text = self.text[1:-1] if self.text.startswith("(") else self.text
+        change = f"«{original[self.start : self.stop]} → {text}»"
+        return " ".join((original[first : self.start] + change + original[self.stop : last]).split())
+
+    @property
+    def equivalent(self) -> str:
+        """Why no test can tell it from the original; empty when one can."""
+        return EQUIVALENT.get(self.module, {}).get(self.diff, "")
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}  {self.diff}"
+
+
+def main() -> int:
+    options = _arguments()
+    drawn = _again(options.again) if options.again else draw(options.count, options.seed)
+    if options.list:
+        print(*drawn, sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = _copy(Path(folder))
+        _prepare(copy)
+        for module in TESTS:  # a test that fails on the code as it is would kill every mutant
+            if failed := _failure(module, TESTS[module], copy, options.timeout):
+                raise SystemExit(f"{failed} fails without any mutant: mend it first")
+        survived = [mutant for mutant, killer in _tried(drawn, copy, options) if not killer]
+    return _verdict(drawn, survived, options.want)
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """Return `count` of all mutants, drawn without replacement, in the order of the modules."""
+    everything = [mutant for module in TESTS for mutant in mutants(module)]
+    listed = {(module, diff) for module, reasons in EQUIVALENT.items() for diff in reasons}
+    if gone := listed - {(mutant.module, mutant.diff) for mutant in everything}:
+        raise SystemExit(f"no mutant is what EQUIVALENT lists, so that it can be removed there: {sorted(gone)}")
+    count = min(count, len(everything))
+    print(f"{len(everything)} mutants can be generated of {', '.join(TESTS)}; {count} drawn with seed {seed}")
+    return [everything[i] for i in sorted(random.Random(seed).sample(range(len(everything)), count))]
+
+
+def mutants(module: str) -> Iterator[Mutant]:
+    """Generate every mutant of a module, from top to bottom."""
+    text = _text(module)
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    raw = text.encode()
+
+    def offset(line: int, column: int) -> int:
+        return len(raw[: starts[line - 1] + column].decode())
+
+    for node in _code(ast.parse(text)):
+        place = node.test if isinstance(node, ast.If | ast.While) else node
+        for changed in _changes(node):
+            start, stop = offset(place.lineno, place.col_offset), offset(place.end_lineno, place.end_col_offset)
+            inner = ast.unparse(changed)
+            yield Mutant(module, start, stop, f"({inner})" if isinstance(changed, ast.expr) else inner, node.lineno)
+
+
+def killed_by(mutant: Mutant, copy: Path, timeout: float, wide: bool) -> str:
+    """Return the test that fails on the mutant, "timeout", or nothing when every test passes."""
+    target = copy / mutant.module
+    target.write_text(mutant.source, encoding="utf-8")
+    try:
+        killer = _failure(mutant.module, TESTS[mutant.module], copy, timeout)
+        return killer or (_failure(mutant.module, WIDE, copy, timeout) if wide else "")
+    finally:
+        target.write_text(_text(mutant.module), encoding="utf-8")
+
+
+def _tried(drawn: list[Mutant], copy: Path, options: argparse.Namespace) -> Iterator[tuple[Mutant, str]]:
+    """Generate each mutant with what killed it, as it is found out."""
+    for number, mutant in enumerate(drawn, start=1):
+        began = time.monotonic()
+        killer = killed_by(mutant, copy, options.timeout, options.wide)
+        seconds = time.monotonic() - began
+        print(f"{number}/{len(drawn)} {seconds:5.0f}s {killer or 'SURVIVED'}  {mutant}", flush=True)
+        if options.out:
+            with open(options.out, "a", encoding="utf-8") as out:
+                out.write(json.dumps(asdict(mutant) | {"killed_by": killer}) + "\n")
+        yield mutant, killer
+
+
+def _failure(module: str, tests: Sequence[str], copy: Path, timeout: float) -> str:
+    """Run tests in a child that has JAX imported already; return the name of what failed."""
+    log = copy / "log"
+    if not (child := os.fork()):
+        os._exit(_run(module, tests, copy, log))
+    until = time.monotonic() + timeout
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "timeout"
+        time.sleep(0.05)
+    if ended[1] == 0:
+        return ""
+    text = log.read_text(errors="replace")
+    failed = [line.split(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED", "ERROR", "EXAMPLE"))]
+    return failed[0] if failed else f"status {ended[1]}: {text[-200:]}"
+
+
+def _run(module: str, tests: Sequence[str], copy: Path, log: Path) -> int:
+    os.setpgid(0, 0)
+    written = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.chdir(copy)
+    try:
+        if doctest.testmod(importlib.import_module(module.removesuffix(".py").replace("/", "."))).failed:
+            print("EXAMPLE in the module", flush=True)
+            return 1
+        quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        return int(pytest.main([*quiet, "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]))
+    except BaseException:
+        traceback.print_exc()
+        print("ERROR while importing", flush=True)
+        return 1
+
+
+def _prepare(copy: Path) -> None:
+    """Import what every child needs, as the tests' conftest would, and let them share compiled programs."""
+    sys.path[0] = str(copy)
+    sys.dont_write_bytecode = True
+    conftest = copy / "tests" / "conftest.py"
+    text = conftest.read_text(encoding="utf-8")
+    conftest.write_text(text.replace('assert "jax" not in sys.modules', "assert True"), encoding="utf-8")
+    os.environ |= {
+        "CI": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(copy / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    runpy.run_path(str(conftest))
+    for name in ("jax", "jax.numpy", "flax.nnx", "optax"):
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "covey"]:
+        del sys.modules[name]
+
+
+def _code(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk statements and expressions that run: no annotations, docstrings, assertions or imports."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST) or isinstance(node, ast.Assert | ast.Import | ast.ImportFrom):
+                continue
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                continue
+            if isinstance(node, ast.Assign) and _is_type(node):
+                continue
+            if isinstance(node, ast.expr | ast.stmt):
+                yield node
+            yield from _code(node)
+
+
+def _is_type(node: ast.Assign) -> bool:
+    """Whether the assignment only names a type (`PerToken = Float[Array, "R M"]`)."""
+    return isinstance(node.value, ast.Subscript) and node.col_offset == 0
+
+
+def _changes(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=right):
+            for other in COMPARE[type(op)]:
+                yield ast.Compare(left, [other()], right)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            yield ast.BinOp(left, BINARY[type(op)](), right)
+        case ast.AugAssign(target=target, op=op, value=value):
+            if type(op) in BINARY:
+                yield ast.AugAssign(target, BINARY[type(op)](), value)
+            yield ast.Pass()
+        case ast.UnaryOp(operand=operand):
+            yield operand
+        case ast.BoolOp(op=op, values=values):
+            yield ast.BoolOp(ast.And() if isinstance(op, ast.Or) else ast.Or(), values)
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield ast.Constant(value + 1)
+            if value:
+                yield ast.Constant(type(value)(0))
+        case ast.IfExp(body=body, orelse=orelse):
+            yield body
+            yield orelse
+        case ast.Expr(value=ast.Call()):
+            yield ast.Pass()
+        case ast.Call():
+            yield from _calls(node)
+        case ast.If(test=test) | ast.While(test=test):
+            yield ast.UnaryOp(ast.Not(), test)
+
+
+def _calls(node: ast.Call) -> Iterator[ast.Call | ast.expr]:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in SWAPPED:
+        other = SWAPPED[name]
+        func = ast.Attribute(node.func.value, other) if isinstance(node.func, ast.Attribute) else ast.Name(other)
+        yield ast.Call(func, node.args, node.keywords)
+    if name == "stop_gradient":
+        yield node.args[0]
+    if name == "where" and len(node.args) == 3:
+        yield ast.Call(node.func, [node.args[0], node.args[2], node.args[1]], node.keywords)
+    for i, keyword in enumerate(node.keywords):
+        if keyword.arg in ("ddof", "axis", "where", "initial", "constant_values"):
+            yield ast.Call(node.func, node.args, node.keywords[:i] + node.keywords[i + 1 :])
+
+
+def _text(module: str) -> str:
+    return (ROOT / module).read_text(encoding="utf-8")
+
+
+def _copy(folder: Path) -> Path:
+    for name in ("covey", "tests", "docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "Makefile"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def _again(path: str) -> list[Mutant]:
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [Mutant(**row) for row in rows if not row.pop("killed_by")]
+
+
+def _verdict(drawn: list[Mutant], survived: list[Mutant], want: float) -> int:
+    killed, equivalent = len(drawn) - len(survived), sum(bool(mutant.equivalent) for mutant in survived)
+    share = 100 * killed / max(len(drawn) - equivalent, 1)
+    print(f"\n{len(drawn)} mutants, {killed} killed, {equivalent} equivalent: {share:.1f} % of the rest were killed")
+    for mutant in survived:
+        print(f"  {mutant}" + (f"  equivalent: {mutant.equivalent}" if mutant.equivalent else ""))
+    return int(share < want)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run of tests on one mutant")
+    parser.add_argument("--wide", action="store_true", help="run more tests on what survives a module's own")
+    parser.add_argument("--want", type=float, default=95, help="per cent that must be killed")
+    parser.add_argument("--out", help="a JSONL file that each result is appended to")
+    parser.add_argument(
+        "--again", help="a file of --out: run only what survived there; the modules must be as they were"
+    )
+    parser.add_argument("--list", action="store_true", help="print the mutants that would be run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
