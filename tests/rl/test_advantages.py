@@ -81,6 +81,11 @@ def test_a_tie_is_a_share_of_the_largest_reward(size: float) -> None:
     assert informative(size * np.array([1.0, 1.0 + 2e-12, 1.0]))
 
 
+def test_a_tie_is_a_share_of_the_largest_reward_and_not_of_the_least() -> None:
+    """5000 lies between 1e-12 of the one and of the other."""
+    assert not informative(np.array([5e15 + 1, 5e15 - 4999]))
+
+
 @every
 def test_unscored_samples_are_left_out_and_get_zero(name: str) -> None:
     first, second = of(name, (1, 0))[0]
@@ -92,7 +97,7 @@ def test_unscored_samples_are_left_out_and_get_zero(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("group", "teaches"),
-    [((1, 0), 1), ((1, 1), 0), ((1,), 0), ((NAN, NAN), 0), ((NAN, 1), 0), ((NAN, 1, 2), 1), ((), 0)],
+    [((1, 0), 1), ((1, 1), 0), ((1,), 0), ((NAN, NAN), 0), ((NAN, 1), 0), ((NAN, 1, 2), 1), ((), 0), ((np.inf,), 0)],
 )
 def test_informative(group: tuple[float, ...], teaches: int) -> None:
     assert informative(np.array(group, np.float64)) is bool(teaches)
@@ -150,6 +155,7 @@ def test_batch_std_is_that_of_every_scored_reward() -> None:
     table = (1.0, 0.0, NAN), (2.0, 2.0, 2.0)
     std = np.std([1.0, 0.0, 2.0, 2.0, 2.0], ddof=1)
     np.testing.assert_allclose(batch_std(np.array(table))[0] * (std + 1e-4), [0.5, -0.5, 0.0], rtol=1e-12)
+    np.testing.assert_allclose(batch_std(np.array([[1.0, NAN, 0.0]])), of("group_zscore", (1.0, NAN, 0.0)))
     assert not batch_std(np.array([[3.0, NAN]])).any()
 
 
@@ -230,6 +236,12 @@ def test_whitening_divides_by_the_std_of_a_sample() -> None:
     """
     first, second = whiten([np.array([1.0, 3.0]), np.array([4.0, 8.0])])
     np.testing.assert_allclose([*first, *second], np.array([-3, -1, 0, 4]) / math.sqrt(26 / 3), rtol=1e-6)
+
+
+def test_whitening_adds_its_epsilon_to_the_std() -> None:
+    """A std of 1e-8 is doubled."""
+    (got,) = whiten([np.array([0.0, math.sqrt(2) * 1e-8])])
+    np.testing.assert_allclose(got, [-math.sqrt(0.5) / 2, math.sqrt(0.5) / 2], rtol=1e-9)
 
 
 @pytest.mark.parametrize(

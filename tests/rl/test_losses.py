@@ -19,6 +19,7 @@ from covey.configs import GRPOConfig
 from covey.rl.advantages import ADVANTAGES
 from covey.rl.losses import (
     AGGREGATES,
+    CLIPPED,
     KLS,
     LIMIT,
     RATIOS,
@@ -97,6 +98,13 @@ def test_the_token_gradient_of_gspo() -> None:
     np.testing.assert_allclose(jacobian[sequence_token_ratio], np.diag([first, first, second]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_exponents_are_cut_off_at_twenty(ratio: str) -> None:
+    owner = jnp.ones((1, 1), jnp.int32)
+    for exponent, kept in ((19.5, 19.5), (20.5, 20.0)):
+        assert float(RATIOS[ratio](one(exponent), one(0.0), owner > 0, owner)[0, 0]) == pytest.approx(np.exp(kept))
+
+
 # --- surrogates
 
 
@@ -141,6 +149,24 @@ def test_dual_clip_bounds_the_loss_of_bad_answers(ratio: float, loss: float, slo
     fn = lambda w: SURROGATES["dual_clip"](w, one(-1.0), one(-2.0), BASE).sum()  # noqa: E731
     value, grad = jax.value_and_grad(fn)(one(ratio))
     assert (float(value), float(grad[0, 0])) == pytest.approx((loss, slope), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "bound", "advantages"),
+    [
+        ("clip", 0.8, (-1.0, 1.0)),
+        ("clip", 1.2, (-1.0, 1.0)),
+        ("clip", 2.0, (-1.0,)),  # δ
+        ("dual_clip", 3.0, (-1.0,)),  # c
+        ("cispo", 5.0, (-1.0, 1.0)),  # cap
+    ],
+)
+def test_on_a_bound_no_token_counts_as_cut(surrogate: str, bound: float, advantages: tuple[float, ...]) -> None:
+    """Its gradient is whole there, and `cispo` weighs it with its own ratio."""
+    x = replace(BASE, delta=2.0 if surrogate == "clip" else None)
+    for advantage in advantages:
+        parts = CLIPPED[surrogate](one(bound), one(advantage), x)
+        assert not any(part.any() for part in parts.values())
 
 
 # --- estimators of the KL
@@ -214,6 +240,14 @@ def test_corrections_by_hand(name: str, want: list[float]) -> None:
     weights = lambda old: correction(x, old, jnp.zeros((1, 4)), owner > 0, owner)  # noqa: E731
     np.testing.assert_allclose(weights(old)[0], want, rtol=1e-6)
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
+
+
+@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_correction_on_its_cap_is_kept(name: str) -> None:
+    """Only what is above the cap is masked."""
+    x = replace(BASE, correction=name, correction_cap=1.0)
+    owner = jnp.ones((1, 2), jnp.int32)
+    assert correction(x, in_row([-1, -2]), in_row([-1, -2]), owner > 0, owner).tolist() == [[1.0, 1.0]]
 
 
 # --- aggregates

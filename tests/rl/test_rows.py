@@ -67,6 +67,20 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
         found[number] += 1
     assert found == [len(tokens) for _, tokens in samples]
     assert (rows.home[~rows.scored] == -1).all()
+    assert rows.home.shape == (*rows.owner.shape, 2)
+
+
+def test_groups_and_completions_are_counted_from_one_in_each_row() -> None:
+    """0 is padding, and in `sample` a prompt."""
+    rows = pack(random_groups([(10, [6, 6])] * 4), 64)
+    group, sample, owner = (part.tolist() for part in (rows.group, rows.sample, rows.owner))
+    prompt, answers = [0] * 10, lambda first, n: [first] * n + [first + 1] * n
+    assert group[0] == [1] * 20 + [2] * 20 + [3] * 20 + [0] * 4
+    assert sample[0] == [*prompt, *answers(1, 5), *prompt, *answers(3, 5), *prompt, *answers(5, 5)] + [0] * 4
+    assert owner[0] == [*answers(1, 6), *answers(3, 6), *answers(5, 6)] + [0] * 28
+    assert group[1] == [1] * 20 + [0] * 44
+    assert sample[1] == [*prompt, *answers(1, 5)] + [0] * 44
+    assert owner[1] == answers(1, 6) + [0] * 52
 
 
 @pytest.mark.parametrize("packing", ["groups", "dense"])
@@ -78,6 +92,19 @@ def test_spans_say_what_is_visible(packing: str) -> None:
     for row, at in np.ndindex(count, length):
         want = visible(rows, row, at) if rows.group[row, at] else []
         assert rows.tokens[row][allowed[row, at]].tolist() == want
+
+
+def test_rows_that_fill_up_a_micro_batch_see_nothing() -> None:
+    *_, last = micro_batches(pack(random_groups([(3, [4])] * 3), 64, "dense"), 2)
+    allowed = np.asarray(seen(spans_of(last), jnp.arange(64), 64))
+    assert allowed[0].any()
+    assert not allowed[1].any()
+
+
+def test_rows_hold_768_tokens_unless_told_otherwise() -> None:
+    groups = random_groups([(40, [100] * 9)])
+    assert pack(groups).tokens.shape == pack(groups, 768).tokens.shape
+    assert pack(groups, 1024).tokens.shape == (1, 1024)
 
 
 def test_a_prompt_stands_once_for_its_group() -> None:
@@ -149,17 +176,27 @@ def test_values_come_home(shape: list[tuple[int, list[int]]], packing: str) -> N
     values = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
     for one, other in zip(unpack(rows, lay(rows, values), sizes), values, strict=True):
         assert np.array_equal(one, other)
+    assert not lay(rows, values)[~rows.scored].any()
     spread_out = spread(rows, np.arange(len(sizes)) + 1.0)
     assert spread_out.sum() == sum((i + 1) * n for i, n in enumerate(sizes))
+
+
+def test_values_of_empty_answers_lie_nowhere() -> None:
+    rows = pack(random_groups([(3, [0, 0])]))
+    assert not lay(rows, [np.zeros(0), np.zeros(0)]).any()
 
 
 def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
     rows = pack(random_groups(SHAPES), 64, "dense")
     parts = list(micro_batches(rows, 4))
-    assert {part.tokens.shape[0] for part in parts} == {4}
+    assert [part.tokens.shape[0] for part in parts] == [4] * -(-len(LENGTHS) // 4)
     joined = np.concatenate([part.owner for part in parts])
     assert np.array_equal(joined[: len(rows.owner)], rows.owner)
     assert not joined[len(rows.owner) :].any()
+
+
+def test_micro_batches_of_a_single_array() -> None:
+    assert [part.tolist() for part in micro_batches(np.arange(1, 4), 2)] == [[1, 2], [3, 0]]
 
 
 def test_rows_together_is_a_multiple_of_the_devices() -> None:
@@ -176,6 +213,13 @@ def test_micro_batches_come_out_even_with_few_sizes() -> None:
         assert len(set(sizes)) <= 4 + most.bit_length()
         for count, size in enumerate(sizes, start=1):
             assert -(-count // size) * size <= -(-count // most) * most
+
+
+def test_padding_waste_by_hand() -> None:
+    """10 tokens of a prompt and 5 of an answer in a row of 64."""
+    rows = pack(random_groups([(10, [6])]))
+    assert padding_waste(rows) == pytest.approx(1 - 15 / 64)
+    assert padding_waste(rows, together=2) == pytest.approx(1 - 15 / 128)
 
 
 def test_the_rows_that_fill_up_the_last_micro_batch_are_padding_too() -> None:

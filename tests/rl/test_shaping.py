@@ -132,6 +132,11 @@ def test_the_tokens_rewards_add_up_to_the_reward_less_the_penalty(rows: list[tup
             np.testing.assert_allclose(got.sum(), reward - sum(penalty), atol=1e-12)
 
 
+def test_each_reward_has_its_penalties() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        token_rewards(np.ones(2), [np.zeros(3)])
+
+
 def test_whole_penalties_do_not_truncate_the_reward() -> None:
     """A penalty array of integers would turn a reward of 0.7 into 0."""
     [got] = token_rewards(np.array([0.7]), [np.zeros(2, np.int64)])

@@ -1,6 +1,7 @@
 """The critic on rows, its loss against float64, and answers prepared for scoring."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,6 +68,13 @@ def test_values_are_those_of_a_plain_forward(packing: Any, critic: Callable, gro
     for ours, theirs in zip(unpack(rows, got, LENGTHS), alone(model, groups), strict=True):
         assert np.abs(theirs).max() > 0.1
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_value_at_padding_is_zero(critic: Callable, groups_of: Callable) -> None:
+    graph, params = nnx.split(critic())
+    rows = pack(groups_of([(2, [3])]), 64)
+    got = np.asarray(jax.jit(partial(row_values, graph))(params, rows))
+    np.testing.assert_array_equal(got != 0, rows.scored)
 
 
 @pytest.mark.parametrize("lora", [0, 2])
@@ -171,6 +179,12 @@ def test_parts_add_up_to_the_whole() -> None:
         np.testing.assert_allclose(np.sum([p[name] for _, p in parts], axis=0), mean, rtol=1e-5)
 
 
+def test_metrics_have_no_gradient() -> None:
+    rest = jnp.full((1, 1), 0.5), jnp.zeros((1, 1)), jnp.ones((1, 1))
+    metrics = lambda values: sum(map(jnp.sum, jax.tree.leaves(value_loss(values, *rest, 0.2)[1])))  # noqa: E731
+    assert not jax.grad(metrics)(jnp.ones((1, 1))).any()
+
+
 # --- explained variance
 
 
@@ -196,6 +210,7 @@ def test_each_answer_gets_one_token_more_and_neighbours_share_their_prompt() -> 
     assert [g.prompt_tokens.tolist() for g in groups] == [[1, 2], [3], [1, 2]]
     assert [[c.tokens[:-1].tolist() for c in g.completions] for g in groups] == [[[7], [8, 9]], [[]], [[7]]]
     assert all(c.tokens.dtype == np.int32 for g in groups for c in g.completions)
+    assert not any(c.logps.size or c.sampler_logps.size for g in groups for c in g.completions), "none were sampled"
 
 
 def test_the_added_token_is_never_fed() -> None:
