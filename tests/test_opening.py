@@ -25,7 +25,9 @@ from covey.parallel import flatten, make_mesh, mesh_of
 from covey.recipe import SFTRecipe
 from covey.run import use
 from covey.run.opening import load_source, mesh_at_hand, refuse_other_weights
+from covey.run.rl import RLRun
 from covey.train.checkpoint import Checkpointer
+from covey.train.folders import seal
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
@@ -196,6 +198,58 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
         run.resume_sft(out)
     edit(out / "recipe.yaml", f"source: {source}", f"source: {moved}")
     assert run.resume_sft(out)["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.parametrize("role", ["reward_model", "critic"])
+def test_a_run_knows_its_reward_model_and_its_critic_by_content(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under adapters a checkpoint holds nothing of either. A run of an older version noted nothing of them."""
+    models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
+    settings = [f"{name}={place}" for name, place in models.items()]
+    settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
+    settings += ["rollout.max_new_tokens=4", "rollout.max_prompt_length=400", "training.prompts_per_step=2"]
+    monkeypatch.setattr(RLRun, "steps", one_more_step)
+    monkeypatch.setattr(RLRun, "rows", ())
+    run.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
+    moved = shutil.copytree(models[role], tmp_path / "moved")
+    add_a_half(models[role])
+    with pytest.raises(ResumeError, match=f"this run began with {role} with the weights '{models[role]}"):
+        run.resume(out)
+    run.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
+    forget(out / "checkpoints" / "00000001", "other_models")
+    capsys.readouterr()
+    run.resume(out)
+    assert f"the run did not note what its {role} was" in " ".join(capsys.readouterr().out.split())
+
+
+def one_more_step(self: RLRun) -> None:
+    """Counts a step that changes nothing and writes no row."""
+    self.learner.step += 1
+
+
+def as_reward_model(place: Path) -> Path:
+    """The tiny model with a head of one label."""
+    held = {k: v for file in Path(TINY).glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
+    held.pop("lm_head.weight", None)
+    place.mkdir()
+    for file in Path(TINY).glob("*.json"):
+        if "safetensors" not in file.name:
+            shutil.copyfile(file, place / file.name)
+    config = json.loads((place / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (place / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(held | {"score.weight": np.ones((1, 64), np.float32)}, place / "model.safetensors")
+    return place
+
+
+def forget(saved: Path, name: str) -> None:
+    """Makes a checkpoint of a version of Covey that did not note `name`."""
+    meta = json.loads((saved / "meta.json").read_text())
+    del meta["extra"][name]
+    (saved / "meta.json").write_text(json.dumps(meta))
+    seal(saved)
 
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])

@@ -233,13 +233,22 @@ class Run(ABC, Generic[RecipeT]):
         extra["settings"] = settings_of(self.recipe)
         self.saves.save(self.step, self.state(), extra, score=self._score())
 
+    def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint that other settings, or other weights at the beginning, have led to.
+
+        Args:
+            extra: what it holds beside its arrays.
+        """
+        self._refuse_other_settings(extra)
+        refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
+
     def _restore(self) -> None:
         if not self.resuming:
             return
         if self.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        state, extra = self.saves.restore(self.last, target=self.state(), check=self._refuse_another_run)
+        state, extra = self.saves.restore(self.last, target=self.state(), check=self.refuse_another_run)
         self.started -= extra["seconds"]
         self.load_state(state, extra, self.last)
         self.loader.restore(extra["data"])
@@ -268,10 +277,6 @@ class Run(ABC, Generic[RecipeT]):
 
     def _refuse_other_settings(self, extra: Mapping[str, Any]) -> None:
         compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
-
-    def _refuse_another_run(self, extra: Mapping[str, Any]) -> None:
-        self._refuse_other_settings(extra)
-        refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
 
     def _refuse_another_folder(self) -> None:
         if self.writes and not self.saves.holds():

@@ -99,15 +99,26 @@ def _computed(options: ModelOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
-def refuse_other_weights(then: str, now: str, where: Path, say: Say) -> None:
+def with_digest(origin: str) -> str:
+    """`origin`, and for a path the digest of what lies there (`LOCAL`)."""
+    if not os.path.isabs(origin):
+        return origin
+    return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
+
+
+def refuse_other_weights(then: str, now: str, where: Path, say: Say, role: str = "") -> None:
     """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`.
 
     Weights at a path are compared by content, wherever they lie. Of a run that noted their path alone the path is
     compared, and `say` is told.
+
+    Args:
+        role: the setting that names the weights, where they are not those of the policy.
     """
     if then != now and not _same_local(then, now, say):
+        what = f"{role} with the weights" if role else "the weights"
         raise ResumeError(
-            f"this run began with the weights {then!r}, and {now!r} is what can be had now",
+            f"this run began with {what} {then!r}, and {now!r} is what can be had now",
             fix="make the first available again: other weights would not continue the run",
             where=str(where),
         )
@@ -142,14 +153,7 @@ def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None)
         mesh=mesh,
         say=say,
     )
-    return loaded.model, loaded.tokenizer, _with_digest(loaded.origin)
-
-
-def _with_digest(origin: str) -> str:
-    """`origin`, and for a path the digest of what lies there (`LOCAL`)."""
-    if not os.path.isabs(origin):
-        return origin
-    return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
+    return loaded.model, loaded.tokenizer, with_digest(loaded.origin)
 
 
 def _placed(model: Decoder, mesh: Mesh) -> Decoder:

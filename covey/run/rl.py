@@ -30,7 +30,7 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.run.advice import TiedGroups
 from covey.run.base import Run
-from covey.run.opening import decoder_options, load_source
+from covey.run.opening import decoder_options, load_source, refuse_other_weights, with_digest
 from covey.run.use import fitting, judge_held_out
 from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine
@@ -59,6 +59,7 @@ class RLRun(Run[Recipe]):
         check_columns(ready.rewards, self.data.train)
         check_columns((*ready.rewards, *judges(ready.evaluation)), self.data.test)
         self.loader = PromptLoader(self.data.train, ready.training.prompts_per_step, seed=ready.seed)
+        self._other_models: dict[str, str] = {}
 
     def prepare(self) -> int:
         cluster, self.origin = self._cluster()
@@ -83,7 +84,7 @@ class RLRun(Run[Recipe]):
         return self.learner.cluster.state()
 
     def remembers(self) -> dict[str, Any]:
-        return {"learner": self.learner.state()}
+        return {"learner": self.learner.state(), "other_models": self._other_models}
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
         self.learner.cluster.load_state(state, step)
@@ -93,10 +94,19 @@ class RLRun(Run[Recipe]):
         self.learner.refuse_other_weights()
         super().save()
 
+    def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
+        super().refuse_another_run(extra)
+        then = extra.get("other_models")
+        for role, now in self._other_models.items():
+            if then is None:
+                self.progress.say(f"the run did not note what its {role} was: taking that at {now} for the same")
+            elif role in then:
+                refuse_other_weights(then[role], now, self.out, self.progress.say, role)
+
     def _cluster(self) -> tuple[RLCluster, str]:
         ready, say = self.recipe, self.phase
         model, tokenizer, origin = load_source(ready.model, ready.model.source, say, ready.seed, self.mesh)
-        reward = load_value_model(ready.reward_model, say=say).model if ready.reward_model else None
+        reward = self._value_model("reward_model", ready.reward_model) if ready.reward_model else None
         critic = self._critic(model) if algorithm_of(ready.grpo).has_critic else None
         config = ClusterConfig({} if self.mesh is None else {Role.ACTOR: self.mesh}, ready.training, ready.rollout)
         return RLCluster(actor=model, critic=critic, reward=reward, tokenizer=tokenizer, cluster_config=config), origin
@@ -108,10 +118,16 @@ class RLRun(Run[Recipe]):
         ready, options = self.recipe, self.recipe.model
         if ready.critic:
             how = decoder_options(options)
-            base = load_value_model(ready.critic, new_head=True, say=self.phase, **how).model
+            base = self._value_model("critic", ready.critic, new_head=True, **how)
         else:
             base = value_model(without_lora(actor), share=bool(options.lora.rank))
         return with_lora(base, options.lora, seed=ready.seed + 1) if options.lora.rank else base
+
+    def _value_model(self, role: str, source: str, **how: Any) -> ValueModel:
+        """The model that the recipe names for `role`; noted, so that the run is not gone on with by another."""
+        loaded = load_value_model(source, say=self.phase, **how)
+        self._other_models[role] = with_digest(loaded.origin)
+        return loaded.model
 
     def _learner(self, cluster: RLCluster) -> Learner:
         ready = self.recipe
