@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -67,10 +67,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         what = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved"
         print(f"\nstopped by {stopped.signal}; {what}", file=sys.stderr)
-        return 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
+        code = 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
+        return _left(code) if words is None else code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        return 130
+        return _left(130) if words is None else 130
     except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -80,6 +81,19 @@ def main(words: Sequence[str] | None = None) -> int:
         told = CoveyError(str(error.strerror), fix=OUTSIDE[error.errno], where=str(error.filename or ""))
         print(printable(str(told), keep="\n"), file=sys.stderr)
         return 2
+
+
+def _left(code: int) -> int:
+    """Ends the process with `code`, without taking down the interpreter: a program that JAX is compiling when a signal
+    comes is compiled on in a thread, which crashes when JAX is taken down under it.
+
+    Of several processes each ends in order, for they wait for each other; there `code` is handed back.
+    """
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    if "jax" not in sys.modules or sys.modules["jax"].distributed.is_initialized():
+        return code
+    os._exit(code)
 
 
 def parse(words: Sequence[str]) -> Action:

@@ -221,6 +221,50 @@ def test_a_signal_in_the_last_evaluation_leaves_a_run_to_go_on_with(tmp_path: Pa
     assert f"covey train --resume {tmp_path / 'run'}" in told
 
 
+COMPILING = """
+    import os
+    import sys
+    import threading
+
+    import jax
+    import jax.numpy as jnp
+
+    from covey import cli
+    from covey.run.rl import RLRun
+
+    def judged(self, name):
+        def program(x):
+            for _ in range(10_000):
+                x = jax.lax.sort(x) * x
+            return x
+
+        lowered = jax.jit(program).lower(jnp.ones(20))
+        threading.Timer(0.5, os.kill, (os.getpid(), int(os.environ["SENT"]))).start()
+        lowered.compile()
+
+    RLRun.judged = judged
+    sys.exit(cli.main())
+"""
+"""The command `covey`, with an evaluation for which a program is compiled that takes long, and a signal meanwhile."""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_jax_compiles_ends_the_run_with_its_code(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """The trap: a thread compiles on while the interpreter takes JAX down, and crashes every other time."""
+    command = [sys.executable, "-c", textwrap.dedent(COMPILING), "train", "quickstart", *SETTINGS]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": "", "SENT": str(int(number))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert f"stopped by {number.name}; nothing is saved" in done.stderr
+
+
 # --- a folder of one's own
 
 
