@@ -8,7 +8,6 @@ made, all mistakes at once.
 
 import difflib
 import inspect
-import math
 import numbers
 import os
 import types
@@ -173,7 +172,7 @@ _SCALARS = {
     types.NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
     int: lambda value: _is_number(value) and isinstance(value, numbers.Integral),
-    float: lambda value: _is_number(value) and math.isfinite(value),
+    float: lambda value: _is_number(value) and strictyaml.is_finite(value),
     str: lambda value: isinstance(value, (str, os.PathLike)),
 }
 

@@ -7,8 +7,8 @@ command line into the same tree, so that both are checked by the same code. A fi
 number of mistakes that are described are limited.
 """
 
-import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -229,7 +229,7 @@ class _Builder:
             return {n: self.convert(get_args(inner)[1], child, f"{path}.{n}") for n, child in value.items()}
         if get_origin(inner) is Literal and any(value == a and type(value) is type(a) for a in get_args(inner)):
             return value
-        if inner is float and type(value) in (int, float) and math.isfinite(value):
+        if inner is float and type(value) in (int, float) and is_finite(value):
             return float(value)
         if inner in (int, bool, str) and type(value) is inner:
             return value
@@ -293,6 +293,11 @@ def describe(kind: Any) -> str:
     else:
         words = _WORDS.get(inner, "a mapping (name: value)")
     return words + (" (or null)" if optional else "")
+
+
+def is_finite(value: float) -> bool:
+    """Whether `value`, which may be an integer of any size, is a finite number that a float can hold."""
+    return abs(value) <= sys.float_info.max
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:

@@ -170,6 +170,7 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     [
         (covey.GRPOConfig, {"epsilon": -1}, "grpo.epsilon is -1", "more than 0 and at most 1"),
         (covey.GRPOConfig, {"beta": float("nan")}, "grpo.beta is nan", "a finite number"),
+        (covey.GRPOConfig, {"beta": 10**400}, "grpo.beta is 1000", "a finite number"),
         (covey.GRPOConfig, {"num_generations": 0}, "grpo.num_generations is 0", "at least 1"),
         (covey.GRPOConfig, {"num_generations": "8"}, "grpo.num_generations is '8'", "a whole number"),
         (covey.GRPOConfig, {"num_generations": 8.0}, "grpo.num_generations is 8.0", "a whole number"),

@@ -142,6 +142,7 @@ def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
         ("grpo: 3", "a mapping (name: value)"),
         ("grpo: {beta: .nan}", "a finite number"),
         ("grpo: {beta: .inf}", "a finite number"),
+        (f"grpo: {{beta: 1{'0' * 400}}}", "a finite number"),
         ("grpo: {beta: '0.1'}", "a finite number"),
         ("model: {remat: 1}", "true or false"),
         ("data: {task: sumz}", "first-letter, arithmetic, "),
