@@ -6,6 +6,7 @@ themselves are not installed.
 """
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -279,7 +280,7 @@ def test_curves_say_what_is_missing_before_they_measure(smallest, monkeypatch, c
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["curves", "--size", "smallest"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert re.search(r"pip install -e '\S+\[bench\]'", capsys.readouterr().err)
 
 
 # --- sizes
