@@ -29,6 +29,8 @@ MAX_SECONDS = 1.0
 """Most computing time of one request. A long chat takes some hundredths."""
 MAX_MEMORY = 1 << 29
 """Bytes of this process."""
+MEMORY = f"it takes more than {MAX_MEMORY >> 20} MiB of memory"
+"""What is said when it would be more."""
 MAX_RENDERED = 1_000_000
 """Longest rendered prompt, in characters."""
 MAX_REASON = 500
@@ -52,7 +54,9 @@ def main(seconds: float = MAX_SECONDS) -> None:
 
 
 def answered(line: bytes) -> bytes:
-    """The answer to a request: `text`, or `refused` with the reason and, where there is one, the template's `line`."""
+    """The answer to a request: `text`, or `refused` with the reason, the template's `line` where there is one, and
+    whether it went beyond a `limit`.
+    """
     request = json.loads(line)
     found: dict[str, Any] = {}
     try:
@@ -61,7 +65,9 @@ def answered(line: bytes) -> bytes:
             found = {"text": rendered(template, request["values"])}
     except Exception as error:  # the checkpoint's code: whatever it does wrong, say so and stop
         lineno = error.lineno if isinstance(error, TemplateSyntaxError) else None
-        found = {"refused": (str(error) or type(error).__name__)[:MAX_REASON], "line": lineno}
+        reason = MEMORY if isinstance(error, MemoryError) else str(error) or type(error).__name__
+        limit = isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError)
+        found = {"refused": reason[:MAX_REASON], "line": lineno, "limit": limit}
     return json.dumps(found).encode()
 
 
@@ -94,7 +100,7 @@ def _capped(pieces: Iterable[str]) -> str:
     for piece in pieces:
         size += len(piece)
         if size > MAX_RENDERED:
-            raise SecurityError(f"what it writes is longer than {MAX_RENDERED} characters: shorten the messages")
+            raise SecurityError(f"what it writes is longer than {MAX_RENDERED} characters")
         out.append(piece)
     return "".join(out)
 

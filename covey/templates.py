@@ -69,16 +69,16 @@ def render(template: Template, values: Mapping[str, Any], *, mark: str = "", con
     try:
         answer = _child.asked(request)
     except ChildProcessError as error:
-        raise DataError(
-            f"the model's chat template {error}", fix="use another template, or shorter messages"
-        ) from error
+        raise DataError(f"the model's chat template {error}", fix=SHORTER) from error
     if "refused" in answer:
-        raise DataError(
-            f"the model's chat template refused these messages: {answer['refused']}",
-            fix="check the roles and their order; many models want user and assistant in turn, some take no system",
-        )
+        what = f"the model's chat template refused these messages: {answer['refused']}"
+        raise DataError(what, fix=SHORTER if answer["limit"] else OTHER_ROLES)
     text: str = answer["text"]
     return text
+
+
+SHORTER = "use another template, or shorter messages"
+OTHER_ROLES = "check the roles and their order; many models want user and assistant in turn, some take no system"
 
 
 class _Child:

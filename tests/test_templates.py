@@ -146,6 +146,20 @@ def refused(source: str) -> None:
     assert time.perf_counter() - start < 10  # of a machine that may be busy; computing time is what counts
 
 
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ 'x' | center(10**10) }}", "takes more than 512 MiB of memory"),
+        ("{{ range(10**9) | list | length }}", "MAX_RANGE"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+        ("{% for i in range(1001) %}{{ 'x' * 1000 }}{% endfor %}", "longer than 1000000 characters"),
+    ],
+)
+def test_a_limit_is_told_as_one_and_not_as_a_matter_of_roles(source: str, why: str):
+    with pytest.raises(DataError, match=f"{why}[\\s\\S]*fix: use another template, or shorter messages"):
+        templates.render(templates.parse(source), {})
+
+
 @pytest.fixture(scope="module")
 def brief_child() -> Iterator[templates._Child]:
     child = templates._Child()
