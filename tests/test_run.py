@@ -108,16 +108,21 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     assert (whole["before"], whole["after"]) == (resumed["before"], resumed["after"])
 
 
-def test_the_reference_of_a_run_on_an_adapter_is_that_adapter(tmp_path: Path, stopping: Callable[[int], None]) -> None:
-    """The KL begins at 0, and a resumed run has the same reference: that of its beginning, not of its checkpoint."""
+def on_an_adapter(folder: Path, *more: str) -> recipe.Recipe:
+    """Two steps, each saved, on a new adapter in `folder` that changes what the base computes; with a KL."""
     adapter = with_lora(weights.load(TINY).model, LoRAConfig(rank=2))
     for linear in projections(adapter).values():
         assert linear.lora is not None
         linear.lora.b[...] = np.random.RandomState(0).normal(size=linear.lora.b.shape, scale=0.05)
-    write_peft(adapter, 300, tmp_path / "adapter", base="x")
+    write_peft(adapter, 300, folder / "adapter", base="x")
     short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1", "evaluation.prompts=2")
-    loaded = (f"model.adapter={tmp_path / 'adapter'}", "model.lora.rank=0")
-    settings = ready(*loaded, "grpo.beta=0.1", "grpo.num_iterations=1", *short)
+    loaded = (f"model.adapter={folder / 'adapter'}", "model.lora.rank=0")
+    return ready(*loaded, "grpo.beta=0.1", "grpo.num_iterations=1", *short, *more)
+
+
+def test_the_reference_of_a_run_on_an_adapter_is_that_adapter(tmp_path: Path, stopping: Callable[[int], None]) -> None:
+    """The KL begins at 0, and a resumed run has the same reference: that of its beginning, not of its checkpoint."""
+    settings = on_an_adapter(tmp_path)
     run.train(settings, tmp_path / "straight")
     stopping(2)
     with pytest.raises(DiedError):
@@ -204,19 +209,43 @@ def test_a_run_of_an_older_schema_is_gone_on_with(tmp_path: Path, capsys: pytest
     out = tmp_path / "run"
     short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1")
     run.train(ready(*short), out)
+    saved = json.loads((out / "checkpoints" / "00000001" / "meta.json").read_text())["extra"]["settings"]
+    newer = {name for name, value in settings_of(recipe.Recipe()).items() if saved[name] == value} - {"method"}
+    assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
+    make_older(out, newer)
+    capsys.readouterr()
+    assert run.resume(out)["steps"] == 2
+    assert "was saved" not in capsys.readouterr().out
+
+
+def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before there was a choice, that was the reference of every run; today's default is the adapter as it began."""
+    out = tmp_path / "run"
+    run.train(on_an_adapter(tmp_path, "grpo.reference=base"), out)
+    straight = rows(out, "metrics.jsonl")
+    assert straight[0]["kl"] > 0.01
+    make_older(out, {"grpo.reference"})
+    capsys.readouterr()
+    run.resume(out)
+    assert rows(out, "metrics.jsonl") == straight
+    assert recipe.load(out).grpo.reference == "base"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "this run is older than grpo.reference, and goes on with base, as it began" in shown
+    assert "was saved" not in shown
+
+
+def make_older(out: Path, newer: set[str]) -> None:
+    """Makes a run of two steps one that stopped after the first, in a version that did not know these settings."""
     saved = out / "checkpoints" / "00000001"
     shutil.rmtree(out / "checkpoints" / "00000002")
     meta = json.loads((saved / "meta.json").read_text())
-    newer = {k for k, v in settings_of(recipe.Recipe()).items() if meta["extra"]["settings"][k] == v} - {"method"}
-    assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
     for name in newer:
         del meta["extra"]["settings"][name]
     (saved / "meta.json").write_text(json.dumps(meta))
     seal(saved)
     (out / "recipe.yaml").write_text(without(newer, (out / "recipe.yaml").read_text()))
-    capsys.readouterr()
-    assert run.resume(out)["steps"] == 2
-    assert "was saved" not in capsys.readouterr().out
 
 
 def without(names: set[str], text: str) -> str:

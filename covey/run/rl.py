@@ -30,8 +30,10 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.run.advice import TiedGroups
 from covey.run.base import Run
-from covey.run.opening import decoder_options, load_source, refuse_other_weights, with_digest
+from covey.run.opening import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
+from covey.run.settings import as_begun
 from covey.run.use import fitting, judge_held_out
+from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine
 from covey.types import Group
@@ -46,7 +48,11 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
     never stopped. `overrides` change its recipe, where that may change (`settings`).
     """
-    return RLRun(recipes.load(folder, overrides), folder, resuming=True).take_up()
+    ready = recipes.load(folder, overrides)
+    with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
+        if ready.model.adapter and saves.latest() is not None:
+            ready = as_begun(ready, saves.restore(target={}, subset=True)[1]["settings"])
+    return RLRun(ready, folder, resuming=True).take_up()
 
 
 class RLRun(Run[Recipe]):

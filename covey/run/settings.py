@@ -4,16 +4,18 @@ refused with a diff; what merely changes its course is told.
 Another mesh, and other sizes of stages and rows, give the same run to rounding.
 
 The run may be older than this version of Covey. A setting that it does not know had its default, so the default of a
-new setting must be what was done before there was one. A setting that is there no more refuses no run: it is told.
+new setting must be what was done before there was one, or `as_begun` sets it. A setting that is there no more refuses
+no run: it is told.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from covey.algorithms import algorithm_of
 from covey.errors import ResumeError
-from covey.recipe import METHODS, AnyRecipe
+from covey.recipe import METHODS, AnyRecipe, Recipe
 
 Settings = dict[str, Any]
 
@@ -23,6 +25,15 @@ def settings_of(recipe: AnyRecipe) -> Settings:
     return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, FREE)}
 
 
+def as_begun(recipe: Recipe, then: Settings) -> Recipe:
+    """The recipe of a run that was saved with the settings `then`, with what was done where its version of Covey did
+    not know a setting whose default is something else now: under a loaded adapter the reference was the base.
+    """
+    if REFERENCE in then or recipe.model.adapter is None or not algorithm_of(recipe.grpo).beta:
+        return recipe
+    return replace(recipe, grpo=replace(recipe.grpo, reference="base"))
+
+
 def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], None]) -> None:
     """Refuse to go on with settings `now` in the run at `folder`, saved with the settings `then`, where they make
     another run of it; tell the other differences. What `then` lacks had its default.
@@ -30,6 +41,9 @@ def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], No
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
     """
+    if REFERENCE not in then and now.get(REFERENCE) == "base":
+        say(f"this run is older than {REFERENCE}, and goes on with base, as it began")
+        then = then | {REFERENCE: "base"}
     then = _defaults(then, now) | then
     other = {name: _told(name, then, now) for name in then if name not in now or then[name] != now[name]}
     if refused := [told for name, told in other.items() if name in now and _named(name, DECISIVE)]:
@@ -65,6 +79,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
 def _named(name: str, among: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in among)
 
+
+REFERENCE = "grpo.reference"
 
 WHOLE = ("reward_safety.on_error_of",)
 """Settings whose value is itself a mapping."""
