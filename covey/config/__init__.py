@@ -1,0 +1,1 @@
+"""Settings: their schema, recipes, and how both are read."""

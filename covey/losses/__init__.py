@@ -1,0 +1,1 @@
+"""Losses as pure functions: log-probs, ratios, surrogates, KL, advantages, values."""

@@ -1,0 +1,1 @@
+"""Ragged groups on the host become rows on the device."""

@@ -1,0 +1,1 @@
+"""Supervised training: its loop and its batches."""
