@@ -20,7 +20,7 @@ from flax import nnx
 
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
-from covey.configs import LoRAConfig, OptimizerConfig
+from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora

@@ -23,9 +23,9 @@ from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
 from covey.extras import install
+from covey.losses.logprobs import row_scores
 from covey.models.config import ModelConfig
-from covey.rl.logprobs import row_scores
-from covey.sampling.sampler import Request, Sampler
+from covey.sampling.engine import Request, Sampler
 
 FACTORS = (0.5, 1, 2)
 """Of the size, along each axis."""

@@ -17,7 +17,7 @@ from flax import nnx
 from benchmarks.common import Result, Settings, interleaved, short
 from benchmarks.counting import Span, decoding
 from benchmarks.peaks import peaks, product_rate
-from covey.sampling import steps
+from covey.sampling import device as steps
 from covey.sampling.cache import Slots, empty_slots
 from covey.sampling.lengths import bucket
 from covey.sampling.logits import Warp

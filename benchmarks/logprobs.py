@@ -18,9 +18,9 @@ from benchmarks import counting
 from benchmarks.common import Result, Settings, interleaved, megabytes, relative_difference
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
+from covey.losses.logprobs import TokenScores, row_scores
 from covey.models.lora import split_trainable
-from covey.rl.logprobs import TokenScores, row_scores
-from covey.rl.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
+from covey.packing.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
 from covey.rl.trainer import rows_at_a_time
 from covey.types import Group
 

@@ -15,8 +15,8 @@ from benchmarks.common import Result, Settings, interleaved
 from benchmarks.decode import limits
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
-from covey.configs import RolloutConfig
-from covey.sampling.sampler import Request, Sampler
+from covey.config.schema import RolloutConfig
+from covey.sampling.engine import Request, Sampler
 
 
 def measure(settings: Settings) -> Result:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from covey import recipe as recipes
-from covey.configs import RLTrainingConfig, RolloutConfig
+from covey.config import recipe as recipes
+from covey.config.recipe import Recipe
+from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.errors import RecipeError, nearest
-from covey.models import weights
 from covey.models.config import ModelConfig
-from covey.recipe import Recipe
+from covey.models.loading import weights
 
 SHARE = 0.35
 """Of the most new tokens: what a completion has in the mean, where a recipe cannot say."""

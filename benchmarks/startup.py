@@ -26,12 +26,20 @@ from benchmarks.peers.checkpoint import write
 from benchmarks.peers.work import STOP
 from benchmarks.sizes import SIZES
 from benchmarks.soak import steps_of
-from covey import recipe as recipes
-from covey.configs import DataConfig, EvalConfig, GRPOConfig, LoRAConfig, ModelOptions, RLTrainingConfig, RolloutConfig
+from covey.config import recipe as recipes
+from covey.config.recipe import Recipe
+from covey.config.schema import (
+    DataConfig,
+    EvalConfig,
+    GRPOConfig,
+    LoRAConfig,
+    ModelOptions,
+    RLTrainingConfig,
+    RolloutConfig,
+)
 from covey.errors import CoveyError
 from covey.models.config import ModelConfig
-from covey.models.sources import cache_folder
-from covey.recipe import Recipe
+from covey.models.loading.sources import cache_folder
 
 ROOT = Path(__file__).parents[1]
 COMPILED = "compiled"

@@ -12,13 +12,13 @@ import numpy as np
 import tokenizers
 
 from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
-from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 
 PHASES = ("rollout", "reward", "logps", "update", "sync")
 

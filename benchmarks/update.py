@@ -14,9 +14,9 @@ from benchmarks import counting
 from benchmarks.common import STILL, Result, Settings, interleaved, megabytes, short
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
-from covey.algorithms import PRESETS
-from covey.rl.losses import LossInputs, sequence_mean
-from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, spread
+from covey.config.algorithms import PRESETS
+from covey.losses.policy import LossInputs, sequence_mean
+from covey.packing.rows import Rows, lay, micro_batches, pack, padding_waste, spread
 from covey.rl.trainer import RLTrainer, RowBatch, rows_at_a_time
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Part

@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.configs import (
+    from covey.config.recipe import Recipe, SFTRecipe
+    from covey.config.reward_safety import RewardSafetyConfig
+    from covey.config.schema import (
         DataConfig,
         EvalConfig,
         GRPOConfig,
@@ -24,16 +26,14 @@ if TYPE_CHECKING:
     from covey.models.export import write_hf, write_peft
     from covey.models.lora import with_lora
     from covey.parallel import make_mesh
-    from covey.recipe import Recipe, SFTRecipe
     from covey.rewards import RewardRunner
     from covey.rl.cluster import RLCluster
     from covey.rl.grpo import GRPOLearner
     from covey.rl.ppo import PPOLearner
     from covey.rl.roles import ClusterConfig, Role
     from covey.run import open_model
-    from covey.safety import RewardSafetyConfig
+    from covey.sft.learner import SFTLearner
     from covey.train.checkpoint import Checkpointer
-    from covey.train.sft import SFTLearner
     from covey.train.trackers import Tracked, Trackers
 
 __version__ = "0.1.0"
@@ -86,26 +86,26 @@ _HOMES = {
     "Checkpointer": "covey.train.checkpoint",
     "ClusterConfig": "covey.rl.roles",
     "CoveyError": "covey.errors",
-    "DataConfig": "covey.configs",
-    "EvalConfig": "covey.configs",
-    "GRPOConfig": "covey.configs",
+    "DataConfig": "covey.config.schema",
+    "EvalConfig": "covey.config.schema",
+    "GRPOConfig": "covey.config.schema",
     "GRPOLearner": "covey.rl.grpo",
-    "LoRAConfig": "covey.configs",
-    "MeshConfig": "covey.configs",
-    "ModelOptions": "covey.configs",
-    "OptimizerConfig": "covey.configs",
-    "PPOConfig": "covey.configs",
+    "LoRAConfig": "covey.config.schema",
+    "MeshConfig": "covey.config.schema",
+    "ModelOptions": "covey.config.schema",
+    "OptimizerConfig": "covey.config.schema",
+    "PPOConfig": "covey.config.schema",
     "PPOLearner": "covey.rl.ppo",
     "RLCluster": "covey.rl.cluster",
-    "RLTrainingConfig": "covey.configs",
-    "Recipe": "covey.recipe",
+    "RLTrainingConfig": "covey.config.schema",
+    "Recipe": "covey.config.recipe",
     "RewardRunner": "covey.rewards",
-    "RewardSafetyConfig": "covey.safety",
+    "RewardSafetyConfig": "covey.config.reward_safety",
     "Role": "covey.rl.roles",
-    "RolloutConfig": "covey.configs",
-    "SFTConfig": "covey.configs",
-    "SFTLearner": "covey.train.sft",
-    "SFTRecipe": "covey.recipe",
+    "RolloutConfig": "covey.config.schema",
+    "SFTConfig": "covey.config.schema",
+    "SFTLearner": "covey.sft.learner",
+    "SFTRecipe": "covey.config.recipe",
     "Tracked": "covey.train.trackers",
     "Trackers": "covey.train.trackers",
     "make_mesh": "covey.parallel",

@@ -2,6 +2,6 @@
 
 import sys
 
-from covey.cli import main
+from covey.cli.main import main
 
 sys.exit(main())

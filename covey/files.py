@@ -1,9 +1,9 @@
 """Files of a checkpoint that somebody else made, before they are read.
 
-A name in an index may not have parts (`models.weights`), and a link may not lead out of the checkpoint's folder: what
-it leads to would be read, shown in errors and copied by exports. One layout needs such links and gets them: the hub's
-cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder that is itself a link is the user's
-own word, and followed.
+A name in an index may not have parts (`models.loading.weights`), and a link may not lead out of the checkpoint's
+folder: what it leads to would be read, shown in errors and copied by exports. One layout needs such links and gets
+them: the hub's cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder that is itself a link
+is the user's own word, and followed.
 """
 
 from pathlib import Path

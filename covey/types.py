@@ -7,7 +7,7 @@ Dimension letters used in every signature:
     T  time in the cache          S  slots of the sampler        V  vocabulary
     D  hidden width               H  query heads                 K  key/value heads      W  head width
 
-Host arrays are NumPy at their true length: nothing is padded before `rl.rows.pack`.
+Host arrays are NumPy at their true length: nothing is padded before `packing.rows.pack`.
 """
 
 from collections.abc import Mapping, Sequence

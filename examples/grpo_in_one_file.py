@@ -28,12 +28,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.models.attention import causal
 from covey.models.decoder import Decoder
-from covey.models.weights import load
-from covey.sampling.sampler import Request, Sampler
-from covey.tokenizer import Tokenizer
+from covey.models.loading.weights import load
+from covey.sampling.engine import Request, Sampler
+from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
 
 

@@ -38,7 +38,7 @@ from covey import (
     write_peft,
 )
 from covey.data import load
-from covey.evaluate import evaluate
+from covey.rl.evaluate import evaluate
 
 # --- Settings. A flag for each that a first try on a small machine wants to change.
 

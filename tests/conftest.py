@@ -8,8 +8,9 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from covey.configs import CALCULATOR_MARKERS
+from covey.config.schema import CALCULATOR_MARKERS
 
 assert "jax" not in sys.modules, "JAX was imported before its flags were set"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -123,3 +124,74 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     for name, value in zip(names, before, strict=True):
         jax.config.update(name, value)
+
+
+# --- models and groups that tests of losses, packing and rl share
+
+
+@pytest.fixture
+def decoder() -> Callable[..., Any]:
+    """`decoder(lora=0, **switches)`: always the same random weights; adapters with a B that is not zero."""
+    from flax import nnx
+
+    from covey.config.schema import LoRAConfig
+    from covey.models.config import ModelConfig
+    from covey.models.decoder import Decoder
+    from covey.models.lora import with_lora
+
+    config = ModelConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        tie_embeddings=True, windows=(None, 6), final_softcap=30.0,
+    )  # fmt: skip
+
+    def make(lora: int = 0, **switches: Any) -> Decoder:
+        model = Decoder(config, rngs=nnx.Rngs(0), **switches)
+        if lora:
+            model = with_lora(model, LoRAConfig(rank=lora))
+            noise = np.random.default_rng(5)
+            for layer in model.layers:
+                for linear in (layer.attn.q_proj, layer.mlp.down_proj):
+                    linear.lora.b[...] = noise.normal(size=linear.lora.b.shape, scale=0.05).astype(np.float32)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def groups_of() -> Callable[..., Any]:
+    """`groups_of([(prompt length, [completion lengths])], seed=0)`: random tokens."""
+    from covey.types import Completion, FinishReason, Group
+
+    def make(shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> list[Group]:
+        rng = np.random.default_rng(seed)
+        draw = lambda n: rng.integers(0, 300, n).astype(np.int32)  # noqa: E731
+        logps = lambda n: -rng.random(n).astype(np.float32)  # noqa: E731
+        return [
+            Group("p", draw(p), tuple(Completion(draw(n), logps(n), logps(n), FinishReason.STOP) for n in sizes))
+            for p, sizes in shapes
+        ]
+
+    return make
+
+
+@pytest.fixture
+def inputs_for() -> Callable[..., Any]:
+    """`inputs_for(rows, lengths, ref=True)`: random advantages, references and the weights of the sequence mean."""
+    from covey.losses.policy import LossInputs, sequence_mean
+    from covey.packing.rows import Rows, lay, spread
+
+    def make(rows: Rows, lengths: Sequence[int], ref: bool = True) -> LossInputs:
+        rng = np.random.default_rng(1)
+        advantages = rng.normal(size=len(lengths))
+        sampled = [rng.normal(size=n) - 5 for n in lengths]
+        references = [rng.normal(size=n) - 5 for n in lengths]
+        weights, _ = sequence_mean(np.array(lengths), max(lengths))
+        return LossInputs(
+            advantage=spread(rows, advantages),
+            weight=spread(rows, weights),
+            sampled=lay(rows, sampled),
+            beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
+            ref_logps=lay(rows, references) if ref else None,
+        )
+
+    return make

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey import cli
-from covey.commands.help import PAGES
+from covey.cli import main
+from covey.cli.help import PAGES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "covey").rglob("*.py"))
@@ -48,7 +48,7 @@ def test_every_module_opens_with_its_story():
 def test_every_module_has_its_layer():
     contract = PROJECT["tool"]["importlinter"]["contracts"][0]
     layers = set(chain.from_iterable(re.findall(r"[\w.]+", line) for line in contract["layers"]))
-    outside = {"covey", "covey.__main__", "covey.rl"}
+    outside = {"covey", "covey.__main__"}
     names = {module_name(file) for file in PACKAGE} - outside
     assert {name for name in names if not any(name == one or name.startswith(one + ".") for one in layers)} == set()
 
@@ -82,7 +82,7 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     )
     (wheel,) = tmp_path.glob("covey-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = [*PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml"), ROOT / "covey" / "py.typed"]
+    wanted = [*PACKAGE, *(ROOT / "covey" / "config" / "recipes").glob("*.yaml"), ROOT / "covey" / "py.typed"]
     assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()
     assert {name.split("/")[0] for name in held} == {"covey", f"covey-{covey.__version__}.dist-info"}
 
@@ -156,7 +156,7 @@ def test_documented_commands_are_understood(place, command, tmp_path, monkeypatc
     Path("mine.yaml").write_text("name: mine\nrewards: [first_letter]\n")
     words = shlex.split(command)[1:]
     if not any(re.fullmatch(r"[A-Z_]{2,}|\[.*", word) for word in words[:2]):  # a usage line has placeholders there
-        assert callable(cli.parse(words))
+        assert callable(main.parse(words))
 
 
 def test_commands_are_found_in_documents():
@@ -184,7 +184,12 @@ def test_python_in_documents_compiles_and_finds_its_names(document):
 
 def test_what_is_to_be_installed_is_an_extra_of_this_clone():
     """No index has Covey: what reads `pip install 'covey[...]'` fails."""
-    files = [*DOCUMENTS, *(ROOT / "examples").glob("*.*"), *PACKAGE, *(ROOT / "covey" / "recipes").glob("*.yaml")]
+    files = [
+        *DOCUMENTS,
+        *(ROOT / "examples").glob("*.*"),
+        *PACKAGE,
+        *(ROOT / "covey" / "config" / "recipes").glob("*.yaml"),
+    ]
     texts = {str(f.relative_to(ROOT)): f.read_text() for f in files}
     assert {name for name, text in texts.items() if re.search(r"\bcovey\[", text)} == set()
     named = re.findall(r"'\.\[(\w+)\]'|install\(\"(\w+)\"\)", "\n".join(texts.values()))

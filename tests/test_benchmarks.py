@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.models.loading.weights import load
 from covey.models.lora import split_trainable, with_lora
-from covey.models.weights import load
 from covey.types import Completion, FinishReason, Group
 
 MODEL = ModelConfig(

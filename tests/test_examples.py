@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.models import weights
+from covey.models.loading import weights
 from covey.parallel import flatten
 from covey.rl.roles import Role
 from covey.train.checkpoint import Checkpointer

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder

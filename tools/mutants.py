@@ -35,35 +35,45 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 TESTS = {
-    "covey/rl/losses.py": (
-        "tests/rl/test_losses.py",
-        "tests/rl/test_policy_loss.py",
-        "tests/rl/test_trl_parity.py",
-        "tests/rl/test_algebra.py",
+    "covey/losses/policy.py": (
+        "tests/losses/test_policy.py",
+        "tests/losses/test_policy_loss.py",
+        "tests/losses/test_trl_parity.py",
+        "tests/losses/test_algebra.py",
     ),
-    "covey/rl/advantages.py": (
-        "tests/rl/test_advantages.py",
-        "tests/rl/test_values.py",
-        "tests/rl/test_trl_parity.py",
-        "tests/rl/test_algebra.py",
+    "covey/losses/advantages.py": (
+        "tests/losses/test_advantages.py",
+        "tests/losses/test_value.py",
+        "tests/losses/test_trl_parity.py",
+        "tests/losses/test_algebra.py",
         "tests/rl/test_ppo.py",
     ),
-    "covey/rl/values.py": ("tests/rl/test_values.py", "tests/rl/test_trainer.py", "tests/rl/test_inference.py"),
-    "covey/rl/shaping.py": (
-        "tests/rl/test_shaping.py",
-        "tests/rl/test_advantages.py",
-        "tests/rl/test_algebra.py",
+    "covey/losses/value.py": ("tests/losses/test_value.py", "tests/rl/test_trainer.py", "tests/rl/test_inference.py"),
+    "covey/losses/shaping.py": (
+        "tests/losses/test_shaping.py",
+        "tests/losses/test_advantages.py",
+        "tests/losses/test_algebra.py",
         "tests/rl/test_ppo.py",
     ),
-    "covey/rl/rows.py": ("tests/rl/test_rows.py", "tests/rl/test_feeder.py", "tests/rl/test_inference.py"),
+    "covey/packing/rows.py": (
+        "tests/packing/test_rows.py",
+        "tests/rl/test_experience.py",
+        "tests/rl/test_inference.py",
+    ),
 }
 """Module → the tests that say what it computes, the quickest first; the module's worked examples run before them."""
 
-WIDE = ("tests/rl", "tests/faults/test_number_faults.py", "tests/seeds/test_grpo_step.py")
+WIDE = (
+    "tests/losses",
+    "tests/packing",
+    "tests/rl",
+    "tests/faults/test_number_faults.py",
+    "tests/acceptance/test_grpo_step.py",
+)
 """What `--wide` runs on survivors."""
 
 EQUIVALENT = {
-    "covey/rl/losses.py": {
+    "covey/losses/policy.py": {
         "return -jnp.where(«free * advantage <= bounded * advantage → free * advantage < bounded * advantage», "
         "free, bounded) * advantage": (
             "the products are equal where the ratio is within its bounds, where A is 0, or where they round alike"
@@ -78,7 +88,7 @@ EQUIVALENT = {
             "only `clip` has a lower bound, and on it takes the ratio that is not bounded"
         ),
     },
-    "covey/rl/advantages.py": {
+    "covey/losses/advantages.py": {
         "spread = scored.std(ddof=1) if scored.size > 1 else «0.0 → 1.0»": (
             "with one scored reward every difference from a mean is 0, whatever divides it"
         ),
@@ -93,7 +103,7 @@ EQUIVALENT = {
         ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
     },
-    "covey/rl/values.py": {
+    "covey/losses/value.py": {
         "v, r = (np.concatenate([*x, «np.zeros(0) → np.ones(0)»]).astype(np.float64) for x in (values, returns))": (
             "no zeros and no ones are the same empty array"
         ),
@@ -107,7 +117,7 @@ EQUIVALENT = {
         "return Completion(np.append(np.asarray(tokens, np.int32), np.int32(«0 → 1»)), "
         "none, none, FinishReason.STOP)": "this token is never fed: any would do",
     },
-    "covey/rl/rows.py": {
+    "covey/packing/rows.py": {
         "micro_batch: int = «1 → 2»,": "a row has 64 tokens or more, so that it is computed alone either way",
         "micro_batch: int = «1 → 0»,": "a row has 64 tokens or more, so that it is computed alone either way",
         "length, rows = bucket(max((p.size for p in single), default=«1 → 2»)), [[p] for p in single]": (

@@ -9,9 +9,9 @@ from flax import nnx
 
 from benchmarks.peers.work import Work, even_words
 from benchmarks.peers.worker import Steps
-from covey.configs import GRPOConfig, LoRAConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.models.loading.weights import load
 from covey.models.lora import split_trainable, with_lora
-from covey.models.weights import load
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from covey import strictyaml
-from covey.configs import HUBS
+from covey.config import strict_yaml
+from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
+from covey.config.schema import HUBS
 from covey.errors import CoveyError, DataError, WeightsError
-from covey.models import sources
-from covey.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
-from covey.train import folders
+from covey.models.loading import sources
+from covey.train import checksums
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
@@ -29,7 +29,7 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 
     rewards = _check_stages(recipe) if isinstance(recipe, Recipe) else ()
 
-    from covey.rewards.scoring import resolve  # late: it needs NumPy, and what is above does not
+    from covey.rewards.score import resolve  # late: it needs NumPy, and what is above does not
 
     evaluation = recipe.evaluation
     for name in filter(None, (*rewards, evaluation.accuracy, evaluation.partial, evaluation.format)):
@@ -60,7 +60,7 @@ def check_source(source: str) -> None:
 def _maker(source: str) -> str:
     """What leaves a run at `source` when nobody says --out: the command of a built-in recipe, or nothing."""
     for name in names():
-        written = strictyaml.read(find(name).read_text(encoding="utf-8"), name).value
+        written = strict_yaml.read(find(name).read_text(encoding="utf-8"), name).value
         if "out" in written and written["out"].value == source:
             return f"{COMMANDS[kind_of(name).method]} {name}"
     return ""
@@ -102,7 +102,7 @@ def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
         CoveyError: something is already there, or it cannot be made.
     """
     out = new_run_folder(recipe)
-    while not (made := folders.make(out.absolute())) and recipe.out is None:
+    while not (made := checksums.make(out.absolute())) and recipe.out is None:
         out = new_run_folder(recipe)
     place = out.absolute()  # a reward function may change the working directory meanwhile
     try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from covey.extras import install, missing
-from covey.models.sources import cache_folder
+from covey.models.loading.sources import cache_folder
 
 GIGABYTE = 1e9
 

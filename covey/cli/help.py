@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from covey import recipe, strictyaml
-from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions
-from covey.strictyaml import describe
+from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions
+from covey.config import recipe, strict_yaml
+from covey.config.strict_yaml import describe
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
@@ -137,7 +137,7 @@ def show(command: str, words: Sequence[str] = ()) -> int:
         choices = recipe.names(settings) if issubclass(settings, recipe.AnyRecipe) else []
         named = next((word for word in words if word in choices), "")
         print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
-        shown = strictyaml.build(settings, _read(named)) if named else settings()
+        shown = strict_yaml.build(settings, _read(named)) if named else settings()
         _show_settings(Console(), shown, "", "general")
     return 0
 
@@ -164,8 +164,8 @@ def show_recipes() -> int:
     return 0
 
 
-def _read(name: str) -> strictyaml.Item:
-    return strictyaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
+def _read(name: str) -> strict_yaml.Item:
+    return strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
 
 
 def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> None:
@@ -192,7 +192,7 @@ def _explain(kind: Any, doc: str) -> str:
 
 def _shown(value: Any) -> str:
     """The value as it would be written in a recipe, cut when it is long."""
-    text = strictyaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
+    text = strict_yaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
     return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"
 
 

@@ -16,20 +16,14 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from covey import __version__, recipe, strictyaml
-from covey.commands import help
-from covey.commands.checks import (
-    check_run,
-    check_source,
-    has_checkpoint,
-    made_run_folder,
-    new_run_folder,
-    resume_command,
-)
-from covey.commands.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
+from covey import __version__
+from covey.cli import help
+from covey.cli.checks import check_run, check_source, has_checkpoint, made_run_folder, new_run_folder, resume_command
+from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
+from covey.config import recipe, strict_yaml
+from covey.config.overrides import apply, split
+from covey.display import printable
 from covey.errors import CoveyError, Stopped, nearest
-from covey.overrides import apply, split
-from covey.showing import printable
 
 Action = Callable[[], int]
 
@@ -163,7 +157,7 @@ def export(words: Sequence[str]) -> Action:
     """`covey export RUN_OR_MODEL --out FOLDER [settings]`."""
     usage = "covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf]"
     (source,), pairs = _exactly(1, words, usage)
-    options = strictyaml.build(ExportOptions, apply(ExportOptions, strictyaml.Item({}, source), _tokens(pairs)))
+    options = strict_yaml.build(ExportOptions, apply(ExportOptions, strict_yaml.Item({}, source), _tokens(pairs)))
     if options.out is None:
         raise CoveyError("export to where?", want=usage)
     if options.format == "peft" and options.dtype:
@@ -177,7 +171,7 @@ def recipes(words: Sequence[str]) -> Action:
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
     if names:
-        return partial(_say, printable(strictyaml.text_of(recipe.find(names[0]), names[0]), keep="\n\t"))
+        return partial(_say, printable(strict_yaml.text_of(recipe.find(names[0]), names[0]), keep="\n\t"))
     return help.show_recipes
 
 
@@ -186,7 +180,7 @@ def doctor(words: Sequence[str]) -> Action:
     _exactly(0, words, "covey doctor")
 
     def examine() -> int:
-        from covey.commands import doctor
+        from covey.cli import doctor
 
         return doctor.examine()
 
@@ -291,12 +285,12 @@ def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) ->
 
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
     """`cls` with the rollout settings of the run at `source`, if it is one, and `pairs` over them."""
-    item = strictyaml.Item({}, source)
+    item = strict_yaml.Item({}, source)
     if recipe.is_run(source):
         item = recipe.section_of(source, "rollout")
     item = apply(cls, item, _tokens(pairs), recipe.HIDDEN)
-    options = strictyaml.build(cls, item)
-    recipe.validate(options, strictyaml.places(item))
+    options = strict_yaml.build(cls, item)
+    recipe.validate(options, strict_yaml.places(item))
     return options
 
 

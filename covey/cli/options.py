@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 
 

@@ -1,13 +1,14 @@
 """The algorithms of the family as points in one table: advantage × ratio × surrogate × aggregate × KL.
 
 `PRESETS` holds the points that have a name; a `GRPOConfig` names one and moves single coordinates, and `algorithm_of`
-gives the result. The functions that the coordinates stand for are in `rl.advantages` and `rl.losses`. No JAX here.
+gives the result. The functions that the coordinates stand for are in `losses.advantages` and `losses.policy`. No JAX
+here.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from covey.configs import GRPOConfig
+from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError, nearest
 
 

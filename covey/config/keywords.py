@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import covey
-from covey import foreign, strictyaml
+from covey.config import foreign_names, strict_yaml
+from covey.config.ranges import misplaced
 from covey.errors import RecipeError, nearest
-from covey.ranges import misplaced
 
 CLASSES: list[type["Keywords"]] = []
 """The public classes that answer, as far as they are imported."""
@@ -32,8 +32,8 @@ class Keywords:
         Raises:
             RecipeError: every mistake at once.
         """
-        if not strictyaml.building.get():  # a file's mistakes are told with their lines
-            strictyaml.raise_together(list(cls._mistakes(args, keywords)))
+        if not strict_yaml.building.get():  # a file's mistakes are told with their lines
+            strict_yaml.raise_together(list(cls._mistakes(args, keywords)))
         return super().__new__(cls)
 
     def __init_subclass__(cls, **others: Any) -> None:
@@ -99,7 +99,9 @@ def taken(cls: type) -> dict[str, Any] | None:
 
 def _answer(cls: type[Keywords], name: str, known: Sequence[str]) -> str:
     """What to write instead of the keyword `name` of `cls`."""
-    if found := foreign.advice(foreign.ARGUMENTS.get(name, "")) or foreign.answer(name, lambda path: _spelt(path, cls)):
+    if found := foreign_names.advice(foreign_names.ARGUMENTS.get(name, "")) or foreign_names.answer(
+        name, lambda path: _spelt(path, cls)
+    ):
         return found
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
@@ -128,7 +130,7 @@ def _misfit(cls: type, name: str, kind: Any, value: Any) -> RecipeError:
     want = " or ".join(f"{one.__name__}(...)" for one in (kind, *get_args(kind)) if _is_settings(one))
     fix = _nearest_choice(kind, value)
     return RecipeError(
-        f"{name} is {_shown(value)}", want=want or strictyaml.describe(kind), fix=fix, where=cls.__name__
+        f"{name} is {_shown(value)}", want=want or strict_yaml.describe(kind), fix=fix, where=cls.__name__
     )
 
 
@@ -172,7 +174,7 @@ _SCALARS = {
     types.NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
     int: lambda value: _is_number(value) and isinstance(value, numbers.Integral),
-    float: lambda value: _is_number(value) and strictyaml.is_finite(value),
+    float: lambda value: _is_number(value) and strict_yaml.is_finite(value),
     str: lambda value: isinstance(value, (str, os.PathLike)),
 }
 

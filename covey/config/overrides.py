@@ -8,9 +8,9 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from covey import foreign
+from covey.config import foreign_names
+from covey.config.strict_yaml import Item, from_text, leaves, override
 from covey.errors import RecipeError
-from covey.strictyaml import Item, from_text, leaves, override
 
 
 def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str] | None = None) -> Item:
@@ -89,7 +89,7 @@ def _suggest(name: str, paths: Collection[str]) -> str:
     all names and their ends.
     """
     section, _, last = name.rpartition(".")
-    if known := foreign.answer(last, {path: _flag(path) for path in paths}.get):
+    if known := foreign_names.answer(last, {path: _flag(path) for path in paths}.get):
         return known
     inside = (
         {path.removeprefix(section + "."): path for path in paths if path.startswith(section + ".")} if section else {}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from covey import strictyaml
+from covey.config import strict_yaml
 
 Problem = tuple[str, str, str]
 """A setting's dotted name, what is wrong with it, and what would be right."""
@@ -11,7 +11,7 @@ Problem = tuple[str, str, str]
 
 def out_of_range(tree: object) -> Iterator[Problem]:
     """The numbers of `tree`, a recipe or a dataclass with some of its parts, that do not lie where they should."""
-    for key in (k for k in strictyaml.leaves(type(tree)) if k in RANGES):
+    for key in (k for k in strict_yaml.leaves(type(tree)) if k in RANGES):
         yield from misplaced(key, attrgetter(key)(tree))
 
 

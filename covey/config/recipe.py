@@ -12,8 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from covey import algorithms, metrics, strictyaml
-from covey.configs import (
+from covey.config import algorithms, metrics, strict_yaml
+from covey.config.keywords import Config
+from covey.config.overrides import apply
+from covey.config.ranges import Problem, out_of_range
+from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import (
     LORA_TARGETS,
     DataConfig,
     EvalConfig,
@@ -26,10 +30,6 @@ from covey.configs import (
     SFTEvalConfig,
 )
 from covey.errors import RecipeError, nearest
-from covey.keywords import Config
-from covey.overrides import apply
-from covey.ranges import Problem, out_of_range
-from covey.safety import RewardSafetyConfig
 
 BUILT_IN = Path(__file__).parent / "recipes"
 
@@ -161,12 +161,12 @@ def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTR
     return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
 
 
-def section_of(source: str | Path, section: str) -> strictyaml.Item:
+def section_of(source: str | Path, section: str) -> strict_yaml.Item:
     """One section of the recipe at `source` as it is written, not yet checked; empty when the recipe has none."""
-    item = strictyaml.read(*_text(source))
+    item = strict_yaml.read(*_text(source))
     if not isinstance(item.value, dict):
         return item  # no recipe: `strictyaml.build` says so
-    return strictyaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
+    return strict_yaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
 
 
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
@@ -178,11 +178,11 @@ def _text(source: str | Path) -> tuple[str, str]:
     """The text of a recipe, and what to call it in errors."""
     path = find(source)
     name = str(path) if path.parent != BUILT_IN else path.name
-    return strictyaml.text_of(path, name), name
+    return strict_yaml.text_of(path, name), name
 
 
 def _kind(text: str, name: str) -> type[Recipe] | type[SFTRecipe]:
-    item = strictyaml.read(text, name)
+    item = strict_yaml.read(text, name)
     given = item.value.get("method") if isinstance(item.value, dict) else None
     method = "rl" if given is None else str(given.value)
     if given is not None and method not in METHODS:
@@ -197,19 +197,19 @@ def parse(
     kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
 ) -> RecipeT:
     """As `load`, from the YAML text itself; `name` stands for the file in errors."""
-    item = apply(kind, strictyaml.read(text, name), overrides, HIDDEN)
+    item = apply(kind, strict_yaml.read(text, name), overrides, HIDDEN)
     hidden = [
-        RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strictyaml.places(item).items() if key in HIDDEN
+        RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strict_yaml.places(item).items() if key in HIDDEN
     ]
-    strictyaml.raise_together(hidden)
-    recipe = strictyaml.build(kind, item)
-    validate(recipe, strictyaml.places(item))
+    strict_yaml.raise_together(hidden)
+    recipe = strict_yaml.build(kind, item)
+    validate(recipe, strict_yaml.places(item))
     return recipe
 
 
 def to_yaml(recipe: AnyRecipe) -> str:
     """Every setting of `recipe`, written out; `parse` gives an equal recipe back."""
-    return strictyaml.dump(_plain(asdict(recipe)))
+    return strict_yaml.dump(_plain(asdict(recipe)))
 
 
 def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
@@ -222,8 +222,8 @@ def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
     Raises:
         RecipeError: all problems at once.
     """
-    found = islice(_problems(settings), strictyaml.MAX_LISTED + 1)
-    strictyaml.raise_together(
+    found = islice(_problems(settings), strict_yaml.MAX_LISTED + 1)
+    strict_yaml.raise_together(
         [RecipeError(what, want=want, where=(where or {}).get(key, "")) for key, what, want in found]
     )
 

@@ -1,4 +1,4 @@
-"""The settings of what guards a run against its own reward functions (`rewards.runner`).
+"""The settings of what guards a run against its own reward functions (`rewards.sandbox.runner`).
 
 No JAX here, as in `configs`.
 """
@@ -6,7 +6,7 @@ No JAX here, as in `configs`.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from covey.keywords import Config
+from covey.config.keywords import Config
 
 OnRewardError = Literal["raise", "none", "value"]
 

@@ -6,7 +6,7 @@ No JAX here: the command answers `--help` and typos before it is imported.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from covey.keywords import Config
+from covey.config.keywords import Config
 
 CALCULATOR_MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 HUBS = ("hf:", "tfds:")

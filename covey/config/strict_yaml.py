@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from covey import foreign
+from covey.config import foreign_names
 from covey.errors import RecipeError, nearest
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ class _Builder:
     def unknown(self, name: str, choices: Iterable[str], where: str, path: str) -> RecipeError:
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
         fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
-        fix = fix or foreign.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
+        fix = fix or foreign_names.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
         return RecipeError(f"there is no setting {_shortened(name)}{inside}", fix=fix, where=where)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from covey.data.rows import Row
 from covey.errors import DataError
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from covey.configs import HUBS, DataConfig
+from covey.config.schema import HUBS, DataConfig
 from covey.errors import DataError, nearest
 from covey.extras import install
 

@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from covey.configs import DataConfig, SFTDataConfig
+from covey.config.recipe import unread_settings
+from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, gsm8k, readers, sums
 from covey.data.examples import as_example
 from covey.data.forms import FORMS
 from covey.data.rows import Row, as_asked, as_prompt
 from covey.errors import DataError, nearest
-from covey.recipe import unread_settings
 from covey.types import Message
 
 Splits = tuple[list[Row], list[Row]]

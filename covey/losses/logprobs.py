@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from covey.models.decoder import Decoder, head_logits
 from covey.models.layers import project, softcapped
 from covey.models.lora import has_lora
-from covey.rl.rows import Rows, tree_attention
+from covey.packing.rows import Rows, tree_attention
 
 CHUNK = 1024
 """Tokens whose logits exist at one time, over all rows of the batch."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from covey.algorithms import Algorithm
+from covey.config.algorithms import Algorithm
 from covey.types import Mean
 
 LIMIT = 20.0

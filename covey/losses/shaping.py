@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from covey.rl.losses import LIMIT
+from covey.losses.policy import LIMIT
 
 STEP_CLIP = 0.2
 """Largest relative error that `adapted_beta` reacts to."""

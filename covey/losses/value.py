@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.errors import DataError
-from covey.rl.logprobs import picked_hidden
-from covey.rl.losses import Shares, weighted
-from covey.rl.rows import Rows
+from covey.losses.logprobs import picked_hidden
+from covey.losses.policy import Shares, weighted
+from covey.packing.rows import Rows
 from covey.types import Completion, FinishReason, Group
 
 

@@ -1,5 +1,5 @@
-"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart (`rl.logprobs`,
-the sampler).
+"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart
+(`losses.logprobs`, the sampler).
 
 Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list. Decoding, which
 has a cache, is spelt out layer by layer. Without a cache the layers are a loop, compiled once for all of them; the
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
+from covey.models.layer_loop import all_but_picked, gradient_slots, pick
 from covey.models.layers import (
     MLP,
     PRODUCT,
@@ -32,7 +33,6 @@ from covey.models.layers import (
     rotate,
     softcapped,
 )
-from covey.models.picking import all_but_picked, gradient_slots, pick
 from covey.parallel.sharding import row_count, row_sharding
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from covey.errors import WeightsError
-from covey.models import hf_config
 from covey.models.config import ModelConfig
-from covey.models.hf_config import Config, Fields
+from covey.models.loading import hf_config
+from covey.models.loading.hf_config import Config, Fields
 
 SCORE = "score.weight"
 """The tensor of a classification head."""

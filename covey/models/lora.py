@@ -17,13 +17,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError, nearest
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.heads import HeadParam, ValueModel
 from covey.models.layers import Linear, LoRA, project
 from covey.models.quantised import Format, Frozen, Quantised, held
+from covey.models.value_model import HeadParam, ValueModel
 
 Model = TypeVar("Model", Decoder, ValueModel)
 AnyModel = TypeVar("AnyModel", bound=nnx.Module)

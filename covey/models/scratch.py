@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 from covey.errors import WeightsError, nearest
 from covey.models import families
 from covey.models.config import ModelConfig
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 
 PREFIX = "scratch:"
 SPECIAL = ("<pad>", "<unk>", "<eos>")

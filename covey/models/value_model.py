@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from covey.errors import WeightsError
-from covey.models import sources, weights
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
-from covey.models.wheels import Say
+from covey.models.loading import sources, weights
+from covey.models.loading.wheels import Say
 
 
 class HeadParam(nnx.Param[jax.Array]):

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import Spans, spanned
-from covey.rl.packing import Piece, bucket, cheapest
+from covey.packing.bins import Piece, bucket, cheapest
 from covey.types import Group
 
 Tree = TypeVar("Tree")

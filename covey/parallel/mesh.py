@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from covey.configs import MeshConfig
+from covey.config.schema import MeshConfig
 from covey.errors import RecipeError, nearest
 
 AXES = ("data", "fsdp", "tp")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.errors import RewardError
-from covey.rewards.calling import LOST
+from covey.rewards.call import LOST
+from covey.rewards.sandbox.workers import Worker
 from covey.rewards.text import Completions, texts
-from covey.rewards.workers import Worker
 
 SECONDS = 5.0
 """Longest time for one answer."""

@@ -20,12 +20,12 @@ from covey.errors import RecipeError, nearest
 from covey.extras import install
 from covey.rewards import exits
 from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.calling import RewardFn, asked, in_words
+from covey.rewards.call import RewardFn, asked, in_words
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
 from covey.rewards.math_answers import math_verify
-from covey.rewards.runner import RewardRunner
+from covey.rewards.sandbox.runner import RewardRunner
 from covey.types import Group
 
 

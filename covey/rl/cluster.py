@@ -13,25 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from covey.algorithms import Algorithm, algorithm_of
-from covey.configs import GRPOConfig, OptimizerConfig, RolloutConfig
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.keywords import Keywords
+from covey.config.recipe import validate
+from covey.config.schema import GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.errors import RecipeError
-from covey.keywords import Keywords
+from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, load_value_model, value_model
+from covey.models.loading.weights import load
 from covey.models.lora import changes_base, merged, split_trainable, without_lora
-from covey.models.weights import load
+from covey.models.value_model import ValueModel, load_value_model, value_model
+from covey.packing.rows import Rows
 from covey.parallel import distributed
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.recipe import validate
 from covey.rl.inference import InferenceWorker, RowScorer
-from covey.rl.losses import Surrogate
 from covey.rl.roles import ClusterConfig, Role, Settings
 from covey.rl.rollout import RolloutWorker
-from covey.rl.rows import Rows
 from covey.rl.trainer import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
 from covey.train.trainer import Gradients, Metrics, Part
 from covey.types import Group
@@ -43,8 +43,9 @@ class RLCluster(Keywords):
     """The models of a run.
 
     Args:
-        actor: the model to train (with LoRA adapters, only those are trained), or a source that `models.weights.load`
-            knows. The cluster takes over its trainable arrays; read the result from `cluster.actor`.
+        actor: the model to train (with LoRA adapters, only those are trained), or a source that
+            `models.loading.weights.load` knows. The cluster takes over its trainable arrays; read the result from
+            `cluster.actor`.
         reference: the frozen model of the KL, or a source. When not given it is the actor as it begins, or its base,
             as `GRPOConfig.reference` says, made only if β asks for it: with LoRA it shares the base, and copies the
             adapters unless they are new and do nothing yet; otherwise it is a copy of the initial weights.

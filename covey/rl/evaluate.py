@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from covey.configs import EvalConfig, RolloutConfig
+from covey.config.schema import EvalConfig, RolloutConfig
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import FinishReason, Group

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from covey.algorithms import Algorithm
-from covey.configs import GRPOConfig, RLTrainingConfig
+from covey.config.algorithms import Algorithm
+from covey.config.schema import GRPOConfig, RLTrainingConfig
+from covey.losses.advantages import informative
+from covey.losses.policy import AGGREGATES, LossInputs
+from covey.losses.shaping import overlong_penalty
+from covey.losses.value import ValueInputs
+from covey.packing.rows import Rows, lay, pack, padding_waste
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
-from covey.rl.advantages import informative
 from covey.rl.cluster import RLCluster
-from covey.rl.losses import AGGREGATES, LossInputs
 from covey.rl.microbatch import StageSizes, merge, service_batches, slices
-from covey.rl.rows import Rows, lay, pack, padding_waste
-from covey.rl.shaping import overlong_penalty
 from covey.rl.trainer import TrainBatch
-from covey.rl.values import ValueInputs
-from covey.sampling.sampler import SamplerStats
+from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 OVERLONG = "overlong"

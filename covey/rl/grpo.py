@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from covey.algorithms import Algorithm
-from covey.configs import GRPOConfig
+from covey.config.algorithms import Algorithm
+from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
+from covey.losses.advantages import ADVANTAGES, AdvantageFn
+from covey.losses.shaping import kl_penalty
 from covey.parallel import distributed
-from covey.rl.advantages import ADVANTAGES, AdvantageFn
 from covey.rl.cluster import RLCluster
-from covey.rl.feeder import Experience
+from covey.rl.experience import Experience
 from covey.rl.learner import Learner, RewardFns
-from covey.rl.shaping import kl_penalty
 
 
 class GRPOLearner(Learner):

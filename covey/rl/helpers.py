@@ -1,7 +1,7 @@
 """Numeric helpers under the names that users of Tunix and TRL know, for scripts and losses of their own.
 
-Pure functions. Covey's own loop works on rows instead (`rl.rows`, `rl.logprobs`); these serve batches of padded samples
-[B, T] and agree with it. K is `logits_to_keep`: the scored tokens at the end of each sample.
+Pure functions. Covey's own loop works on rows instead (`packing.rows`, `losses.logprobs`); these serve batches of
+padded samples [B, T] and agree with it. K is `logits_to_keep`: the scored tokens at the end of each sample.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.errors import RewardError
+from covey.losses.advantages import group_zscore
+from covey.losses.logprobs import Head, chunked_scores
 from covey.models.attention import masked
 from covey.models.decoder import Decoder
-from covey.rl.advantages import group_zscore
-from covey.rl.logprobs import Head, chunked_scores
 
 COLUMNS = 64
 """Scored columns are filled up to a multiple of this, so that the log-softmax works on whole chunks."""
@@ -47,7 +47,7 @@ def get_per_token_logps(
 ) -> Float[Array, "B K"]:
     """Log-probs of each sample's last `logits_to_keep` tokens, the log-softmax taken of logits / temperature.
 
-    The array [T, V] is never made: see `rl.logprobs`. What comes out at padding means nothing; mask it.
+    The array [T, V] is never made: see `losses.logprobs`. What comes out at padding means nothing; mask it.
 
     Args:
         model: hidden states at [B, T] come from it.
@@ -120,7 +120,7 @@ def pad_to_length(x: Array, target_length: int, pad_value: float = 0, left: bool
 
 def compute_advantages(rewards: Float[np.ndarray, "B"], num_generations: int) -> Float[np.ndarray, "B"]:
     """Each sample's reward against the `num_generations` samples of its prompt, which stand side by side: (r − mean) /
-    (std + 1e-4), std with ddof 1 (Shao et al., 2024). See `rl.advantages.group_zscore`.
+    (std + 1e-4), std with ddof 1 (Shao et al., 2024). See `losses.advantages.group_zscore`.
 
     Raises:
         RewardError: rewards that are no whole number of groups.

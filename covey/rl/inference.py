@@ -14,13 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.errors import RecipeError, WeightsError, nearest
+from covey.losses.logprobs import row_scores
+from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel
+from covey.models.value_model import ValueModel
+from covey.packing.rows import Rows, micro_batches, pack, unpack
 from covey.parallel.placement import put_rows
-from covey.rl.logprobs import row_scores
-from covey.rl.rows import Rows, micro_batches, pack, unpack
 from covey.rl.trainer import rows_at_a_time
-from covey.rl.values import groups_to_score, row_values
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -191,7 +191,7 @@ KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "cri
 """The legal roles, and what has each."""
 
 FIXES = {
-    "reference": "models.weights.load(source).model",
+    "reference": "models.loading.weights.load(source).model",
     "critic": "models.heads.value_model(model), or load_value_model(source, new_head=True).model",
     "reward": "models.heads.load_value_model(source).model",
 }

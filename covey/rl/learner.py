@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from covey.algorithms import algorithm_of
-from covey.configs import EvalConfig, GRPOConfig, RLTrainingConfig
+from covey.config.algorithms import algorithm_of
+from covey.config.keywords import Keywords
+from covey.config.recipe import validate
+from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import NumbersError, RecipeError
-from covey.evaluate import Evaluation, evaluate, judges
-from covey.keywords import Keywords
+from covey.losses.policy import Surrogate
+from covey.losses.shaping import adapted_beta
 from covey.parallel import distributed
-from covey.recipe import validate
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
 from covey.rl.cluster import RLCluster
-from covey.rl.feeder import Clock, Experience, Feeder, StepLog
-from covey.rl.losses import Surrogate
+from covey.rl.evaluate import Evaluation, evaluate, judges
+from covey.rl.experience import Clock, Experience, Feeder, StepLog
 from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work_metrics
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
-from covey.rl.shaping import adapted_beta
 from covey.rl.trainer import TrainBatch
 from covey.train.trainer import Metrics, Skips
 from covey.types import Group

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from covey.rl.advantages import informative
-from covey.sampling.sampler import SamplerStats
+from covey.losses.advantages import informative
+from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 

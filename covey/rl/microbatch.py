@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from covey.configs import RLTrainingConfig
+from covey.config.schema import RLTrainingConfig
+from covey.config.strict_yaml import raise_together
 from covey.errors import DataError, RecipeError
-from covey.strictyaml import raise_together
 
 T = TypeVar("T")
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from covey.algorithms import Algorithm
-from covey.configs import GRPOConfig, PPOConfig
+from covey.config.algorithms import Algorithm
+from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
+from covey.losses.advantages import gae, whiten
+from covey.losses.shaping import kl_penalty, token_rewards
+from covey.losses.value import explained_variance
 from covey.parallel import distributed
-from covey.rl.advantages import gae, whiten
 from covey.rl.cluster import RLCluster
-from covey.rl.feeder import Experience, tokens_in_loss
+from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner, RewardFns, remembered
-from covey.rl.shaping import kl_penalty, token_rewards
 from covey.rl.trainer import TrainBatch
-from covey.rl.values import explained_variance
 from covey.train.trainer import Metrics
 
 

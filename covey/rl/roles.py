@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from jax.sharding import Mesh
 
-from covey.configs import OptimizerConfig, RLTrainingConfig, RolloutConfig
-from covey.keywords import Config
+from covey.config.keywords import Config
+from covey.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 
 
 class Role(StrEnum):

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
+from covey.packing.rows import pack
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
-from covey.rl.rows import pack
 from covey.rl.trainer import rows_at_a_time
+from covey.sampling.engine import Request, Sampler, SamplerStats
 from covey.sampling.lengths import check_length, check_positions
-from covey.sampling.sampler import Request, Sampler, SamplerStats
 from covey.sampling.tools import Tool, tool_of
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
 MAX_TOKENS = 1024

@@ -9,15 +9,15 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from covey.algorithms import Algorithm
+from covey.config.algorithms import Algorithm
+from covey.losses.logprobs import row_scores
+from covey.losses.policy import LossInputs, Shares, Surrogate, policy_loss
+from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel
+from covey.models.value_model import ValueModel
+from covey.packing.bins import rows_together
+from covey.packing.rows import Rows, micro_batches
 from covey.parallel.placement import put_rows, row_ways
-from covey.rl.logprobs import row_scores
-from covey.rl.losses import LossInputs, Shares, Surrogate, policy_loss
-from covey.rl.packing import rows_together
-from covey.rl.rows import Rows, micro_batches
-from covey.rl.values import ValueInputs, row_values, value_loss
 from covey.train.trainer import Part, Trainer
 from covey.types import Group
 

@@ -1,12 +1,12 @@
 """Whole runs from their recipes, and what uses a finished one. This file only hands names on."""
 
 from covey.run.export import export
-from covey.run.opening import open_model, use_compilation_cache
+from covey.run.inference import chat, evaluate, generate
+from covey.run.load_model import open_model, use_compilation_cache
 from covey.run.rl import resume, train
 from covey.run.sft import evaluate as evaluate_sft
 from covey.run.sft import resume as resume_sft
 from covey.run.sft import train as train_sft
-from covey.run.use import chat, evaluate, generate
 
 __all__ = [
     "chat",

@@ -20,19 +20,19 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 from rich.console import Console
 
-from covey import recipe as recipes
+from covey.config import recipe as recipes
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.data.loader import PromptLoader
+from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
-from covey.recipe import Recipe, SFTRecipe
-from covey.run.opening import CHECKPOINTS, refuse_other_weights
-from covey.run.programs import Programs
+from covey.run.compile_counter import Programs
+from covey.run.load_model import CHECKPOINTS, refuse_other_weights
 from covey.run.settings import compare, settings_of
-from covey.run.stopping import Stopper
+from covey.run.signals import Stopper
 from covey.run.watchdog import Watchdog
-from covey.showing import refuse_secrets
 from covey.train.checkpoint import Checkpointer
-from covey.train.folders import claim, give_back, replace_file
+from covey.train.checksums import claim, give_back, replace_file
 from covey.train.metrics import BAD, METRICS, SAMPLES, SUMMARY, MetricsWriter, write_bad_batch, write_summary
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers

@@ -3,15 +3,15 @@
 import shlex
 from pathlib import Path
 
-from covey import recipe as recipes
-from covey.configs import ModelOptions
+from covey.config import recipe as recipes
+from covey.config.schema import ModelOptions
+from covey.display import printable
 from covey.errors import WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
-from covey.run.card import USES, History, model_card
-from covey.run.opening import open_model
-from covey.showing import printable
-from covey.tokenizer import Tokenizer
+from covey.run.load_model import open_model
+from covey.run.model_card import USES, History, model_card
+from covey.text.tokenizer import Tokenizer
 
 
 def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int) -> None:

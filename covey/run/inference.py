@@ -8,21 +8,21 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from covey import recipe as recipes
-from covey.configs import RolloutConfig
-from covey.data import source as data_source
+from covey.config import recipe as recipes
+from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.schema import RolloutConfig
+from covey.data import sources as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
+from covey.display import printable
 from covey.errors import DataError
-from covey.evaluate import Evaluation, Generates, judges
-from covey.evaluate import evaluate as judge
 from covey.models.decoder import Decoder
-from covey.recipe import Recipe, SFTRecipe, is_run
 from covey.rewards import RewardRunner, check_columns
+from covey.rl.evaluate import Evaluation, Generates, judges
+from covey.rl.evaluate import evaluate as judge
 from covey.rl.rollout import RolloutWorker
-from covey.run.opening import Say, mesh_at_hand, open_model
-from covey.showing import printable
-from covey.tokenizer import Tokenizer
+from covey.run.load_model import Say, mesh_at_hand, open_model
+from covey.text.tokenizer import Tokenizer
 from covey.train.progress import Progress
 from covey.types import Group
 

@@ -12,19 +12,20 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey import recipe as recipes
-from covey.configs import MeshConfig, ModelOptions
+from covey.config import recipe as recipes
+from covey.config.recipe import is_run
+from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
-from covey.models import digests, peft, scratch, weights
+from covey.models import scratch
 from covey.models.decoder import Decoder
+from covey.models.loading import digests, peft, weights
+from covey.models.loading.sources import cache_folder, log
 from covey.models.lora import rebased, split_trainable, with_lora
 from covey.models.quantised import format_of
-from covey.models.sources import cache_folder, log
 from covey.parallel import mesh_for, reshard, shardings
-from covey.recipe import is_run
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.folders import SUMS
+from covey.train.checksums import SUMS
 
 CHECKPOINTS = "checkpoints"
 LOCAL = re.compile(

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey import recipe as recipes
-from covey.algorithms import algorithm_of
-from covey.configs import ModelOptions
-from covey.models import sources
-from covey.recipe import Recipe, SFTRecipe, is_run
-from covey.showing import in_markdown, printable
+from covey.config import recipe as recipes
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.schema import ModelOptions
+from covey.display import in_markdown, printable
+from covey.models.loading import sources
 from covey.train.metrics import SUMMARY
 
 

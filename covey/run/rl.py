@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from covey import recipe as recipes
-from covey.algorithms import algorithm_of
-from covey.data import source as data_source
+from covey.config import recipe as recipes
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import Recipe
+from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.errors import NumbersError
-from covey.evaluate import Evaluation, during_training, judges
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, load_value_model, value_model
 from covey.models.lora import with_lora, without_lora
+from covey.models.value_model import ValueModel, load_value_model, value_model
 from covey.parallel import distributed
-from covey.recipe import Recipe
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
+from covey.rl.evaluate import Evaluation, during_training, judges
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner, Observer, StepRecord, total_steps
 from covey.rl.ppo import PPOLearner
@@ -30,9 +30,9 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.run.advice import TiedGroups
 from covey.run.base import Run
-from covey.run.opening import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
+from covey.run.inference import fitting, judge_held_out
+from covey.run.load_model import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
 from covey.run.settings import as_begun
-from covey.run.use import fitting, judge_held_out
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine

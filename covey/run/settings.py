@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from covey.algorithms import algorithm_of
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
-from covey.recipe import METHODS, AnyRecipe, Recipe
 
 Settings = dict[str, Any]
 

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey import recipe as recipes
+from covey.config import recipe as recipes
+from covey.config.recipe import SFTRecipe
 from covey.data import Dataset
-from covey.data import source as data_source
+from covey.data import sources as data_source
 from covey.errors import NumbersError
-from covey.evaluate import judges
-from covey.recipe import SFTRecipe
+from covey.packing.rows import Rows
 from covey.rewards import check_columns
-from covey.rl.rows import Rows
+from covey.rl.evaluate import judges
 from covey.run.base import Run
-from covey.run.opening import load_source, mesh_at_hand, open_model
-from covey.run.use import answer_examples, answerable, answering_worker
+from covey.run.inference import answer_examples, answerable, answering_worker
+from covey.run.load_model import load_source, mesh_at_hand, open_model
+from covey.sft.learner import SFTLearner, StepRecord, total_steps
 from covey.train.metrics import METRICS, write_answers
 from covey.train.progress import Progress
-from covey.train.sft import SFTLearner, StepRecord, total_steps
 from covey.types import Group
 
 

@@ -22,9 +22,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.sampling import steps
+from covey.sampling import device as steps
 from covey.sampling.cache import NOTHING, Prefix, empty_slots, refit
 from covey.sampling.lengths import bucket, check_length, few_above, power_of_two
 from covey.sampling.logits import Warp

@@ -1,6 +1,6 @@
 """How long a prompt and its answer may be, and how large the buffers are made that hold them."""
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.errors import DataError, RecipeError
 
 

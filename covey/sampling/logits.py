@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 
 BLOCK = 128
 _LOWEST = jnp.finfo(jnp.float32).min

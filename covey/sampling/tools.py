@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.errors import RecipeError
 from covey.sampling.calculator import calculate
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 
 MOST_FORCED = 64
 """Most tokens an answer has, its markers included. A calculator's result has at most 32 characters."""

@@ -1,8 +1,9 @@
 """Supervised fine-tuning without the loop: examples become rows, and what is minimised on them.
 
-An example is one completion behind its prompt: a group of one. So the rows of `rl.rows` hold several short examples
-and nothing crosses between them; the completion's stop token is its last scored token; prompt tokens are fed and never
-scored. The loss is the mean negative log-likelihood of all scored tokens of the step, whose number is known before.
+An example is one completion behind its prompt: a group of one. So the rows of `packing.rows` hold several short
+examples and nothing crosses between them; the completion's stop token is its last scored token; prompt tokens are fed
+and never scored. The loss is the mean negative log-likelihood of all scored tokens of the step, whose number is known
+before.
 """
 
 import math
@@ -15,14 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from covey.configs import SFTConfig
+from covey.config.schema import SFTConfig
 from covey.data.rows import Row
 from covey.errors import DataError
+from covey.losses.logprobs import row_scores
+from covey.packing.bins import rows_together
+from covey.packing.rows import Rows, micro_batches, pack
 from covey.parallel.placement import put_rows, row_ways
-from covey.rl.logprobs import row_scores
-from covey.rl.packing import rows_together
-from covey.rl.rows import Rows, micro_batches, pack
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import LossFn, Part, Shares
 from covey.types import Completion, FinishReason, Group, Mean
 

@@ -12,30 +12,20 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.configs import OptimizerConfig, SFTConfig
+from covey.config.keywords import Keywords
+from covey.config.recipe import validate
+from covey.config.schema import OptimizerConfig, SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
-from covey.keywords import Keywords
 from covey.models.decoder import Decoder
-from covey.models.weights import load
+from covey.models.loading.weights import load
+from covey.packing.rows import Rows, padding_waste
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.recipe import validate
-from covey.rl.rows import Rows, padding_waste
-from covey.tokenizer import Tokenizer
+from covey.sft.batch import Fitted, HeldOutLoss, at_a_time, fit, groups_of, parts, perplexity, rows_of, supervised_loss
+from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.supervised import (
-    Fitted,
-    HeldOutLoss,
-    at_a_time,
-    fit,
-    groups_of,
-    parts,
-    perplexity,
-    rows_of,
-    supervised_loss,
-)
 from covey.train.trainer import LossFn, Metrics, Skips, Trainer
 from covey.types import Group
 
@@ -75,8 +65,8 @@ class SFTLearner(Keywords):
     """Trains a model on examples.
 
     Args:
-        model: the model, with or without adapters, or a source that `models.weights.load` knows. The learner takes
-            over its trainable arrays; read the result from `learner.model`.
+        model: the model, with or without adapters, or a source that `models.loading.weights.load` knows. The
+            learner takes over its trainable arrays; read the result from `learner.model`.
         tokenizer: may be left out when `model` is a source.
         config: batch, length, optimizer.
         mesh: the devices; the one that holds the model when not given.

@@ -121,7 +121,7 @@ class _Child:
     def _started(self) -> "subprocess.Popen[bytes]":
         path = os.pathsep.join(filter(None, sys.path))
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "covey.template_child", str(MAX_SECONDS)],
+            [sys.executable, "-P", "-m", "covey.text.template_child", str(MAX_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the run, which may have to finish a step

@@ -1,7 +1,7 @@
 """Text to tokens and back, chat messages to the prompt the model was trained on, and which tokens end an answer.
 
 One `Tokenizer` over the `tokenizers` library, read from a Hugging Face folder here and from GGUF metadata in
-`models.gguf`. No JAX.
+`models.loading.gguf`. No JAX.
 
 Control tokens. Text that a caller hands to `encode` may contain the model's control tokens, and they are
 recognised. What stands inside a chat *message* is data: there, `<|im_end|>` is spelled out in ordinary tokens, so no
@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from covey import templates
 from covey.errors import DataError, WeightsError
 from covey.files import check_given
-from covey.messages import checked, harmless, system_in_turn, unused_mark
-from covey.tokenizers_library import library_errors, switch_dropout_off, unknown_id
+from covey.text import chat_template
+from covey.text.messages import checked, harmless, system_in_turn, unused_mark
+from covey.text.tokenizers_library import library_errors, switch_dropout_off, unknown_id
 from covey.types import Message, Prompt
 
 END_TOKENS = (
@@ -186,7 +186,7 @@ class Tokenizer:
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
-            return templates.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)
+            return chat_template.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)
 
         chat, folded = checked(messages), system_in_turn(messages)
         if folded is None:
@@ -198,13 +198,13 @@ class Tokenizer:
         return text if chat[0]["content"].strip() in text else shown(folded)
 
     @cached_property
-    def _template(self) -> templates.Template:
+    def _template(self) -> chat_template.Template:
         if self.chat_template is None:
             raise WeightsError(
                 "this model has no chat template, so it cannot take chat messages",
                 fix="give prompts as plain text, or use the model's instruction-tuned variant",
             )
-        return templates.parse(self.chat_template)
+        return chat_template.parse(self.chat_template)
 
     def _guarded(self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str) -> np.ndarray:
         """Tokens of the text that `shown` makes of `chat`, in which no control token comes out of the data.

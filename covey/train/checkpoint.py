@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
-from covey.train.folders import damage_in, free_for_folder, is_held, put_in_place, remove, seal, take_lock, tidy
+from covey.train.checksums import damage_in, free_for_folder, is_held, put_in_place, remove, seal, take_lock, tidy
 
 ARRAYS, META = "arrays", "meta.json"
 

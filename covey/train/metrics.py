@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from covey.errors import ResumeError
-from covey.train.folders import is_open_at, replace_file, sync
+from covey.train.checksums import is_open_at, replace_file, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"

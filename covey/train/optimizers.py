@@ -25,7 +25,7 @@ import optax
 import optax.contrib
 from jaxtyping import ArrayLike, Int, PyTree
 
-from covey.configs import OptimizerConfig
+from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError, nearest
 from covey.parallel.reshard import dotted
 

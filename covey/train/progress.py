@@ -24,8 +24,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from covey.metrics import metric
-from covey.showing import printable
+from covey.config.metrics import metric
+from covey.display import printable
 from covey.train.metrics import SAMPLES
 
 HEARTBEAT = 15.0

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from covey.display import masked
 from covey.extras import install
-from covey.showing import masked
 
 PROJECT = "covey"
 ID = "tracking-id"

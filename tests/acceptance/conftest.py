@@ -17,19 +17,19 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.heads import value_model
 from covey.models.lora import with_lora
+from covey.models.value_model import value_model
+from covey.packing.rows import Rows, pack
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
-from covey.rl.rows import Rows, pack
 from covey.rl.trainer import TrainBatch
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
 LIMIT = 10.0

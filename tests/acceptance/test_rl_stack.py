@@ -15,10 +15,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from covey.configs import GRPOConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import DataError, RecipeError
-from covey.models.heads import value_model
+from covey.losses.value import ValueInputs
 from covey.models.lora import has_lora, split_trainable
+from covey.models.value_model import value_model
+from covey.packing.rows import lay
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import learner
 from covey.rl.cluster import RLCluster
@@ -26,9 +28,7 @@ from covey.rl.inference import InferenceWorker
 from covey.rl.queue import DataQueue
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
-from covey.rl.rows import lay
 from covey.rl.trainer import CriticTrainer, RLTrainer, TrainBatch
-from covey.rl.values import ValueInputs
 from covey.sampling.cache import empty_slots
 
 

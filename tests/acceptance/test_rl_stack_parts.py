@@ -20,16 +20,16 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from covey.configs import SFTConfig
+from covey.config.schema import SFTConfig
 from covey.errors import CoveyError
 from covey.models.attention import masked
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
-from covey.rl import common
+from covey.rl import helpers
 from covey.rl.queue import Closed, DataQueue, Ended
 from covey.rl.trainer import CriticTrainer, RLTrainer
+from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 from covey.train.progress import Progress
-from covey.train.sft import SFTLearner
 from covey.train.trainer import Part, Trainer
 from covey.types import Mean
 
@@ -186,20 +186,20 @@ def test_selective_log_softmax() -> None:
     logits = np.random.default_rng(0).normal(size=(2, 3, 7))
     index = np.array([[0, 6, 3], [2, 2, 5]])
     want = np.take_along_axis(np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)), index[..., None], -1)
-    np.testing.assert_allclose(common.selective_log_softmax(logits, index), want[..., 0], rtol=1e-5)
+    np.testing.assert_allclose(helpers.selective_log_softmax(logits, index), want[..., 0], rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_per_token_log_probs_over_the_last_positions(base: Any) -> None:
     tokens = np.random.default_rng(0).integers(0, 300, (2, 9))
     mask = np.ones((2, 9), bool)
-    positions, causal = common.build_positions_from_mask(mask), common.make_causal_attn_mask(mask)
+    positions, causal = helpers.build_positions_from_mask(mask), helpers.make_causal_attn_mask(mask)
 
     @jax.jit
     def both() -> tuple[jax.Array, jax.Array]:
         hidden, _ = base(tokens, positions, masked(causal, positions))
         every = jax.nn.log_softmax(base.logits(hidden[:, 4:-1]))
-        return common.get_per_token_logps(base, tokens, positions, causal, logits_to_keep=4), every
+        return helpers.get_per_token_logps(base, tokens, positions, causal, logits_to_keep=4), every
 
     got, every = both()
     np.testing.assert_allclose(got, np.take_along_axis(every, tokens[:, 5:, None], -1)[..., 0], atol=1e-5)
@@ -207,11 +207,11 @@ def test_per_token_log_probs_over_the_last_positions(base: Any) -> None:
 
 def test_completion_mask_is_1_up_to_and_including_the_first_eos() -> None:
     EOS = 2
-    assert common.make_completion_mask(np.array([[42, 17, 9, EOS, 0, 0]]), EOS).tolist() == [[1, 1, 1, 1, 0, 0]]
+    assert helpers.make_completion_mask(np.array([[42, 17, 9, EOS, 0, 0]]), EOS).tolist() == [[1, 1, 1, 1, 0, 0]]
 
 
 def test_causal_mask_from_an_input_mask() -> None:
-    got = common.make_causal_attn_mask(np.array([[0, 1, 1]])).astype(int).tolist()
+    got = helpers.make_causal_attn_mask(np.array([[0, 1, 1]])).astype(int).tolist()
     assert got == [[[0, 0, 0], [0, 1, 0], [0, 1, 1]]]
 
 
@@ -220,15 +220,15 @@ def test_causal_mask_from_an_input_mask() -> None:
     [(False, -1, [[1, 2, 9], [3, 4, 9]]), (True, 1, [[9, 1, 2], [9, 3, 4]]), (True, 0, [[9, 9], [1, 2], [3, 4]])],
 )
 def test_pad_to_length_left_or_right_along_any_axis(left: bool, axis: int, want: list[list[int]]) -> None:
-    assert common.pad_to_length(np.array([[1, 2], [3, 4]]), 3, 9, left, axis).tolist() == want
+    assert helpers.pad_to_length(np.array([[1, 2], [3, 4]]), 3, 9, left, axis).tolist() == want
 
 
 def test_positions_are_the_cumulative_mask_minus_1_floor_0() -> None:
-    assert common.build_positions_from_mask(np.array([[0, 0, 1, 1, 1, 0]])).tolist() == [[0, 0, 0, 1, 2, 2]]
+    assert helpers.build_positions_from_mask(np.array([[0, 0, 1, 1, 1, 0]])).tolist() == [[0, 0, 0, 1, 2, 2]]
 
 
 def test_group_advantage() -> None:
-    got = common.compute_advantages(np.array([1.0, 3.0, 5.0, 5.0]), num_generations=2)
+    got = helpers.compute_advantages(np.array([1.0, 3.0, 5.0, 5.0]), num_generations=2)
     np.testing.assert_allclose(got, [-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 0, 0])
 
 

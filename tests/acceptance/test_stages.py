@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from covey.configs import RLTrainingConfig
+from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError, RewardError
 from covey.rl import learner

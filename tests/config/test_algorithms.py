@@ -5,9 +5,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from covey import recipe
-from covey.algorithms import PRESETS, Algorithm, algorithm_of, problems
-from covey.configs import GRPOConfig, PPOConfig
+from covey.config import recipe
+from covey.config.algorithms import PRESETS, Algorithm, algorithm_of, problems
+from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 
 SMALL = "name: small\nrewards: [first_letter]\n"
@@ -102,8 +102,8 @@ def test_an_unknown_algorithm_gets_the_nearest_name() -> None:
 
 def test_the_choices_of_a_config_are_those_of_the_algebra() -> None:
     """A name in the config without a function, or a function that no config can name, is a mistake of ours."""
-    from covey.rl.advantages import ADVANTAGES
-    from covey.rl.losses import AGGREGATES, KLS, RATIOS, SURROGATES
+    from covey.losses.advantages import ADVANTAGES
+    from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
 
     kinds = get_type_hints(GRPOConfig)
     choices = {

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from covey.algorithms import PRESETS, Algorithm
-from covey.configs import GRPOConfig
-from covey.rl.advantages import ADVANTAGES
-from covey.rl.losses import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
+from covey.config.algorithms import PRESETS, Algorithm
+from covey.config.schema import GRPOConfig
+from covey.losses.advantages import ADVANTAGES
+from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 

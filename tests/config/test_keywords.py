@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import covey
-from covey import foreign, recipe, strictyaml
-from covey.cli import parse
+from covey.cli.main import parse
+from covey.config import foreign_names, recipe, strict_yaml
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
-from covey.recipe import Recipe, SFTRecipe
 
 
 def refused(cls: type, *args: Any, **keywords: Any) -> str:
@@ -145,20 +145,23 @@ def test_a_foreign_name_of_what_a_command_lacks_is_not_answered_with_it() -> Non
 
 
 def test_every_answer_names_settings_that_exist() -> None:
-    ours = {*strictyaml.leaves(Recipe), *strictyaml.leaves(SFTRecipe)}
+    ours = {*strict_yaml.leaves(Recipe), *strict_yaml.leaves(SFTRecipe)}
     named = {
-        one for text in foreign.SETTINGS.values() for group in foreign.OURS.findall(text) for one in group.split("|")
+        one
+        for text in foreign_names.SETTINGS.values()
+        for group in foreign_names.OURS.findall(text)
+        for one in group.split("|")
     }
     assert named <= ours
-    public = {match for text in foreign.ARGUMENTS.values() for match in re.findall(r"\b([A-Z]\w+)\(", text)}
+    public = {match for text in foreign_names.ARGUMENTS.values() for match in re.findall(r"\b([A-Z]\w+)\(", text)}
     assert public <= set(covey.__all__)
 
 
 def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     """A name that means something here, in a recipe at least, is not called another library's."""
     for cls in (Recipe, SFTRecipe):
-        ends = {path.rpartition(".")[2] for path in strictyaml.leaves(cls)}
-        both = ends & set(foreign.SETTINGS)
+        ends = {path.rpartition(".")[2] for path in strict_yaml.leaves(cls)}
+        both = ends & set(foreign_names.SETTINGS)
         assert both <= {"batch_size"}, "supervised training has it, reinforcement learning does not"
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from covey import recipe
+from covey.config import recipe
+from covey.config.metrics import RL, SFT, TABLE, is_logged, metric, names
+from covey.config.recipe import SFTRecipe
 from covey.errors import RecipeError
-from covey.evaluate import Evaluation
-from covey.metrics import RL, SFT, TABLE, is_logged, metric, names
-from covey.recipe import SFTRecipe
+from covey.rl.evaluate import Evaluation
 from covey.train.progress import Progress
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 RL_TEXT = "rewards: [first_letter, sentence]\n"
 SFT_TEXT = "method: sft\ndata: {task: sums}\n"
 

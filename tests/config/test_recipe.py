@@ -9,18 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey import recipe, strictyaml
-from covey.configs import (
-    EvalConfig,
-    GRPOConfig,
-    RLTrainingConfig,
-    RolloutConfig,
-    SFTConfig,
-    SFTDataConfig,
-)
+from covey.config import recipe, strict_yaml
+from covey.config.ranges import RANGES
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTDataConfig
 from covey.errors import RecipeError
-from covey.ranges import RANGES
-from covey.recipe import Recipe, SFTRecipe
 
 SMALL = """\
 name: small
@@ -281,14 +274,14 @@ def test_lora_needs_something_to_train():
 
 
 def test_ranges_name_settings_that_exist_and_defaults_lie_within():
-    assert RANGES.keys() <= strictyaml.leaves(Recipe).keys() | strictyaml.leaves(SFTRecipe).keys()
+    assert RANGES.keys() <= strict_yaml.leaves(Recipe).keys() | strict_yaml.leaves(SFTRecipe).keys()
     recipe.validate(Recipe(rewards=("x",)))
     recipe.validate(SFTRecipe(data=SFTDataConfig(path="x")))
 
 
 @pytest.mark.parametrize("tree", [Recipe, SFTRecipe])
 def test_every_number_has_a_range(tree):
-    numbers = {path for path, kind in strictyaml.leaves(tree).items() if {int, float} & {kind, *get_args(kind)}}
+    numbers = {path for path, kind in strict_yaml.leaves(tree).items() if {int, float} & {kind, *get_args(kind)}}
     others = {
         "rollout.seed",
         "rollout.kv_cache_size",
@@ -340,7 +333,7 @@ def in_range(kind, path):
 @given(settings_of(Recipe) | settings_of(SFTRecipe))
 def test_what_is_written_is_read_back_equal(drawn):
     written = recipe.to_yaml(drawn)
-    assert strictyaml.build(type(drawn), strictyaml.read(written, "r.yaml")) == drawn
+    assert strict_yaml.build(type(drawn), strict_yaml.read(written, "r.yaml")) == drawn
 
 
 @pytest.mark.parametrize(
@@ -352,8 +345,8 @@ def test_awkward_text_survives(text):
 
 
 def test_the_written_recipe_is_whole():
-    read = strictyaml.read(recipe.to_yaml(Recipe(rewards=("r",))), "r.yaml")
-    assert strictyaml.places(read).keys() == strictyaml.leaves(Recipe).keys() - recipe.HIDDEN.keys()
+    read = strict_yaml.read(recipe.to_yaml(Recipe(rewards=("r",))), "r.yaml")
+    assert strict_yaml.places(read).keys() == strict_yaml.leaves(Recipe).keys() - recipe.HIDDEN.keys()
 
 
 # --- the two kinds

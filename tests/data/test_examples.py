@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.cli import main
-from covey.configs import DataConfig, SFTDataConfig
+from covey.cli.main import main
+from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, load_examples
 from covey.data.examples import as_example, as_examples
 from covey.data.forms import FORMS

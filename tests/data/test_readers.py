@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey import extras, recipe
-from covey.commands.checks import check_run
-from covey.configs import DataConfig, SFTDataConfig
+from covey import extras
+from covey.cli.checks import check_run
+from covey.config import recipe
+from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, load_examples, readers
 from covey.errors import DataError
 

@@ -213,7 +213,7 @@ def test_what_holds_no_prompts_is_refused_by_name(data, message):
 
 
 def test_our_own_data_set_is_told_to_pass_a_part():
-    from covey.data.source import Dataset
+    from covey.data.sources import Dataset
 
     with pytest.raises(DataError, match=r"pass .train"):
         as_rows(Dataset("x", ROWS, ROWS))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import DataConfig
+from covey.config.schema import DataConfig
 from covey.data import load
 from covey.data.gsm8k import final_answer
 from covey.errors import CoveyError, DataError

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey import recipe
-from covey.configs import DataConfig, SFTDataConfig
-from covey.data import load, source, sums
+from covey.config import recipe
+from covey.config.recipe import SFTRecipe
+from covey.config.schema import DataConfig, SFTDataConfig
+from covey.data import load, sources, sums
 from covey.models.scratch import Scratch
-from covey.recipe import SFTRecipe
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.types import Prompt
 
@@ -36,7 +36,7 @@ def test_answers_are_right_and_the_seed_picks_what_is_held_out() -> None:
 
 
 def test_the_examples_are_the_problems_with_their_answers() -> None:
-    asked, taught = load(DataConfig(task="sums")), source.load_examples(SFTDataConfig(task="sums"))
+    asked, taught = load(DataConfig(task="sums")), sources.load_examples(SFTDataConfig(task="sums"))
     assert [row["prompt"] for row in asked.train] == [row["prompt"] for row in taught.train]
     assert [row["prompt"] for row in asked.test] == [row["prompt"] for row in taught.test]
     assert all(row["completion"] == row["answer"] for row in [*taught.train, *taught.test])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import DataConfig
+from covey.config.schema import DataConfig
 from covey.data import arithmetic, first_letter, load
 from covey.rewards.arithmetic import arithmetic_answer
 

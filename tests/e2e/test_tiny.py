@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli import main
+from covey.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--max-steps", "32", "--eval-every-n-steps", "0")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from covey.cli import main
+from covey.cli.main import main
 from covey.errors import WeightsError
-from covey.models import weights
+from covey.models.loading import weights
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 4096\n"

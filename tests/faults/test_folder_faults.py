@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from covey import recipe, run
-from covey.cli import STOPPED, main
+from covey import run
+from covey.cli.main import STOPPED, main
+from covey.config import recipe
 from covey.errors import DataError, NumbersError, ResumeError
 from covey.run.base import Run
 from covey.run.rl import RLRun

@@ -23,17 +23,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from covey import recipe, strictyaml
-from covey.configs import DataConfig, SFTDataConfig
-from covey.data import source
+from covey.config import recipe, strict_yaml
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import DataConfig, SFTDataConfig
+from covey.data import sources
 from covey.data.rows import as_rows
+from covey.display import in_markdown, printable
 from covey.errors import CoveyError
-from covey.models import config_fields, weights
-from covey.recipe import Recipe, SFTRecipe
+from covey.models.loading import config_fields, weights
 from covey.rewards import score
-from covey.rewards.scoring import REWARDS
-from covey.showing import in_markdown, printable
-from covey.tokenizer import Tokenizer
+from covey.rewards.score import REWARDS
+from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import line, sample_rows
 from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
@@ -49,7 +49,7 @@ fuzzed = partial(
 
 pytestmark = pytest.mark.slow
 
-LEAVES = {kind: sorted(strictyaml.leaves(kind)) for kind in (Recipe, SFTRecipe)}
+LEAVES = {kind: sorted(strict_yaml.leaves(kind)) for kind in (Recipe, SFTRecipe)}
 KINDS = st.sampled_from([Recipe, SFTRecipe])
 ODD = st.sampled_from(
     ["", "0", "-1", "1e400", "1e-400", ".nan", ".inf", "null", "~", "[", "{}", "[[1]]", "a: b", "9" * 5000]
@@ -148,9 +148,9 @@ def test_rows_of_a_file(tmp_path: Path, lines: list[bytes], supervised: bool) ->
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\n".join(lines))
     if supervised:
-        taken_or_refused(lambda: source.load_examples(SFTDataConfig(task="jsonl", path=str(path))))
+        taken_or_refused(lambda: sources.load_examples(SFTDataConfig(task="jsonl", path=str(path))))
     else:
-        taken_or_refused(lambda: as_rows(source.load(DataConfig(task="jsonl", path=str(path), system="Be.")).train))
+        taken_or_refused(lambda: as_rows(sources.load(DataConfig(task="jsonl", path=str(path), system="Be.")).train))
 
 
 # --- weights

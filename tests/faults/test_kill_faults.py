@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from covey import recipe, run
-from covey.cli import main
+from covey import run
+from covey.cli.main import main
+from covey.config import recipe
 from covey.errors import ResumeError
 from covey.train.checkpoint import Checkpointer
 

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from covey import recipe, run
-from covey.configs import RolloutConfig
+from covey import run
+from covey.config import recipe
+from covey.config.schema import RolloutConfig
 from covey.data.fitting import cut, fit_prompts
 from covey.errors import DataError
 from covey.run.advice import PATIENCE
 from covey.sampling.lengths import check_length
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

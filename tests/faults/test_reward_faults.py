@@ -23,10 +23,10 @@ import jax
 import numpy as np
 import pytest
 
-from covey import recipe
+from covey.config import recipe
+from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
-from covey.safety import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -227,7 +227,7 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
     import threading, time
     import numpy as np
     from covey.rewards import RewardRunner, score
-    from covey.safety import RewardSafetyConfig
+    from covey.config.reward_safety import RewardSafetyConfig
     from covey.types import Completion, FinishReason, Group
 
     runner, none = RewardRunner(RewardSafetyConfig(workers=2)), np.zeros(1)
@@ -271,7 +271,7 @@ SCORING = """
 import os, sys
 import numpy as np
 from covey.rewards import RewardRunner, score
-from covey.safety import RewardSafetyConfig
+from covey.config.reward_safety import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
 none = np.zeros(1)

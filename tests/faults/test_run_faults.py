@@ -18,10 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from covey import recipe, run
-from covey.cli import STOPPED, main
+from covey import run
+from covey.cli.main import STOPPED, main
+from covey.config import recipe
+from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
-from covey.recipe import SFTRecipe
 from covey.run.watchdog import HEARTBEAT, STACKS, Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
@@ -117,7 +118,7 @@ def test_a_signal_stops_supervised_training_too(tmp_path: Path, at_step: Any, ca
 
 LISTENER = """
     import os, signal, sys, time
-    from covey.run.stopping import Stopper
+    from covey.run.signals import Stopper
     from covey.errors import Stopped
 
     with Stopper() as stopper:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from covey import recipe
-from covey.cli import main
+from covey.cli.main import main
+from covey.config import recipe
+from covey.display import in_markdown, masked, printable, refuse_secrets
 from covey.errors import RecipeError
 from covey.rl.rollout import RolloutWorker
-from covey.run.card import History, model_card
-from covey.showing import in_markdown, masked, printable, refuse_secrets
+from covey.run.model_card import History, model_card
 from covey.train.metrics import SAMPLES, MetricsWriter, read_rows
 from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
@@ -103,9 +103,9 @@ def test_the_names_of_metrics_move_nothing_either() -> None:
 
 def test_what_is_told_about_a_source_is_escaped(capsys: Any) -> None:
     """Its name, and what a hub or an index says of it."""
-    for module in ("covey.run.use", "covey.run.export"):
+    for module in ("covey.run.inference", "covey.run.export"):
         importlib.import_module(module)._say(NASTY)
-    importlib.import_module("covey.run.use")._aside(NASTY)
+    importlib.import_module("covey.run.inference")._aside(NASTY)
     told = "".join(capsys.readouterr())
     assert told.count("red\\u202egnp") == 3
     assert clean(told)

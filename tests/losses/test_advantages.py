@@ -7,7 +7,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from covey.rl.advantages import ADVANTAGES, batch_std, centred, gae, group_zscore, informative, leave_one_out, whiten
+from covey.losses.advantages import (
+    ADVANTAGES,
+    batch_std,
+    centred,
+    gae,
+    group_zscore,
+    informative,
+    leave_one_out,
+    whiten,
+)
 
 NAN = np.nan
 REWARD = st.floats(-100, 100, allow_nan=False)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey.algorithms import PRESETS, Algorithm
-from covey.rl.losses import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
+from covey.config.algorithms import PRESETS, Algorithm
+from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
 STEP, MAX_NEW, ROW = 1e-30, 40, 64
 BASE = PRESETS["grpo"]

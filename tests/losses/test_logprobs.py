@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import special
 
+from covey.losses.logprobs import Head, chunked_scores, frozen_scores
 from covey.models.decoder import head_logits
-from covey.rl.logprobs import Head, chunked_scores, frozen_scores
 
 R, M, D, V = 2, 64, 16, 301
 COUNT = 50

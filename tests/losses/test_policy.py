@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.algorithms import PRESETS
-from covey.configs import GRPOConfig
-from covey.rl.advantages import ADVANTAGES
-from covey.rl.losses import (
+from covey.config.algorithms import PRESETS
+from covey.config.schema import GRPOConfig
+from covey.losses.advantages import ADVANTAGES
+from covey.losses.policy import (
     AGGREGATES,
     CLIPPED,
     KLS,

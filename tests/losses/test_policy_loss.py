@@ -12,17 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from covey.algorithms import PRESETS, Algorithm
-from covey.rl.losses import (
-    AGGREGATES,
-    CLIPPED,
-    RATIOS,
-    SURROGATES,
-    LossInputs,
-    k3,
-    policy_loss,
-)
-from covey.rl.rows import lay, micro_batches, pack, spread, unpack
+from covey.config.algorithms import PRESETS, Algorithm
+from covey.losses.policy import AGGREGATES, CLIPPED, RATIOS, SURROGATES, LossInputs, k3, policy_loss
+from covey.packing.rows import lay, micro_batches, pack, spread, unpack
 from covey.types import Mean
 
 BASE = PRESETS["grpo"]

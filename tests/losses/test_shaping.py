@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rl.losses import KLS as LOSS_KLS
-from covey.rl.shaping import KLS, adapted_beta, kl_penalty, overlong_penalty, token_rewards
+from covey.losses.policy import KLS as LOSS_KLS
+from covey.losses.shaping import KLS, adapted_beta, kl_penalty, overlong_penalty, token_rewards
 
 logps = st.lists(st.floats(-30, 0), max_size=6)
 

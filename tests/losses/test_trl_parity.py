@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from covey.algorithms import PRESETS, Algorithm
-from covey.rewards.scoring import score
-from covey.rl.advantages import ADVANTAGES
-from covey.rl.losses import AGGREGATES, LossInputs, Shares, policy_loss
-from covey.rl.shaping import kl_penalty
+from covey.config.algorithms import PRESETS, Algorithm
+from covey.losses.advantages import ADVANTAGES
+from covey.losses.policy import AGGREGATES, LossInputs, Shares, policy_loss
+from covey.losses.shaping import kl_penalty
+from covey.rewards.score import score
 from covey.types import Completion, FinishReason, Group
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"

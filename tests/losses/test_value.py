@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import DataError
+from covey.losses.value import explained_variance, groups_to_score, row_values, value_loss
 from covey.models.attention import causal
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, value_model
+from covey.models.value_model import ValueModel, value_model
+from covey.packing.rows import lay, micro_batches, pack, spread, unpack
 from covey.parallel import flatten
-from covey.rl.rows import lay, micro_batches, pack, spread, unpack
-from covey.rl.values import explained_variance, groups_to_score, row_values, value_loss
 from covey.types import Group, Mean
 
 SHAPES = [(5, [3, 9, 1, 6]), (11, [4, 4]), (2, [20])]

@@ -16,8 +16,8 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from covey.models import wheels
-from covey.models.wheels import Wheel
+from covey.models.loading import wheels
+from covey.models.loading.wheels import Wheel
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 CONTENT = os.urandom(1 << 12) * 64

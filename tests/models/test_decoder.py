@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.models.attention import causal
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.decoder import Decoder, compiler_options, head_logits

@@ -17,16 +17,17 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import CoveyError, WeightsError
-from covey.models import families, weights
+from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export import files, hf, write_gguf, write_hf, write_peft
-from covey.models.gguf import SPLITS
+from covey.models.loading import weights
+from covey.models.loading.gguf import SPLITS
+from covey.models.loading.peft import with_adapter
 from covey.models.lora import merged, projections, with_lora
-from covey.models.peft import with_adapter
 from covey.parallel import flatten
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 
 Folder = Callable[[str], Path]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"

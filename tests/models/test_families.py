@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.errors import WeightsError
-from covey.models import families, weights
+from covey.losses.logprobs import row_scores
+from covey.models import families
 from covey.models.config import RopeScaling
-from covey.rl.logprobs import row_scores
-from covey.rl.rows import pack, unpack
-from covey.sampling import steps
+from covey.models.loading import weights
+from covey.packing.rows import pack, unpack
+from covey.sampling import device as steps
+from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import Warp, draw
-from covey.sampling.sampler import Request, Sampler
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig

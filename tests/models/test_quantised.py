@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError
-from covey.models import weights
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export import write_hf, write_peft
 from covey.models.export.files import logits
 from covey.models.layers import project, project_frozen
+from covey.models.loading import weights
+from covey.models.loading.peft import with_adapter
 from covey.models.lora import merged, projections, rebased, split_trainable, with_lora, without_lora
-from covey.models.peft import with_adapter
 from covey.models.quantised import Format, Frozen, Quantised, format_of, held, quantise
 from covey.parallel import flatten, make_mesh, reshard, shardings
 

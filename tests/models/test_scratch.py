@@ -10,14 +10,14 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import ModelOptions
+from covey.config.schema import ModelOptions
 from covey.errors import WeightsError
-from covey.models import sources, weights
 from covey.models.decoder import Decoder
 from covey.models.export import write_hf
+from covey.models.loading import sources, weights
 from covey.models.scratch import SCRATCH, SPECIAL, Scratch, character_tokenizer, seeded, split
 from covey.parallel import flatten
-from covey.run.opening import load_source
+from covey.run.load_model import load_source
 
 NAMES = [f"scratch:{name}" for name in SCRATCH]
 

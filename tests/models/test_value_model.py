@@ -13,14 +13,14 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import WeightsError
-from covey.models import weights
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, load_value_model, value_model
+from covey.models.loading import weights
 from covey.models.lora import has_lora, merged, split_trainable, with_lora, without_lora
+from covey.models.value_model import ValueModel, load_value_model, value_model
 from covey.parallel import flatten, make_mesh
 from covey.parallel.sharding import shardings
 

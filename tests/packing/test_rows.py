@@ -11,13 +11,13 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.algorithms import PRESETS
+from covey.config.algorithms import PRESETS
+from covey.losses.logprobs import row_scores
+from covey.losses.policy import policy_loss
 from covey.models.attention import causal
 from covey.models.blockwise import seen
-from covey.rl.logprobs import row_scores
-from covey.rl.losses import policy_loss
-from covey.rl.packing import rows_together
-from covey.rl.rows import Rows, lay, micro_batches, pack, padding_waste, spans_of, spread, unpack
+from covey.packing.bins import rows_together
+from covey.packing.rows import Rows, lay, micro_batches, pack, padding_waste, spans_of, spread, unpack
 from covey.types import Completion, FinishReason, Group
 
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
-from covey.algorithms import algorithm_of
-from covey.cli import main
+from covey.cli.main import main
+from covey.config.algorithms import algorithm_of
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, RecipeError, RewardError, Stopped
+from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
-from covey.rl.feeder import Clock, Feeder, StepLog
+from covey.rl.experience import Clock, Feeder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
-from covey.rl.rows import unpack
-from covey.sampling.sampler import SamplerStats
+from covey.sampling.engine import SamplerStats
 from covey.train import trainer
 from covey.types import Completion, FinishReason, Group
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from covey.configs import MeshConfig
+from covey.config.schema import MeshConfig
 from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_for
 

@@ -24,13 +24,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from covey import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, Role, RolloutConfig
-from covey.cli import STOPPED
-from covey.configs import EvalConfig
+from covey.cli.main import STOPPED
+from covey.config.schema import EvalConfig
 from covey.data.loader import PromptLoader
-from covey.evaluate import evaluate
-from covey.models import weights
+from covey.models.loading import weights
 from covey.parallel import distributed, flatten, make_mesh
 from covey.parallel.joining import ADDRESS, COUNT, NUMBER
+from covey.rl.evaluate import evaluate
 from covey.rl.learner import StepRecord
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from covey.errors import CoveyError
 from covey.parallel.wire import pack, unpack
-from covey.rl.feeder import StepLog
-from covey.sampling.sampler import SamplerStats
+from covey.rl.experience import StepLog
+from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

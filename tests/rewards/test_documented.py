@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.data.source import TASKS
+from covey.data.sources import TASKS
 from covey.rewards import REWARDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

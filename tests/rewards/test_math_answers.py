@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.cli import main
+from covey.cli.main import main
+from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.extras import install
 from covey.rewards import RewardRunner, resolve, score
 from covey.rewards import math_answers as module
 from covey.rewards.math_answers import final_answer, math_verify
-from covey.rewards.workers import Worker
-from covey.safety import RewardSafetyConfig
+from covey.rewards.sandbox.workers import Worker
 from covey.types import Completion, FinishReason, Group
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import REWARDS, RewardRunner, function_names, resolve, runner, score
-from covey.rewards.calling import ARGUMENTS
+from covey.rewards import REWARDS, RewardRunner, function_names, resolve, score
+from covey.rewards.call import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
-from covey.safety import RewardSafetyConfig
+from covey.rewards.sandbox import runner
 from covey.types import Completion, FinishReason, Group
 
 

@@ -12,21 +12,21 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import GRPOConfig, LoRAConfig, OptimizerConfig, PPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.errors import NumbersError, RecipeError, RewardError, WeightsError
+from covey.losses.policy import LossInputs, sequence_mean
+from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora, with_lora
+from covey.packing.rows import Rows, lay, pack, spread
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
-from covey.rl.losses import LossInputs, sequence_mean
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rows import Rows, lay, pack, spread
 from covey.rl.trainer import TrainBatch
-from covey.rl.values import ValueInputs
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey import recipe
-from covey.commands.checks import check_run
-from covey.configs import EvalConfig, RolloutConfig
+from covey.cli.checks import check_run
+from covey.config import recipe
+from covey.config.schema import EvalConfig, RolloutConfig
 from covey.errors import RecipeError
-from covey.evaluate import NOISE, PRESETS, during_training, evaluate, pass_at_k, sampling
+from covey.rl.evaluate import NOISE, PRESETS, during_training, evaluate, pass_at_k, sampling
 from covey.types import Completion, FinishReason, Group
 
 ROLLOUT = RolloutConfig(temperature=0.9, top_p=0.95, top_k=50, max_new_tokens=7, seed=3)
@@ -267,12 +267,12 @@ def test_before_and_after_differ_by_the_weights_alone() -> None:
     from covey.models.config import ModelConfig
     from covey.models.decoder import Decoder
     from covey.rl.rollout import RolloutWorker
-    from covey.tokenizer import Tokenizer
+    from covey.text.tokenizer import Tokenizer
 
     config = ModelConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
     )
-    tokenizer = Tokenizer.from_folder(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+    tokenizer = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
     rollout = RolloutConfig(max_new_tokens=7)
     worker = RolloutWorker(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, rollout)
     examples = [{"prompt": "hello"}, {"prompt": "you"}]

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.algorithms import algorithm_of
-from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.algorithms import algorithm_of
+from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.packing.rows import Rows, unpack
 from covey.rewards import RewardRunner
-from covey.rl.feeder import Clock, Feeder, StepLog, tokens_in_loss
+from covey.rl.experience import Clock, Feeder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
-from covey.rl.rows import Rows, unpack
 from covey.rl.trainer import TrainBatch
-from covey.safety import RewardSafetyConfig
-from covey.sampling.sampler import SamplerStats
+from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 G = 2

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from covey.errors import RewardError
+from covey.losses.logprobs import row_scores
 from covey.models.attention import masked
-from covey.rl.common import (
+from covey.packing.rows import pack, unpack
+from covey.rl.helpers import (
     build_positions_from_mask,
     compute_advantages,
     get_per_token_logps,
@@ -20,8 +22,6 @@ from covey.rl.common import (
     pad_to_length,
     selective_log_softmax,
 )
-from covey.rl.logprobs import row_scores
-from covey.rl.rows import pack, unpack
 
 shapes = st.sampled_from([(1, 1), (3, 7)])  # few: each is compiled
 masks = hnp.arrays(np.bool_, shapes)

@@ -14,17 +14,17 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from covey.configs import LoRAConfig
+from covey.config.schema import LoRAConfig
 from covey.errors import DataError, RecipeError, WeightsError
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, load_value_model, value_model
 from covey.models.lora import split_trainable, with_lora
+from covey.models.value_model import ValueModel, load_value_model, value_model
+from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
 from covey.parallel.reshard import reshard
 from covey.parallel.sharding import shardings
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import Role
-from covey.rl.rows import Rows, pack
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 FAMILIES = json.loads((GOLDEN / "heads.json").read_text())

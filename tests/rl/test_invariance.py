@@ -21,22 +21,22 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.algorithms import PRESETS
-from covey.configs import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.algorithms import PRESETS
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.heads import value_model
+from covey.models.value_model import value_model
 from covey.parallel import flatten, make_mesh
 from covey.rl.cluster import RLCluster
-from covey.rl.feeder import Clock
+from covey.rl.experience import Clock
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import StepRecord
 from covey.rl.microbatch import StageSizes
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
 from covey.types import FinishReason
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.algorithms import PRESETS
-from covey.configs import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.config.algorithms import PRESETS
+from covey.config.metrics import RL, is_logged
+from covey.config.schema import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError
-from covey.metrics import RL, is_logged
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.heads import ValueModel, value_model
+from covey.models.value_model import ValueModel, value_model
+from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -28,8 +29,7 @@ from covey.rl.learner import StepRecord
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
-from covey.rl.rows import Rows, pack
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import RLTrainingConfig
+from covey.config.schema import RLTrainingConfig
 from covey.errors import DataError, RecipeError
 from covey.rl.microbatch import STAGES, StageSizes, cut, merge, service_batches, slices, stage_sizes
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.algorithms import Algorithm, algorithm_of
-from covey.configs import GRPOConfig, PPOConfig
-from covey.rl.advantages import gae
-from covey.rl.feeder import Experience
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.schema import GRPOConfig, PPOConfig
+from covey.losses.advantages import gae
+from covey.losses.shaping import kl_penalty, token_rewards
+from covey.rl.experience import Experience
 from covey.rl.grpo import group_advantages
 from covey.rl.ppo import gae_advantages
-from covey.rl.shaping import kl_penalty, token_rewards
 from covey.types import Completion, FinishReason, Group
 
 G = 3

@@ -11,12 +11,12 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.algorithms import PRESETS
+from covey.config.algorithms import PRESETS
+from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
+from covey.packing.rows import lay, micro_batches, pack, spread
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
-from covey.rl.losses import LossInputs, sequence_mean
-from covey.rl.rows import lay, micro_batches, pack, spread
 from covey.rl.trainer import RLTrainer, RowBatch
 from covey.train.trainer import Part, Trainer
 from covey.types import Mean

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from covey.run.programs import LOOK_BACK, WARM, Programs
+from covey.run.compile_counter import LOOK_BACK, WARM, Programs
 
 
 def compiled_anew(size: int) -> None:

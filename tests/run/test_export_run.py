@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey import recipe, run
-from covey.cli import main
-from covey.configs import ModelOptions
+from covey import run
+from covey.cli.main import main
+from covey.config import recipe
+from covey.config.schema import ModelOptions
 from covey.errors import ResumeError
-from covey.models import weights
 from covey.models.export.files import logits
+from covey.models.loading import weights
+from covey.models.loading.peft import with_adapter
 from covey.models.lora import has_lora, projections
-from covey.models.peft import with_adapter
 
-TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
     "rollout.max_new_tokens=6",

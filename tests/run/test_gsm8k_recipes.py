@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey import recipe, run
-from covey.algorithms import algorithm_of
-from covey.evaluate import PRESETS, sampling
+from covey import run
+from covey.config import recipe
+from covey.config.algorithms import algorithm_of
+from covey.rl.evaluate import PRESETS, sampling
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import learning_rate
 
@@ -78,7 +79,7 @@ def test_gsm8k_nanochat_has_the_numbers_of_nanochat() -> None:
 
 @pytest.mark.parametrize("name", ["gsm8k-gemma2", "gsm8k-nanochat"])
 def test_the_page_shows_the_recipes_own_numbers(name: str) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     section = re.split(r"^## ", page.split(f"\n## {name}\n")[1], maxsplit=1, flags=re.M)[0]
     shown = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", section, re.M)
     ready = recipe.load(name)

@@ -14,23 +14,24 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from covey import recipe, run
-from covey.configs import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
+from covey import run
+from covey.config import recipe
+from covey.config.recipe import SFTRecipe
+from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
 from covey.errors import ResumeError
-from covey.models import weights
 from covey.models.decoder import Decoder
 from covey.models.export import write_gguf
+from covey.models.loading import weights
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
-from covey.recipe import SFTRecipe
-from covey.run import use
-from covey.run.opening import load_source, mesh_at_hand, refuse_other_weights
+from covey.run import inference
+from covey.run.load_model import load_source, mesh_at_hand, refuse_other_weights
 from covey.run.rl import RLRun
 from covey.train.checkpoint import Checkpointer
-from covey.train.folders import seal
+from covey.train.checksums import seal
 from covey.types import Completion, FinishReason, Group
 
-TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 
 
 def silent(text: str) -> None:
@@ -85,7 +86,7 @@ class Said:
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Over how many devices each model lay that was used."""
     found: list[int] = []
-    monkeypatch.setattr(use, "RolloutWorker", type("Said", (Said,), {"devices": found}))
+    monkeypatch.setattr(inference, "RolloutWorker", type("Said", (Said,), {"devices": found}))
     lines = cycle(["2+3?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     return found

@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import recipe, run
-from covey.cli import main
-from covey.configs import ModelOptions
+from covey import run
+from covey.cli.main import main
+from covey.config import recipe
+from covey.config.schema import ModelOptions
 from covey.errors import RecipeError
-from covey.models import weights
 from covey.models.export.files import logits
+from covey.models.loading import weights
 from covey.models.lora import projections, without_lora
 from covey.models.quantised import Quantised
 from covey.parallel import flatten
-from covey.run.opening import load_source
+from covey.run.load_model import load_source
 
-TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
     "rollout.max_new_tokens=6",

@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 import yaml
 
-from covey import recipe, run
-from covey.cli import main
-from covey.configs import LoRAConfig
+from covey import run
+from covey.cli.main import main
+from covey.config import recipe
+from covey.config.metrics import RL, is_logged
+from covey.config.schema import LoRAConfig
 from covey.errors import DataError, NumbersError, ResumeError
-from covey.metrics import RL, is_logged
-from covey.models import weights
 from covey.models.export import write_peft
+from covey.models.loading import weights
 from covey.models.lora import projections, with_lora
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
-from covey.train.folders import seal
+from covey.train.checksums import seal
 from covey.train.metrics import MetricsWriter
 
-TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 SETTINGS = [
     "rollout.max_new_tokens=8",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from covey import recipe
+from covey.config import recipe
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import ResumeError
-from covey.recipe import Recipe, SFTRecipe
 from covey.run.settings import compare, settings_of
 
 RL = recipe.load("quickstart", ["seed=7", "model.lora.rank=4"])

@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import recipe, run
-from covey.cli import main
-from covey.configs import ModelOptions, RolloutConfig
+from covey import run
+from covey.cli.main import main
+from covey.config import recipe
+from covey.config.metrics import SFT, is_logged
+from covey.config.recipe import SFTRecipe
+from covey.config.schema import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
-from covey.metrics import SFT, is_logged
 from covey.models.lora import has_lora
 from covey.parallel import flatten
-from covey.recipe import SFTRecipe
-from covey.run.opening import load_source
-from covey.run.use import answerable, answering_worker
+from covey.run.inference import answerable, answering_worker
+from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
-TINY = str(Path(__file__).parent / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 SETTINGS = [
     "name=tiny",

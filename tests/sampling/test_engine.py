@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.configs import RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.errors import DataError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.sampling import sampler
+from covey.sampling import engine as sampler
+from covey.sampling.engine import Request, Sampler
 from covey.sampling.lengths import bucket
-from covey.sampling.sampler import Request, Sampler
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)

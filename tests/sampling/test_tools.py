@@ -18,19 +18,19 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models
 
-from covey.configs import CALCULATOR_MARKERS, RolloutConfig
+from covey.config.schema import CALCULATOR_MARKERS, RolloutConfig
 from covey.errors import RecipeError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
-from covey.sampling import steps
+from covey.sampling import device as steps
 from covey.sampling.cache import empty_slots
 from covey.sampling.calculator import calculate
+from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import Warp, draw
-from covey.sampling.sampler import Request, Sampler
 from covey.sampling.tools import MOST_FORCED, Tool, tool_of
-from covey.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
 CHARACTERS = "0123456789+-*/.e x"

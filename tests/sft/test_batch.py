@@ -13,19 +13,19 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.configs import LoRAConfig, OptimizerConfig, SFTConfig
+from covey.config.schema import LoRAConfig, OptimizerConfig, SFTConfig
 from covey.data.examples import as_example, as_examples
 from covey.errors import DataError, RecipeError, ResumeError
 from covey.models.attention import causal
 from covey.models.decoder import Decoder
+from covey.models.loading.weights import load
 from covey.models.lora import with_lora
-from covey.models.weights import load
+from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
-from covey.rl.rows import tree_attention
-from covey.tokenizer import Tokenizer
-from covey.train import supervised
-from covey.train.sft import SFTLearner, StepRecord
-from covey.train.supervised import fit, groups_of, parts, rows_of, supervised_loss, tokens_of
+from covey.sft import batch
+from covey.sft.batch import fit, groups_of, parts, rows_of, supervised_loss, tokens_of
+from covey.sft.learner import SFTLearner, StepRecord
+from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
 from covey.types import Group, Mean
 
@@ -129,7 +129,7 @@ def test_the_loss_is_that_of_transformers(step: OneStep) -> None:
     """Against logits that transformers computed: mean cross-entropy of the completions' tokens, in float64."""
     golden = np.load(TINY / "logits.npz")
     for split in (1, 10, 23):
-        groups = [supervised._group(tokens[:split], tokens[split:], 24) for tokens in golden["tokens"]]
+        groups = [batch._group(tokens[:split], tokens[split:], 24) for tokens in golden["tokens"]]
         labels = [as_labels(tokens[:split], tokens[split:])[1] for tokens in golden["tokens"]]
         found = [cross_entropy(z, wanted) for z, wanted in zip(golden["logits"], labels, strict=True)]
         total, count = (sum(part) for part in zip(*found, strict=True))

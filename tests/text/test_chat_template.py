@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from covey import templates
 from covey.errors import DataError, WeightsError
+from covey.text import chat_template
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def render(source: str, **values: object) -> str:
-    return templates.render(templates.parse(source), {"messages": HELLO, **values})
+    return chat_template.render(chat_template.parse(source), {"messages": HELLO, **values})
 
 
 @pytest.mark.parametrize(
@@ -157,21 +157,21 @@ def refused(source: str) -> None:
 )
 def test_a_limit_is_told_as_one_and_not_as_a_matter_of_roles(source: str, why: str):
     with pytest.raises(DataError, match=f"{why}[\\s\\S]*fix: use another template, or shorter messages"):
-        templates.render(templates.parse(source), {})
+        chat_template.render(chat_template.parse(source), {})
 
 
 @pytest.fixture(scope="module")
-def brief_child() -> Iterator[templates._Child]:
-    child = templates._Child()
+def brief_child() -> Iterator[chat_template._Child]:
+    child = chat_template._Child()
     yield child
     child.end()
 
 
 @pytest.fixture
-def brief(brief_child: templates._Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(brief_child: chat_template._Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the computing time, so that the tests take a tenth of theirs."""
-    monkeypatch.setattr(templates, "MAX_SECONDS", templates.MAX_SECONDS / 10)
-    monkeypatch.setattr(templates, "_child", brief_child)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", chat_template.MAX_SECONDS / 10)
+    monkeypatch.setattr(chat_template, "_child", brief_child)
 
 
 def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
@@ -186,7 +186,7 @@ def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
 
 def test_a_process_that_died_is_replaced():
     assert render("a") == "a"
-    process = templates._child._process
+    process = chat_template._child._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -207,7 +207,7 @@ FORKS = """
 import os
 from covey import templates
 def shown(source):
-    return templates.render(templates.parse(source), {})
+    return chat_template.render(chat_template.parse(source), {})
 assert shown("a") == "a"
 pid = os.fork()
 if pid == 0:
@@ -234,7 +234,7 @@ NESTED = [f"{{{{ {'(' * 1000}1{')' * 1000} }}}}", f"{{{{ {'[' * 3000}{']' * 3000
 @pytest.mark.parametrize("source", NESTED, ids=range(len(NESTED)))
 def test_a_template_that_fails_while_it_is_compiled_is_refused(source: str):
     with pytest.raises(WeightsError, match="chat template does not"):
-        templates.parse(source)
+        chat_template.parse(source)
 
 
 def test_a_format_string_reaches_nothing():
@@ -254,9 +254,9 @@ def test_a_chat_of_a_thousand_turns_goes_through():
 
 def test_a_template_that_does_not_parse_says_where():
     with pytest.raises(WeightsError, match="line 2 of the model's chat template"):
-        templates.parse("fine\n{% for %}")
+        chat_template.parse("fine\n{% for %}")
 
 
 def test_a_template_longer_than_the_cap_is_refused():
     with pytest.raises(WeightsError, match="100002 characters"):
-        templates.parse("x" * 100_002)
+        chat_template.parse("x" * 100_002)

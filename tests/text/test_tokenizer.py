@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import DataError, WeightsError
-from covey.models import sources
-from covey.models.gguf import GGUF
-from covey.tokenizer import Tokenizer
+from covey.models.loading import sources
+from covey.models.loading.gguf import GGUF
+from covey.text.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parent / "parity" / "golden"
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 HI = [{"role": "user", "content": "Hi"}]
 

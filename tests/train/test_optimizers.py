@@ -16,12 +16,12 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.configs import LoRAConfig, OptimizerConfig
+from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.heads import value_model
 from covey.models.lora import split_trainable, with_lora
+from covey.models.value_model import value_model
 from covey.parallel.mesh import make_mesh
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.reshard import flatten, reshard

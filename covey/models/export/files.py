@@ -21,8 +21,8 @@ from covey.errors import CoveyError, WeightsError
 from covey.models import families
 from covey.models.attention import causal
 from covey.models.decoder import Decoder
+from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merged_kernel, projections
-from covey.models.weights import open_safetensors
 from covey.parallel.reshard import flatten
 
 

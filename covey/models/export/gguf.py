@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp, its numbers not quantised: the inverse of `models.gguf`, by the same tables.
+"""A GGUF file for llama.cpp, its numbers not quantised: the inverse of `models.loading.gguf`, by the same tables.
 
 Matrices are in the type asked for; norms and biases stay float32, as llama.cpp wants them.
 """
@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 
 from covey.errors import WeightsError
-from covey.models import families, weights
+from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare, new_folder, parameters, places
-from covey.models.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, permute
-from covey.models.gguf_reader import package
 from covey.models.layers import rope_frequencies
-from covey.tokenizer import Tokenizer
+from covey.models.loading import weights
+from covey.models.loading.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, permute
+from covey.models.loading.gguf_reader import package
+from covey.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
 NORMAL, UNUSED = 1, 5
-"""Token types beside those of `models.gguf`: what text becomes, and what no text does."""
+"""Token types beside those of `models.loading.gguf`: what text becomes, and what no text does."""
 SAMPLE = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 

@@ -12,19 +12,12 @@ import numpy as np
 from tokenizers import Tokenizer as Inner
 from tokenizers import processors
 
-from covey.models import families, weights
+from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import (
-    Difference,
-    compare,
-    new_folder,
-    parameters,
-    sizes,
-    write_json,
-    write_safetensors,
-)
-from covey.models.hf_config import Fields
-from covey.tokenizer import Tokenizer, read_json
+from covey.models.export.files import Difference, compare, new_folder, parameters, sizes, write_json, write_safetensors
+from covey.models.loading import weights
+from covey.models.loading.hf_config import Fields
+from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000
 

@@ -1,4 +1,4 @@
-"""A PEFT adapter: what LoRA has learnt, to be put on its base by Hugging Face PEFT or by `models.peft`."""
+"""A PEFT adapter: what LoRA has learnt, to be put on its base by Hugging Face PEFT or by `models.loading.peft`."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare, new_folder, write_json, write_safetensors
-from covey.models.hf_config import Fields
 from covey.models.layers import LoRA
+from covey.models.loading.hf_config import Fields
+from covey.models.loading.peft import CONFIG, PREFIX, TENSORS, with_adapter
 from covey.models.lora import projections, without_lora
-from covey.models.peft import CONFIG, PREFIX, TENSORS, with_adapter
 
 
 def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: str = "") -> Difference:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.models.sources import cache_folder
+from covey.models.loading.sources import cache_folder
 
 KEPT = "digests.json"
 MOST_KEPT = 1000

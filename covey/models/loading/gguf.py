@@ -16,9 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import NameTable, has_experts, match, names, orient
-from covey.models.gguf_reader import Fields, open_reader
-from covey.tokenizer import Tokenizer
-from covey.tokenizers_library import library_errors
+from covey.models.loading.gguf_reader import Fields, open_reader
+from covey.text.tokenizer import Tokenizer
+from covey.text.tokenizers_library import library_errors
 
 
 class GGUF:

@@ -19,9 +19,9 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layers import LoRA
+from covey.models.loading.weights import open_safetensors, read_float
 from covey.models.lora import projections
-from covey.models.weights import open_safetensors, read_float
-from covey.tokenizer import read_json
+from covey.text.tokenizer import read_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
 from covey.extras import install
-from covey.models import wheels
-from covey.models.wheels import Say, Wheel
+from covey.models.loading import wheels
+from covey.models.loading.wheels import Say, Wheel
 
 log = logging.getLogger(__name__)
 

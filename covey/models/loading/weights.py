@@ -20,17 +20,18 @@ from jax.sharding import Mesh
 
 from covey.errors import WeightsError
 from covey.files import check_given
-from covey.models import config_fields, families, sources
+from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.gguf import GGUF
 from covey.models.layers import Linear
+from covey.models.loading import config_fields, sources
+from covey.models.loading.gguf import GGUF
+from covey.models.loading.wheels import Say
 from covey.models.quantised import Format, format_of, quantising, room_for
 from covey.models.scratch import PREFIX, Scratch
-from covey.models.wheels import Say
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
-from covey.tokenizer import Tokenizer, read_json
+from covey.text.tokenizer import Tokenizer, read_json
 
 Model = TypeVar("Model", bound=nnx.Module)
 

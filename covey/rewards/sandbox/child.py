@@ -69,7 +69,7 @@ def keep(worker: int, jobs: int) -> None:
 def work(jobs: int, results: int) -> None:
     """Answers jobs until there are no more."""
     from covey.errors import CoveyError  # late: the keeper needs none of it
-    from covey.rewards.scoring import resolve
+    from covey.rewards.score import resolve
 
     functions: dict[str, Any] = {}
     while (job := receive(jobs)) is not None:
@@ -87,7 +87,7 @@ def called(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     import asyncio
     import inspect
 
-    from covey.rewards.calling import call, finished, to_wire
+    from covey.rewards.call import call, finished, to_wire
 
     outcome = call(function, job["arguments"], job["count"])
     return to_wire(asyncio.run(finished(outcome, job["count"])) if inspect.isawaitable(outcome) else outcome)

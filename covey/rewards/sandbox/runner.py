@@ -19,23 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from covey.config.recipe import validate
+from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RewardError
-from covey.recipe import validate
 from covey.rewards import exits
-from covey.rewards.calling import (
-    LOST,
-    MISSHAPEN,
-    Outcome,
-    RewardFn,
-    Samples,
-    call,
-    finished,
-    raised,
-    taken,
-    told,
-)
-from covey.rewards.workers import Worker, place_of, portable
-from covey.safety import RewardSafetyConfig
+from covey.rewards.call import LOST, MISSHAPEN, Outcome, RewardFn, Samples, call, finished, raised, taken, told
+from covey.rewards.sandbox.workers import Worker, place_of, portable
 
 SEARCH_SECONDS = 1.0
 """A function that raised sooner is called again with fewer samples, to tell which of them it was."""

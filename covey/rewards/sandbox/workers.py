@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import RecipeError, RewardError
-from covey.rewards import child
-from covey.rewards.calling import LOST, Failure, Outcome, RewardFn, excerpt, from_wire
+from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, from_wire
+from covey.rewards.sandbox import child
 
 START_SECONDS = 300.0
 """Most time for starting a worker and importing a function's module, which `timeout` does not count."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.models import digests, weights
+from covey.models.loading import digests, weights
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "parity" / "golden" / "tiny-llama"
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ from tokenizers import pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.extras import install
-from covey.models import families, weights
-from covey.models import gguf as gguf_file
+from covey.models import families
 from covey.models.config import RopeScaling
-from covey.models.gguf import GGUF, SPLITS, unpermute
-from covey.tokenizer import Tokenizer
+from covey.models.loading import gguf as gguf_file
+from covey.models.loading import weights
+from covey.models.loading.gguf import GGUF, SPLITS, unpermute
+from covey.text.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+GOLDEN = Path(__file__).parents[2] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 TEXTS = [case["text"] for case in json.loads((GOLDEN / "smollm2.json").read_text())["strings"]]
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -181,7 +182,7 @@ print(weights.load(sys.argv[1]).model.config.num_layers)
 
 @pytest.mark.slow
 def test_a_plain_install_reads_the_default_models_kind_of_file(make):
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     done = subprocess.run([sys.executable, "-c", PLAIN_INSTALL, make(), project], capture_output=True, text=True)
     assert (done.stderr[-500:], done.stdout) == ("", "2\n")
 

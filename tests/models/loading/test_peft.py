@@ -11,14 +11,14 @@ import pytest
 import safetensors.numpy
 
 from covey.errors import WeightsError
-from covey.models import weights
 from covey.models.decoder import Decoder
+from covey.models.loading import weights
+from covey.models.loading.peft import digest, with_adapter
 from covey.models.lora import has_lora, projections
-from covey.models.peft import digest, with_adapter
 from covey.parallel import flatten
 
 Logits = Callable[..., np.ndarray]
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "peft-llama"
+GOLDEN = Path(__file__).parents[2] / "parity" / "golden" / "peft-llama"
 
 
 @pytest.fixture

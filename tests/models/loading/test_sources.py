@@ -11,11 +11,11 @@ import pytest
 
 from covey.errors import WeightsError
 from covey.extras import install
-from covey.models import sources
-from covey.models.sources import NamedModel
-from covey.models.wheels import Wheel
+from covey.models.loading import sources
+from covey.models.loading.sources import NamedModel
+from covey.models.loading.wheels import Wheel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # --- wrong sources
@@ -67,7 +67,8 @@ def test_a_local_folder_is_its_own_origin(tmp_path: Path):
 
 
 def test_sources_are_checked_without_jax():
-    code = "import sys, covey.models.sources, covey.tokenizer, covey.models.gguf; print('jax' in sys.modules)"
+    modules = "covey.models.loading.sources, covey.text.tokenizer, covey.models.loading.gguf"
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
 

@@ -16,12 +16,12 @@ import safetensors.numpy
 from flax import nnx
 
 from covey.errors import WeightsError
-from covey.models import weights
 from covey.models.decoder import Decoder
+from covey.models.loading import weights
 from covey.parallel import flatten, make_mesh, shardings
 
 Logits = Callable[..., np.ndarray]
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+GOLDEN = Path(__file__).parents[2] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from covey.errors import WeightsError
-from covey.models import wheels
-from covey.models.wheels import Wheel
+from covey.models.loading import wheels
+from covey.models.loading.wheels import Wheel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def leftovers(folder: Path) -> list[str]:
