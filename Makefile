@@ -8,9 +8,10 @@ ARGS ?=
 TORCH ?= torch==2.13.0
 # Its JAX is that for CPU, of the version that Covey is measured with.
 TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
-# Tests compile on one core each; a file stays with one worker, because its tests share what was compiled. Files run in
-# order, so that the few that take long are not left for the end.
-WORKERS ?= -n auto --dist loadfile --no-loadscope-reorder
+# Tests compile on one core each, and some wait for processes that they started: one worker more than there are cores. A
+# file stays with one worker, because its tests share what was compiled. Files run in order, so that the few that take
+# long are not left for the end.
+WORKERS ?= -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PINS := -c constraints.txt
