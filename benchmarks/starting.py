@@ -15,7 +15,7 @@ def main() -> int:
     """Runs the command and writes what it compiles; its exit code."""
     import jax
 
-    from covey.cli import main
+    from covey.cli.main import main
 
     with Path(sys.argv[1]).open("w", buffering=1) as file:
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey.cli import main
+from covey.cli import main as cli
 from covey.cli.help import PAGES
 
 ROOT = Path(__file__).parents[1]
@@ -156,7 +156,7 @@ def test_documented_commands_are_understood(place, command, tmp_path, monkeypatc
     Path("mine.yaml").write_text("name: mine\nrewards: [first_letter]\n")
     words = shlex.split(command)[1:]
     if not any(re.fullmatch(r"[A-Z_]{2,}|\[.*", word) for word in words[:2]):  # a usage line has placeholders there
-        assert callable(main.parse(words))
+        assert callable(cli.parse(words))
 
 
 def test_commands_are_found_in_documents():

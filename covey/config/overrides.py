@@ -18,7 +18,7 @@ def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str
 
     Args:
         cls: the dataclass tree whose settings may be named.
-        item: what a recipe file gave, as `strictyaml.read` returns it.
+        item: what a recipe file gave, as `strict_yaml.read` returns it.
         tokens: words of the command line; every one must belong to a setting.
         hidden: dotted names of `cls` that may not be named, and why.
 

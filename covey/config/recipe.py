@@ -165,7 +165,7 @@ def section_of(source: str | Path, section: str) -> strict_yaml.Item:
     """One section of the recipe at `source` as it is written, not yet checked; empty when the recipe has none."""
     item = strict_yaml.read(*_text(source))
     if not isinstance(item.value, dict):
-        return item  # no recipe: `strictyaml.build` says so
+        return item  # no recipe: `strict_yaml.build` says so
     return strict_yaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
 
 

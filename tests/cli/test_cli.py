@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from covey import extras
-from covey.cli import main
+from covey.cli import main as cli
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def run_folder(name="run", *overrides, of="quickstart", trained=True):
 def in_a_process(*words, cwd=ROOT):
     """Run `covey words` in a fresh interpreter; it ends its output with the heavy modules it imported."""
     code = (
-        "import sys; from covey.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from covey.cli.main import main; code = main(sys.argv[1:]);"
         "print('imported', *sorted({'jax', 'flax', 'torch'} & sys.modules.keys())); sys.exit(code)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -123,15 +123,15 @@ def test_mistakes_need_no_jax(tmp_path, words, told):
 
 
 def test_help_of_every_command(capsys):
-    for name in main.COMMANDS:
-        assert main.main([name, "--help"]) == 0
+    for name in cli.COMMANDS:
+        assert cli.main([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"covey {name}")
 
 
 def test_train_help_lists_every_setting_with_its_value(capsys):
-    main.main(["train", "--help", "quickstart"])
+    cli.main(["train", "--help", "quickstart"])
     shown = capsys.readouterr().out
-    for path in recipe.strictyaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
+    for path in recipe.strict_yaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
         assert f"--{path.replace('_', '-')} " in shown
     assert "  " not in " ".join(line.strip() for line in shown.splitlines() if line.startswith(" " * 30))
     assert f"--training.max-steps {recipe.load('quickstart').training.max_steps}" in shown
@@ -139,17 +139,17 @@ def test_train_help_lists_every_setting_with_its_value(capsys):
 
 
 def test_recipes_lists_all_and_prints_one(capsys):
-    assert main.main(["recipes"]) == 0
+    assert cli.main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in recipe.names())
-    assert main.main(["recipes", "quickstart"]) == 0
+    assert cli.main(["recipes", "quickstart"]) == 0
     assert capsys.readouterr().out == recipe.find("quickstart").read_text()
 
 
 def test_a_printed_recipe_runs(calls, capsys):
-    main.main(["recipes", "quickstart"])
+    cli.main(["recipes", "quickstart"])
     Path("mine.yaml").write_text(capsys.readouterr().out)
-    assert main.main(["train", "mine.yaml"]) == 0
+    assert cli.main(["train", "mine.yaml"]) == 0
     assert calls[0][1] == recipe.load("quickstart")
 
 
@@ -158,52 +158,52 @@ def test_a_printed_recipe_runs(calls, capsys):
 
 def test_train_hands_on_the_recipe_and_a_free_folder(calls):
     run_folder("runs/quickstart-1")
-    assert main.main(["train", "quickstart", "--max-steps", "3", "--seed=7"]) == 0
+    assert cli.main(["train", "quickstart", "--max-steps", "3", "--seed=7"]) == 0
     name, ready, out = calls[0]
     assert (name, ready.training.max_steps, ready.seed, out) == ("train", 3, 7, Path("runs/quickstart-2"))
 
 
 def test_out_chooses_the_folder_and_a_taken_one_is_refused(calls, capsys):
-    assert main.main(["train", "quickstart", "--out", "here"]) == 0
+    assert cli.main(["train", "quickstart", "--out", "here"]) == 0
     assert calls[0][2] == Path("here")
     run_folder("here")
-    assert main.main(["train", "quickstart", "--out", "here"]) == 2
+    assert cli.main(["train", "quickstart", "--out", "here"]) == 2
     assert "covey train --resume here" in capsys.readouterr().err
     Path("other").mkdir()
     Path("other/thing").touch()
-    assert main.main(["train", "quickstart", "--out", "other"]) == 2
+    assert cli.main(["train", "quickstart", "--out", "other"]) == 2
     assert "not empty" in capsys.readouterr().err
     assert len(calls) == 1
 
 
 def test_resume_takes_the_folder_and_what_changes(calls, capsys):
     folder = run_folder()
-    assert main.main(["train", "--resume", str(folder)]) == 0
-    assert main.main(["train", "--seed", "3", "--resume", str(folder), "--max-steps=20"]) == 0
+    assert cli.main(["train", "--resume", str(folder)]) == 0
+    assert cli.main(["train", "--seed", "3", "--resume", str(folder), "--max-steps=20"]) == 0
     assert calls == [("resume", folder, []), ("resume", folder, ["--seed=3", "--max-steps=20"])]
-    assert main.main(["train", "quickstart", "--resume", str(folder)]) == 2
+    assert cli.main(["train", "quickstart", "--resume", str(folder)]) == 2
     assert "keeps its recipe" in capsys.readouterr().err
 
 
 def test_sft_hands_on_its_own_kind_of_recipe(calls, capsys):
     run_folder("runs/sft-arithmetic-1", of="sft-arithmetic")
-    assert main.main(["sft", "sft-arithmetic", "--max-steps", "3", "--training.batch-size=4"]) == 0
+    assert cli.main(["sft", "sft-arithmetic", "--max-steps", "3", "--training.batch-size=4"]) == 0
     name, ready, out = calls[0]
     assert (name, ready.training.max_steps, ready.training.batch_size) == ("train_sft", 3, 4)
     assert out == Path("runs/sft-arithmetic-2")
-    main.main(["sft", "--help", "sft-arithmetic"])
+    cli.main(["sft", "--help", "sft-arithmetic"])
     assert f"--training.num-epochs {ready.training.num_epochs}" in capsys.readouterr().out
 
 
 def test_a_run_is_resumed_by_the_command_that_began_it(calls, capsys):
     rl, supervised = run_folder("rl"), run_folder("supervised", of="sft-arithmetic")
-    assert main.main(["sft", "--resume", str(supervised)]) == 0
+    assert cli.main(["sft", "--resume", str(supervised)]) == 0
     assert calls == [("resume_sft", supervised, [])]
-    assert main.main(["sft", "--resume", str(rl)]) == 2
+    assert cli.main(["sft", "--resume", str(rl)]) == 2
     assert "fix: covey train --resume rl\n" in capsys.readouterr().err
-    assert main.main(["train", "--resume", str(supervised)]) == 2
+    assert cli.main(["train", "--resume", str(supervised)]) == 2
     assert "fix: covey sft --resume supervised\n" in capsys.readouterr().err
-    assert main.main(["sft", "sft-arithmetic", "--out", str(supervised)]) == 2
+    assert cli.main(["sft", "sft-arithmetic", "--out", str(supervised)]) == 2
     assert "covey sft --resume supervised" in capsys.readouterr().err
     assert len(calls) == 1
 
@@ -211,29 +211,29 @@ def test_a_run_is_resumed_by_the_command_that_began_it(calls, capsys):
 def test_a_run_can_be_a_model_once_it_has_a_checkpoint(calls, capsys):
     run_folder("done", of="sft-arithmetic")
     run_folder("begun", of="sft-arithmetic", trained=False)
-    assert main.main(["train", "quickstart", "--model.source", "done"]) == 0
-    assert main.main(["eval", "done"]) == 0
-    assert main.main(["eval", "done", "--recipe", "quickstart"]) == 0
+    assert cli.main(["train", "quickstart", "--model.source", "done"]) == 0
+    assert cli.main(["eval", "done"]) == 0
+    assert cli.main(["eval", "done", "--recipe", "quickstart"]) == 0
     assert [name for name, *_ in calls] == ["train", "evaluate_sft", "evaluate"]
     for words in (["train", "quickstart", "--model.source", "begun"], ["chat", "begun"]):
-        assert main.main(words) == 2
+        assert cli.main(words) == 2
         assert "fix: go on with it: covey sft --resume begun" in capsys.readouterr().err
 
 
 def test_eval_takes_the_recipe_of_the_run_or_the_named_one(calls, capsys):
     run_folder("run", "--seed", "5")
-    assert main.main(["eval", "run", "--evaluation.samples", "4"]) == 0
-    assert main.main(["eval", MODEL, "--recipe", "quickstart", "--evaluation.prompts=7"]) == 0
+    assert cli.main(["eval", "run", "--evaluation.samples", "4"]) == 0
+    assert cli.main(["eval", MODEL, "--recipe", "quickstart", "--evaluation.prompts=7"]) == 0
     (_, first, of_run), (_, second, named) = calls
     assert (first, of_run.seed, of_run.evaluation.samples) == ("run", 5, 4)
     assert (second, named.evaluation.prompts) == (MODEL, 7)
-    assert main.main(["eval", MODEL]) == 2
+    assert cli.main(["eval", MODEL]) == 2
     assert "--recipe NAME" in capsys.readouterr().err
 
 
 def test_generate_starts_from_the_rollout_of_the_run(calls, capsys):
     run_folder("run", "--rollout.temperature", "0.7")
-    assert main.main(["generate", "run", "a=b --hello", "--n", "2", "--max-new-tokens", "9", "--seed", "3"]) == 0
+    assert cli.main(["generate", "run", "a=b --hello", "--n", "2", "--max-new-tokens", "9", "--seed", "3"]) == 0
     name, source, prompt, count, rollout = calls[0]
     assert (name, source, prompt, count) == ("generate", "run", "a=b --hello", 2)
     assert (rollout.temperature, rollout.max_new_tokens, rollout.seed) == (0.7, 9, 3)
@@ -242,13 +242,13 @@ def test_generate_starts_from_the_rollout_of_the_run(calls, capsys):
 
 
 def test_generate_may_be_greedy_and_a_prompt_may_begin_with_dashes(calls):
-    assert main.main(["generate", MODEL, "--temperature=0", "--", "--what?"]) == 0
+    assert cli.main(["generate", MODEL, "--temperature=0", "--", "--what?"]) == 0
     assert (calls[0][2], calls[0][4].temperature) == ("--what?", 0.0)
-    assert main.main(["generate", MODEL, "x", "--max-new-tokens", "0"]) == 2
+    assert cli.main(["generate", MODEL, "x", "--max-new-tokens", "0"]) == 2
 
 
 def test_chat(calls):
-    assert main.main(["chat", MODEL, "--top-p", "0.9"]) == 0
+    assert cli.main(["chat", MODEL, "--top-p", "0.9"]) == 0
     assert (calls[0][1], calls[0][2].top_p) == (MODEL, 0.9)
 
 
@@ -258,7 +258,7 @@ def test_chat(calls):
 def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     fake = sys.modules["covey.run"]
     monkeypatch.setattr(fake, "train", fake.record("train", KeyboardInterrupt()))
-    assert main.main(["train", "quickstart", "--out", "out"]) == 130
+    assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "--resume" not in capsys.readouterr().err
 
     def stopped(ready, out):
@@ -266,7 +266,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fake, "train", stopped)
-    assert main.main(["train", "quickstart", "--out", "out"]) == 130
+    assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "covey train --resume out" in capsys.readouterr().err
 
 
@@ -274,7 +274,7 @@ def test_a_defect_keeps_its_traceback(calls, monkeypatch):
     fake = sys.modules["covey.run"]
     monkeypatch.setattr(fake, "train", fake.record("train", ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
-        main.main(["train", "quickstart"])
+        cli.main(["train", "quickstart"])
 
 
 def test_a_reader_that_goes_away_is_no_defect():
@@ -303,9 +303,9 @@ def test_output_without_unicode_shows_escapes():
 
 def install_covey(folder, *requirements):
     """Installs a Covey with these requirements in front of the one that is there."""
-    told = folder / f"covey-{main.__version__}.dist-info"
+    told = folder / f"covey-{cli.__version__}.dist-info"
     told.mkdir()
-    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {main.__version__}"]
+    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {cli.__version__}"]
     (told / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requirements)]) + "\n")
 
 
@@ -314,7 +314,7 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
     requirements = "numpy>=2; extra == 'hub'", "made-up[x]>=1; extra == 'hub'", "numpy; extra == 'math'"
     install_covey(tmp_path, "jax>=0.10", *requirements)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "jax" in shown
     assert re.search(r"^warn  hub .*: without made-up\n +fix: pip install -e .*\[hub\]", shown, re.M)
@@ -330,13 +330,13 @@ def test_the_command_that_installs_an_extra_names_this_clone():
 
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
-    assert main.main(["doctor"]) == 2
+    assert cli.main(["doctor"]) == 2
     assert "does not work" in capsys.readouterr().out
 
 
 def test_parsing_runs_nothing(calls):
     for words in (["train", "quickstart"], ["chat", MODEL], ["eval", "nowhere"], ["doctor"]):
-        assert callable(main.parse(words))
+        assert callable(cli.parse(words))
     assert calls == []
 
 

@@ -55,7 +55,7 @@ def ready(*more: str) -> recipe.Recipe:
 STARTING = """
     import sys
     import covey.run
-    from covey import cli
+    from covey.cli import main as cli
     from covey.run.base import Run
 
     def wait(word):

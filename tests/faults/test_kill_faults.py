@@ -126,7 +126,7 @@ def test_a_killed_run_is_the_run_that_was_never_killed(
 
 DYING = """
     import os, signal, sys
-    from covey.cli import main
+    from covey.cli.main import main
     from covey.train.checkpoint import Checkpointer
     from covey.train.metrics import MetricsWriter
 

@@ -163,7 +163,7 @@ def test_the_first_signal_waits_for_the_step_and_the_second_for_nothing(
 
 SIGNALLED = """
     import os, signal, sys
-    from covey import cli
+    from covey.cli import main as cli
     from covey.run.rl import RLRun
     from covey.train.checkpoint import Checkpointer
 
@@ -230,7 +230,7 @@ COMPILING = """
     import jax
     import jax.numpy as jnp
 
-    from covey import cli
+    from covey.cli import main as cli
     from covey.run.rl import RLRun
 
     def judged(self, name):

