@@ -1,1 +1,1 @@
-"""The decoder and its families, and where weights come from."""
+"""The decoder and its families, and the loading and export of weights."""

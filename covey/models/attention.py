@@ -1,6 +1,6 @@
-"""Who may look at whom. The decoder hands its queries, keys and values to an `Attend` function and never sees a mask.
+"""Attention functions. The decoder passes its queries, keys and values to an `Attend` function and never sees a mask.
 
-Training, prefill and decoding differ only in the `Attend` they pass: `masked` here, and the cached ones of
+Training, prefill and decoding differ only in the `Attend` they pass: `masked` from here, or a cached one from
 `sampling.cache`.
 """
 
@@ -15,11 +15,11 @@ from covey.models.layers import softcapped
 
 
 class Attend(Protocol):
-    """Mixes values by attention for one layer.
+    """Compute attention for one layer.
 
     Takes queries [B T H W] (already scaled), keys and values [B T K W], the layer's cache (any pytree, or None), the
-    sliding window in tokens (None: everything) and the soft-cap of the scores. Returns the mixture [B T H W] and the
-    layer's new cache.
+    sliding window in tokens (None: no window) and the soft-cap of the scores. Returns the attention output [B T H W]
+    and the layer's new cache.
     """
 
     def __call__(
@@ -34,10 +34,10 @@ def attention(
     allowed: Bool[Array, "B T U"],
     softcap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Grouped-query attention with the softmax in float32. A query that may look at nothing returns a finite mixture.
+    """Compute grouped-query attention with the softmax in float32. A fully masked query returns a finite output.
 
-    The heads of a group stand beside the queries in one product, and the softmax's division comes after the mixing: the
-    scores, the largest array by far, are then never transposed nor divided (twice the speed on CPU).
+    The heads of a group and the queries share one axis of the product, and the softmax's division comes after the
+    product with V: the scores, by far the largest array, are never transposed or divided (twice the speed on CPU).
     """
     batch, time, heads, width = q.shape
     kv_heads, precision = k.shape[2], jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -53,7 +53,7 @@ def attention(
 
 
 def masked(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]) -> Attend:
-    """Attention within one block of tokens under a mask; a layer's window is measured in `positions`."""
+    """Return the `Attend` for one block of tokens under a mask; a layer's window is measured in `positions`."""
 
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
@@ -65,12 +65,12 @@ def masked(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]) -> Atten
 
 
 def causal(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Attend:
-    """Plain causal attention over the tokens that are not padding, wherever the padding lies."""
+    """Return the `Attend` for plain causal attention over all tokens but padding, wherever the padding is."""
     time = valid.shape[1]
     return masked(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
 
 
 def within_window(q_positions: Int[Array, "B T"], k_positions: Int[Array, "B U"], window: Any) -> Bool[Array, "B T U"]:
-    """True where the key lies fewer than `window` positions behind the query."""
+    """Return True where the key is fewer than `window` positions behind the query."""
     near: Array = q_positions[:, :, None] - k_positions[:, None, :] < window
     return near

@@ -1,11 +1,11 @@
-"""Attention that never holds all scores: queries go block after block, and each block looks no farther than to its end.
+"""Blockwise attention, which never holds all scores: each block of queries reads only the keys up to its own end.
 
-Rows and prompts are causal, so that a run of queries needs the keys up to its own end alone: half of the square, and of
-that only one block's scores exist at a time. The backward computes them again from the log-normaliser (Dao et al.,
-2022, "FlashAttention"). Who sees whom is told by three numbers a query (`Spans`) instead of a mask.
+Rows and prompts are causal, so a run of queries needs only the keys up to its own end: half of the T × T scores, of
+which one block exists at a time. The backward pass recomputes them from the logsumexp (Dao et al., 2022,
+"FlashAttention"). Three numbers per query (`Spans`) replace the mask.
 
-`spanned` is the one place where an implementation is chosen; `attention.attention` is the oracle of all. An
-accelerator's own kernel holds a mask of the whole square, and attends again when a layer is computed again.
+`spanned` is the one place where an implementation is chosen; `attention.attention` is the oracle for all of them. An
+accelerator's own kernel takes a whole T × T mask, and runs again when a layer is rematerialised.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from covey.models.attention import Attend, within_window
 from covey.models.layers import kept
 
 BLOCK = 64
-"""Queries in the smallest block (CPU: 64 of 32, 64 and 128 was the fastest)."""
+"""Number of queries in the smallest block (64 was the fastest of 32, 64 and 128 on CPU)."""
 RUNS = 8
-"""Runs of queries that a program spells out; in each, blocks of twice `BLOCK` follow in a loop."""
+"""Number of runs of queries that a program unrolls; each run loops over blocks of twice `BLOCK` queries."""
 HIDDEN = -1e30
-"""Score of a key that is not seen: finite, so that a query which sees nothing has a finite mixture."""
+"""Score of a masked key: finite, so that a fully masked query has a finite output."""
 
 
 class Spans(NamedTuple):
-    """The keys of its row that each query sees, by their places: `first` to `until` (not included), and `own` to its
-    own place.
+    """Indices of the keys in its row that each query attends to: `first` to `until` (exclusive), and `own` to its own
+    index.
 
-    In a group's row that is the prompt and the completion's past. Where a query is padding, `own` lies behind the row.
+    In a group's row these are the prompt and the completion's past. For padding, `own` is past the end of the row.
     """
 
     first: Int[Array, "B T"]
@@ -40,21 +40,21 @@ class Spans(NamedTuple):
 
 
 def seen(spans: Spans, place: Int[Array, "n"], keys: int) -> Bool[Array, "B n keys"]:
-    """The mask over the first `keys` keys; `place` says where the queries of `spans` stand in the row."""
+    """Return the mask over the first `keys` keys; `place` holds the row indices of the queries of `spans`."""
     first, until, own = (x[..., None] for x in spans)
     key = jnp.arange(keys)
     return ((key >= first) & (key < until)) | ((key >= own) & (key <= place[:, None]))
 
 
 def causal_spans(length: Int[Array, "B"], time: int) -> Spans:
-    """Plain causal attention over rows whose first `length` places hold tokens."""
+    """Return the spans of plain causal attention over rows whose first `length` positions hold tokens."""
     here = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
     nothing = jnp.zeros_like(here)
     return Spans(nothing, nothing, jnp.where(here < length[:, None], 0, time))
 
 
 def spanned(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
-    """Attention within rows as `spans` say; a layer's window is measured in `positions`."""
+    """Return the `Attend` that attends within rows as `spans` define; a layer's window is measured in `positions`."""
 
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
@@ -66,11 +66,11 @@ def spanned(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
 
 
 def implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
-    """The name in IMPLEMENTATIONS of what serves these queries best on `backend` (see `_backend`).
+    """Return the name in IMPLEMENTATIONS of the best implementation for these queries on `backend` (see `_backend`).
 
-    cuDNN's attention takes 16 bits, heads of at most 128 numbers in eights, and no soft-cap. On a mesh JAX wants its
-    operands divided alike, which those of few key heads are not. A TPU's splash kernel wants masks known beforehand,
-    which those of ragged rows are not.
+    cuDNN's attention needs 16-bit operands, a head size that is a multiple of 8 and at most 128, and no soft-cap. On a
+    mesh JAX needs all operands sharded alike, which fails with few key heads. TPU's splash kernel needs masks known at
+    compile time, which ragged rows do not have.
     """
     halves = q.dtype in (jnp.bfloat16, jnp.float16)
     fits = halves and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
@@ -78,9 +78,9 @@ def implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | No
 
 
 def _backend() -> str:
-    """JAX's backend, or `cuda` where cuDNN has attention: on devices of compute capability 8.0 or more."""
+    """Return JAX's backend, or `cuda` where cuDNN has attention: on devices of compute capability 8.0 or more."""
     device = jax.devices()[0]
-    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm's is a name
+    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name
     return "cuda" if device.platform == "gpu" and major.isdigit() and int(major) >= 8 else jax.default_backend()
 
 
@@ -93,11 +93,11 @@ def blockwise(
     window: Any = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Grouped-query attention, the softmax in float32, with memory that grows with T alone.
+    """Compute grouped-query attention, with the softmax in float32 and memory linear in T.
 
     Args:
-        q: already scaled.
-        window: keys that lie `window` positions or more behind are not seen; None: all that `spans` say.
+        q: already scaled queries.
+        window: keys `window` positions or more behind the query are masked; None masks only what `spans` exclude.
         softcap: scores become softcap · tanh(scores / softcap).
     """
     time = q.shape[1]
@@ -134,7 +134,7 @@ def _forward(
 
     parts = [_in_blocks(block, None, run)[1] for run in _runs(q.shape[1])]
     mixed, total = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
-    # Kept like the projections' results, so that recomputing a layer does not attend again.
+    # Saved like the projections' results, so that rematerialising a layer does not run attention again.
     out = kept(_heads_last(mixed).astype(q.dtype))
     return out, (q, k, v, spans, positions, window, out, kept(total))
 
@@ -169,7 +169,7 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Heads(NamedTuple):
-    """Queries [B K G T W], keys and values [B K T W]: the heads of a group stand together."""
+    """Queries [B K G T W], keys and values [B K T W], with the heads of a group adjacent."""
 
     q: Array
     k: Array
@@ -194,7 +194,7 @@ def _product(what: str, a: Array, b: Array) -> Array:
 
 
 def _scores(heads: _Heads, at: Array, size: int, end: int, softcap: float | None) -> tuple[Array, Array | float]:
-    """Scores of `size` queries from place `at` with the first `end` keys, and their slope in the product."""
+    """Return the scores of `size` queries from index `at` with the first `end` keys, and their derivative by q · k."""
     q = jax.lax.dynamic_slice_in_dim(heads.q, at, size, axis=3)
     scores = _product("bkgnw,bkuw->bkgnu", q, heads.k[:, :, :end])
     if softcap is None:
@@ -210,14 +210,14 @@ def _mask(spans: Spans, positions: Array, window: Any, at: Array, size: int, end
 
 
 def _runs(time: int) -> list[tuple[int, int]]:
-    """Start and end of each run of queries: few, of one size but for the last."""
+    """Return start and end of each run of queries: few runs, all of one size but the last."""
     size = BLOCK * max(1, -(-time // (RUNS * BLOCK)))
     size = size if size <= 2 * BLOCK else 2 * BLOCK * -(-size // (2 * BLOCK))
     return [(start, min(start + size, time)) for start in range(0, time, size)]
 
 
 def _in_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]:
-    """`block(carry, at, size, end)` for each block of the run; what it carries, and its results joined along time."""
+    """Call `block(carry, at, size, end)` for each block of the run; return the carry and the results joined along T."""
     start, end = run
     size = min(end - start, 2 * BLOCK)
     if size == end - start:
@@ -234,7 +234,7 @@ def _fused(
     allowed = _mask(spans, positions, window, jnp.int32(0), q.shape[1], q.shape[1])
     allowed |= jnp.eye(
         q.shape[1], dtype=bool
-    )  # padding sees itself: a row of nothing is where cuDNN's gradient may be NaN
+    )  # padding attends to itself: cuDNN's gradient may be NaN in a fully masked row
     return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=how)
 
 

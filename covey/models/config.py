@@ -1,4 +1,4 @@
-"""`ModelConfig`: the architecture of a decoder, one field for each way in which the families differ."""
+"""`ModelConfig`, the architecture of a decoder, with one field for each way in which the families differ."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,9 +6,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary frequencies.
+    """Scaling of the rotary frequencies.
 
-    `linear` divides all of them by `factor` (Chen et al., 2023); `llama3` leaves the fast ones alone and blends
+    `linear` divides all of them by `factor` (Chen et al., 2023); `llama3` keeps the high frequencies and interpolates
     between `low_freq_factor` and `high_freq_factor` (Llama 3.1 release).
     """
 
@@ -21,10 +21,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the forward pass needs to know. Widths in units of numbers, positions in tokens.
+    """All settings of the forward pass. Widths count numbers, positions count tokens.
 
-    The defaults are the plain Llama block (Touvron et al., 2023); the switches below them are what other families
-    change.
+    The defaults are the plain Llama block (Touvron et al., 2023); other families change the switches from `activation`
+    on.
     """
 
     vocab_size: int
@@ -43,36 +43,36 @@ class ModelConfig:
 
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     gated_mlp: bool = True
-    """down(act(gate(x)) · up(x)); down(act(up(x))) otherwise (nanochat)."""
+    """Compute the MLP as down(act(gate(x)) · up(x)); as down(act(up(x))) when False (nanochat)."""
     attention_bias: bool = False
-    """Biases on q, k and v (Qwen2.5)."""
+    """Add biases to q, k and v (Qwen2.5)."""
     qk_norm: bool = False
-    """RMS norm of each query and key head before the rotation (Qwen3, Gemma 3). nanochat's comes after it, which is
-    the same for a norm without scales: a rotation keeps lengths.
+    """Apply an RMS norm to each query and key head before the rotation (Qwen3, Gemma 3). nanochat applies it after the
+    rotation, which is the same for a norm without scales: a rotation keeps lengths.
     """
     norm_scales: bool = True
-    """Norms have a learnt scale (nanochat's have none)."""
+    """Give norms a learnt scale (nanochat's have none)."""
     embed_norm: bool = False
-    """A norm between the embedding and the first layer (nanochat)."""
+    """Apply a norm between the embedding and the first layer (nanochat)."""
     post_norms: bool = False
-    """Norms after attention and MLP, before the residual sum (Gemma)."""
+    """Apply norms after attention and MLP, before the residual sum (Gemma)."""
     norm_offset: float = 0.0
-    """Added to every norm scale: 1 for Gemma."""
+    """Number added to every norm scale: 1 for Gemma."""
     embed_scale: float = 1.0
     """Factor on the embeddings: sqrt(hidden_size) for Gemma."""
     query_scale: float | None = None
-    """Factor on the queries; head_dim ** -0.5 when not set."""
+    """Factor on the queries; None means head_dim ** -0.5."""
     attn_softcap: float | None = None
     final_softcap: float | None = None
     windows: tuple[int | None, ...] | None = None
-    """Sliding window of each layer in tokens, None for full attention."""
+    """Sliding window of each layer in tokens; None means full attention."""
     rope_backwards: bool = False
-    """Heads turn the other way with growing position (nanochat)."""
+    """Rotate by negative angles (nanochat)."""
     local_rope_theta: float | None = None
     """RoPE base of the layers with a window (Gemma 3)."""
     local_rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies of the layers with a window (Gemma 3)."""
+    """Scaling of the rotary frequencies of the layers with a window (Gemma 3)."""
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of `layer`, None when it sees everything before it."""
+        """Return the sliding window of `layer`, or None when it has full attention."""
         return self.windows[layer] if self.windows else None

@@ -1,9 +1,9 @@
-"""One decoder for every family: tokens and positions in, hidden states out. The head is applied apart
+"""One decoder for every family, from tokens and positions to hidden states. The head is applied separately
 (`losses.logprobs`, the sampler).
 
-Training and sampling run this same forward; they differ in the `attend` they pass. Layers are a list. Decoding, which
-has a cache, is spelt out layer by layer. Without a cache the layers are a loop, compiled once for all of them; the
-backward pass computes each again unless told not to.
+Training and sampling run this same forward pass; they differ in the `attend` they pass. Layers are a list. Decoding,
+which has a cache, is unrolled layer by layer. Without a cache the layers are a loop, compiled once for all of them; the
+backward pass rematerialises each unless `remat` is off.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from covey.parallel.sharding import row_count, row_sharding
 
 
 class Embedding(nnx.Module):
-    """A table of one row a token, [V, D]; also the shape in which the head is stored."""
+    """Embedding table with one row per token, [V, D]; the head is stored in the same shape."""
 
     def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
@@ -45,7 +45,7 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, rotation, and whatever `attend` does with them."""
+    """Attention block: projections, rotation, and the call to `attend`."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         c, linear = config, partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One block: attention and MLP, each with its norms and residual."""
+    """One decoder block: attention and MLP, each with its norms and residual."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         norm = partial(RMSNorm, config, config.hidden_size, param_dtype)
@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         param_dtype: type of the weights in memory.
         compute_dtype: type of the operands of products.
         remat: recompute layers in the backward pass.
-        remat_keeps: see `configs.ModelOptions`.
+        remat_keeps: what a rematerialised layer saves; see `configs.ModelOptions`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "V D"]:
-        """The table that turns hidden states into logits: the head's own, or the embedding when they are tied."""
+        """Return the table that maps hidden states to logits: the head's own, or the embedding when they are tied."""
         return (self.embed if self.head is None else self.head).embedding[...]
 
     def __call__(
@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         attend: Attend,
         cache: Sequence[Any] | None = None,
     ) -> tuple[Float[Array, "B T D"], list[Any]]:
-        """Hidden states after the final norm, and each layer's new cache as `attend` returned it."""
+        """Return hidden states after the final norm, and each layer's new cache as `attend` returned it."""
         c = self.config
         x, ropes = self._embedded(tokens), self._ropes(positions)
         if cache is None:
@@ -146,29 +146,29 @@ class Decoder(nnx.Module):
         return self.norm(x), caches
 
     def loops(self) -> list[dict[int, Layer]]:
-        """Layers by number: a loop over each run of neighbours that have the same parts."""
+        """Return one dict, layer number → layer, per loop: each run of adjacent layers with equal `_parts`."""
         return [dict(run) for _, run in groupby(enumerate(self.layers), lambda numbered: _parts(numbered[1]))]
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits in float32, soft-capped where the family does so. Only for a few positions: it makes [.., V]."""
+        """Return float32 logits, soft-capped where the family does so. Use it for few positions: it makes [.., V]."""
         return head_logits(self.head_weight, hidden, self.dtype, self.config.final_softcap)
 
     def _embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Weights in float32 keep the residual stream in float32 even when the products run in bfloat16.
+        # float32 weights keep the residual stream in float32 even when the products run in bfloat16.
         x = jnp.take(self.embed.embedding[...], tokens, axis=0)
         x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         return self._over_rows(self.norm(x) if self.config.embed_norm else x)
 
     def _ropes(self, positions: Int[Array, "B T"]) -> list[Rope]:
-        """Of the layers that see everything, and of those with a window."""
+        """Return the rotary tables of the layers with full attention, and of those with a window."""
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
         turns = [rope_frequencies(c.head_dim, *base) for base in bases]
         return [rope_tables(positions, -turn if c.rope_backwards else turn) for turn in turns]
 
     def _over_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """`x` divided by rows over the mesh of the weights, if they lie on one: left to itself, the compiler may choose
-        to gather the residual stream on every device.
+        """Constrain `x` to be sharded by rows over the mesh of the weights, if there is one: otherwise the compiler may
+        choose to gather the residual stream on every device.
         """
         mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
         if mesh.empty or x.shape[0] % row_count(mesh):
@@ -202,7 +202,7 @@ class Decoder(nnx.Module):
 def head_logits(
     weight: Float[Array, "V D"], hidden: Float[Array, "... D"], dtype: DTypeLike, softcap: float | None
 ) -> Float[Array, "... V"]:
-    """hidden · weightᵀ accumulated in float32, then soft-capped where there is a cap."""
+    """Compute hidden · weightᵀ, accumulated in float32, then soft-capped if `softcap` is given."""
     precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
     contract = (((hidden.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(
@@ -212,15 +212,15 @@ def head_logits(
 
 
 def _parts(layer: Layer) -> Any:
-    """What tells layers apart: the names, shapes and types of their weights, and the scales of their adapters."""
+    """Return what distinguishes layers: the names, shapes and types of their weights, and their adapters' scales."""
     state = nnx.split(layer)[1]
     scales = [node.scale for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
     return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)], scales
 
 
 def compiler_options(model: nnx.Module) -> dict[str, str]:
-    """How XLA is to compile a gradient of `model`. A loop of one turn it spells out; and layers that are spelt out and
-    computed again save memory on a CPU only in the order of operations asked for here.
+    """Return the XLA options for compiling a gradient of `model`. XLA unrolls a loop of one iteration, and on CPU
+    unrolled rematerialised layers save memory only in the order of operations requested here.
     """
     decoders = [node for _, node in nnx.iter_graph(model) if isinstance(node, Decoder)]
     turns = [len(loop) for decoder in decoders for loop in decoder.loops()]
@@ -230,4 +230,4 @@ def compiler_options(model: nnx.Module) -> dict[str, str]:
 
 
 KEPT: dict[str, Any] = {"nothing": None, "products": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
-"""What a recomputed layer keeps beside its input."""
+"""Name → checkpoint policy: what a rematerialised layer saves besides its input."""

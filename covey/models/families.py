@@ -1,11 +1,11 @@
-"""The families: what their config.json means to us, and what their tensors are called. Tables, and nothing else.
+"""The model families, as tables only: how to read their config.json, and the names of their tensors.
 
 A family is a row of `FAMILIES`: a reader from the checkpoint's config.json to `ModelConfig` and its inverse (both in
 `hf_config`), and a name table from our parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and
 export use the same table.
 
-Ours are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed on the way, nothing else is.
-Norm scales stay as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
+Our kernels are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed, nothing else is. Norm
+scales stay as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from covey.models.loading import hf_config
 from covey.models.loading.hf_config import Config, Fields
 
 SCORE = "score.weight"
-"""The tensor of a classification head."""
+"""Name of the tensor of a classification head."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NameTable:
     top: Mapping[str, str]
 
     def name(self, path: str) -> str:
-        """The checkpoint's name of our parameter `path`."""
+        """Return the checkpoint's name for our parameter `path`."""
         if path in self.top:
             return self.top[path]
         _, index, rest = path.split(".", 2)
@@ -41,7 +41,7 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One row: how to read and write the config, the Hugging Face names, and the class transformers has for it."""
+    """One family: the reader and writer of its config, its Hugging Face names, and its class in transformers."""
 
     read: Callable[[Config], ModelConfig]
     write: Callable[[ModelConfig], Fields]
@@ -50,10 +50,10 @@ class Family:
 
 
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
-    """A config.json as our `ModelConfig`.
+    """Convert a config.json to our `ModelConfig`.
 
     Raises:
-        WeightsError: the family is unknown, a field is missing, or a setting is one that we do not compute.
+        WeightsError: the family is unknown, a field is missing, or a setting is not supported.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -65,7 +65,7 @@ def read_config(config: Config, where: str = "config.json") -> ModelConfig:
 
 
 def _unknown(kind: str, config: Config, where: str) -> WeightsError:
-    """The answer to a family that has no row. No neighbour is named: a tool wrote the name, so it is no misspelling."""
+    """Return the error for an unknown family. It suggests no near name: a tool wrote it, so it is not misspelt."""
     why, fix, text = "", "", config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     if has_experts(kind, {**config, **inner}):
@@ -78,15 +78,15 @@ def _unknown(kind: str, config: Config, where: str) -> WeightsError:
 
 
 def has_experts(kind: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a mixture of experts goes by the name `kind` or has such `settings`."""
+    """Return True if the name `kind` or the `settings` are those of a mixture of experts."""
     return "moe" in kind.lower() or any("expert" in name and value for name, value in settings.items())
 
 
 def write_config(config: ModelConfig) -> Fields:
-    """A config.json that means `config`, less what concerns the tokenizer.
+    """Convert `config` to a config.json, without the fields of the tokenizer.
 
     Raises:
-        WeightsError: the family's config.json cannot say this, as after a switch was turned that the family has not.
+        WeightsError: the family's config.json cannot express it, as after changing a switch that the family lacks.
     """
     family = FAMILIES.get(config.family)
     fields: Fields = {"model_type": config.family}
@@ -101,7 +101,7 @@ def write_config(config: ModelConfig) -> Fields:
 
 
 def parameters(config: ModelConfig) -> list[str]:
-    """The dotted paths of every parameter of the decoder that `config` describes."""
+    """Return the dotted paths of all parameters of the decoder that `config` describes."""
     norms = ["attn_norm", "mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
     norms += ["attn.q_norm", "attn.k_norm"] if config.qk_norm else []
     layer = [f"{norm}.scale" for norm in norms if config.norm_scales]
@@ -115,8 +115,8 @@ def parameters(config: ModelConfig) -> list[str]:
 
 
 def projections(config: ModelConfig) -> dict[str, str]:
-    """The path of each projection in the layers, `layers.0.attn.q_proj`, → its Hugging Face module's; Llama's where
-    `config` belongs to no family.
+    """Return the path of each projection in the layers, `layers.0.attn.q_proj`, → its Hugging Face module's path, which
+    is Llama's where `config` belongs to no family.
     """
     table = FAMILIES.get(config.family, FAMILIES["llama"]).names
     kernels = [path for path in parameters(config) if path.endswith(".kernel")]
@@ -124,9 +124,9 @@ def projections(config: ModelConfig) -> dict[str, str]:
 
 
 def names(config: ModelConfig, table: NameTable | None = None, *, scored: bool = False) -> dict[str, str]:
-    """Our path → the checkpoint's tensor name, for each parameter; the family's Hugging Face table unless given.
+    """Return our path → the checkpoint's tensor name per parameter; `table` defaults to the family's Hugging Face one.
 
-    `scored`: of a *ForSequenceClassification checkpoint, which has `score` [labels, D] and no language head.
+    `scored`: for a *ForSequenceClassification checkpoint, which has `score` [labels, D] and no language head.
     """
     table = table or FAMILIES[config.family].names
     top = {"score": SCORE} if scored else {}
@@ -135,7 +135,7 @@ def names(config: ModelConfig, table: NameTable | None = None, *, scored: bool =
 
 
 def orient(path: str, tensor: np.ndarray) -> np.ndarray:
-    """A tensor turned from the checkpoint's layout to ours, or back: kernels are transposed."""
+    """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
     return tensor.T if path.endswith(".kernel") else tensor
 
 
@@ -143,7 +143,7 @@ def match(expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[
     """Refuse a checkpoint that lacks a tensor or has one that the model would not use.
 
     Raises:
-        WeightsError: naming the first few.
+        WeightsError: a tensor is missing or unused; the message names the first few.
     """
     have = set(found)
     missing = sorted(set(expected.values()) - have)
@@ -163,7 +163,7 @@ def match(expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[
 
 
 def _few(names: list[str]) -> str:
-    """`a is`, `a, b are`, or the first three of many and their number."""
+    """Format names as `a is`, `a, b are`, or the first three of many and their number."""
     shown = ", ".join(names[:3]) + (f" … ({len(names)} tensors)" if len(names) > 3 else "")
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 

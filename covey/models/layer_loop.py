@@ -1,9 +1,9 @@
-"""One of several layers' weights, chosen inside a loop.
+"""Selection of one layer's weights inside a loop over layers.
 
-To loop over weights that lie apart, as decoding wants them, they would be stacked first: a copy of the model in every
-call, and one of its gradient. Here the loop picks each layer's weights from where they lie. Were that differentiated as
-it is, each turn would add a gradient for every layer, all of them zeros but one; instead the gradient goes into slots
-that the loop runs along.
+Decoding needs each layer's weights in separate arrays. A loop over them would have to stack them first: a copy of the
+model in every call, and one of its gradient. Here the loop selects each layer's weights from the separate arrays.
+Differentiated naively, each iteration would add a gradient for every layer, all zeros but one; instead the gradient
+goes into slots that the loop scans over.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ Tree = TypeVar("Tree")
 
 
 def gradient_slots(trees: Sequence[Tree]) -> Tree:
-    """What a scan runs along to get the gradients of `trees`: a tree like each of them, its leaves [n, ...]; on a CPU
-    floats of 32 bits, since XLA has no others there and would convert the whole of a leaf in each turn.
+    """Return what a scan takes as `xs` to receive the gradients of `trees`: a tree like each of them, with leaves
+    [n, ...]; float32 on a CPU, since XLA has no narrower floats there and would convert a whole leaf per iteration.
     """
     slots: Tree = jax.tree.map(lambda *leaves: _slots(leaves[0].dtype, leaves), *trees)
     return slots
 
 
 def pick(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
-    """`trees[number]`, whose gradient goes to `slot`: the leaves at `number` of `gradient_slots`."""
+    """Return `trees[number]`, whose gradient goes to `slot`: the leaves at `number` of `gradient_slots`."""
     held = jax.lax.stop_gradient(list(trees))
     chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in held])
     picked: Tree = jax.tree.map(lambda value, slot: _through(slot.dtype, value, slot), chosen, slot)
@@ -35,7 +35,7 @@ def pick(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
 
 
 def all_but_picked(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps everything but what was picked: that would be the copy after all."""
+    """Policy for `jax.checkpoint` that saves everything but what `pick` returns, which would be a copy of the model."""
     handed_on = primitive.name == "custom_vjp_call" and not params["call_jaxpr"].eqns  # `_through`
     return not handed_on and primitive.name != "cond"
 
@@ -58,7 +58,7 @@ def _through(kind: DTypeLike, value: Array, slot: Array) -> Array:
     return value
 
 
-# Called again, not handed back: a second derivative goes the same way.
+# Called again instead of returning the value, so that a second derivative takes the same path.
 _through.defvjp(
     lambda kind, value, slot: (_through(kind, value, slot), None), lambda kind, _, grad: (None, grad.astype(kind))
 )

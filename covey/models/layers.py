@@ -1,7 +1,7 @@
-"""The pieces of a decoder block: products, norms, rotary positions, the MLP.
+"""The parts of a decoder block: products, norms, rotary positions, the MLP.
 
 Products accumulate in float32 whatever their operands' type, in the forward and in both backward products; written any
-other way, bfloat16 weights are upcast whole on CPU. Norms and rotations run in float32.
+other way, CPU upcasts whole bfloat16 weights. Norms and rotations run in float32.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from covey.models.config import ModelConfig, RopeScaling
 from covey.models.quantised import Quantised, dequantised
 
 PRODUCT = "product"
-"""Name of what `kept` marks, for `decoder.KEPT`."""
+"""Checkpoint name of the values that `kept` marks, for `decoder.KEPT`."""
 
 
 def kept(x: Array) -> Array:
-    """`x`, marked as worth keeping where a layer is recomputed.
+    """Return `x`, marked as worth saving where a layer is rematerialised.
 
-    Of 16 bits the bits alone: what a loop keeps goes into one array for all of its turns, and a CPU, where XLA has no
-    such floats, would in each turn convert the whole of it, there and back.
+    16-bit floats are saved as integers: a loop saves into one array for all of its iterations, and on a CPU, where XLA
+    has no such floats, it would convert the whole array to float32 and back in each iteration.
     """
     return _kept_bits(x) if jnp.dtype(x.dtype).itemsize == 2 else checkpoint_name(x, PRODUCT)
 
@@ -40,7 +40,7 @@ _kept_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, grad: (grad,))
 
 
 def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
-    # A float32 product means float32: accelerators would otherwise round its operands to TF32 or bfloat16.
+    # A float32 product stays float32: accelerators would otherwise round its operands to TF32 or bfloat16.
     precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
     return jax.lax.dot_general(
         a.astype(dtype), b.astype(dtype), (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
@@ -49,7 +49,7 @@ def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: Float[Array, "... n_in"], kernel: Float[Array, "n_in n_out"], dtype: DTypeLike) -> Array:
-    """`x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`."""
+    """Compute `x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`."""
     return _dot(x, kernel, ((x.ndim - 1,), (0,)), dtype).astype(x.dtype)
 
 
@@ -61,8 +61,8 @@ def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array)
     x, kernel = saved
     leading = tuple(range(x.ndim - 1))
     grad_x = _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(x.dtype)
-    # The first operand is copied into another order: of an adapter's two, not the wide one. (XLA's CPU has no such
-    # product with a transposed result for bfloat16.)
+    # XLA copies the first operand into another order, so the narrower one of an adapter's two comes first. (On CPU, XLA
+    # has no such product with a transposed result for bfloat16.)
     swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32
     grad_kernel = _dot(grad, x, (leading, leading), dtype).T if swap else _dot(x, grad, (leading, leading), dtype)
     return grad_x, grad_kernel.astype(kernel.dtype)
@@ -73,8 +73,8 @@ project.defvjp(_project_forward, _project_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def project_frozen(x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str) -> Array:
-    """`project` with a kernel held in `kind` (see `Quantised`): dequantised anew for each product, forward and
-    backward, and without a gradient.
+    """Compute `project` with a kernel stored as `kind` (see `Quantised`): it is dequantised for each product, forward
+    and backward, and has no gradient.
     """
     values, scales, x = _together(values, scales, x)
     return project(x, dequantised(values, scales, kind), dtype)
@@ -93,10 +93,10 @@ def _frozen_backward(dtype: DTypeLike, kind: str, saved: tuple[Array, Array], gr
 
 
 def _together(values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
-    """All three, none to be used before the others are there. Otherwise the compiler keeps a float kernel from the
-    forward for the backward, or makes all of them before a decoding loop begins.
+    """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
+    the forward for the backward pass, or makes all of them before a decoding loop begins.
     """
-    if jax.default_backend() == "cpu":  # which drops barriers early; this zero it cannot see through
+    if jax.default_backend() == "cpu":  # CPU drops barriers early, but cannot fold this zero
         zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
         return values + zero.astype(values.dtype), scales, beside
     held: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
@@ -107,14 +107,14 @@ project_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
 class LoRA(nnx.Module):
-    """A low-rank addition to one projection: `scale · x A B` (Hu et al., 2021), B starting at zero.
+    """Low-rank addition to one projection: `scale · x A B` (Hu et al., 2021), with B zero at first.
 
-    A starts uniform in ±1/sqrt(n_in), the Hugging Face PEFT default.
+    A is initialised uniformly in ±1/sqrt(n_in), the Hugging Face PEFT default.
 
     Attributes:
         scale: alpha / rank.
-        dropout: share of the inputs that an update leaves out; 0 is none. See `lora.dropped`.
-        noise: what seeds that: the run's seed, and the adapter's number in the model.
+        dropout: fraction of the inputs that an update drops; 0 means none. See `lora.dropped`.
+        noise: seeds of the dropout: the run's seed, and the adapter's number in the model.
     """
 
     def __init__(self, n_in: int, n_out: int, rank: int, alpha: float, *, rngs: nnx.Rngs):
@@ -125,12 +125,12 @@ class LoRA(nnx.Module):
         self.dropout, self.noise = 0.0, (0, 0)
 
     def __call__(self, x: Float[Array, "... n_in"], dtype: DTypeLike) -> Array:
-        narrow = project(x, self.a[...], dtype) * jnp.asarray(self.scale, x.dtype)  # scaled where it is smallest
+        narrow = project(x, self.a[...], dtype) * jnp.asarray(self.scale, x.dtype)  # scaled where the array is smallest
         return project(narrow, self.b[...], dtype)
 
 
 class Linear(nnx.Module):
-    """`x W (+ b) (+ LoRA)`, the kernel stored [n_in, n_out], or as a `Quantised` in its place."""
+    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `Quantised`."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
@@ -169,7 +169,7 @@ class RMSNorm(nnx.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, "half"]:
-    """Radians per position for each pair of a head's numbers (Su et al., 2021), stretched as `scaling` says."""
+    """Return radians per position for each pair of a head's numbers (Su et al., 2021), scaled by `scaling`."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
@@ -182,29 +182,29 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 Rope = tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]
-"""Cosines and sines for every position, broadcast over heads."""
+"""Cosines and sines of every position, broadcast over heads."""
 
 
 def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"]) -> Rope:
-    """Cosine and sine of position × frequency."""
+    """Return cosine and sine of position × frequency."""
     angle = positions[..., None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
-    """Rotates the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints."""
+    """Rotate the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints."""
     cos, sin = rope
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def softcapped(x: Array, softcap: float | None) -> Array:
-    """softcap · tanh(x / softcap) (Bello et al., 2016; Gemma 2), or `x` where there is no soft-cap."""
+    """Return softcap · tanh(x / softcap) (Bello et al., 2016; Gemma 2), or `x` if `softcap` is None."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
 class MLP(nnx.Module):
-    """The feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or without gate down(act(up(x)))."""
+    """Feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or down(act(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         linear = partial(Linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

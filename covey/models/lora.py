@@ -1,8 +1,8 @@
-"""LoRA on a decoder (Hu et al., 2021): adapters put on, taken off, merged; and the dropout of a training step.
+"""LoRA on a decoder (Hu et al., 2021): add, remove and merge adapters; apply the dropout of a training step.
 
-The adapters are a module of ours and not qwix's: qwix intercepts products by patching them while the model is traced,
+The adapters are our own module and not qwix's: qwix intercepts products by patching them while the model is traced,
 which fails inside rematerialised layers, and ours are rematerialised. The base under them may be quantised
-(`quantised`), which is qwix's.
+by qwix (`quantised`).
 
 Actor and reference share the base: `with_lora` copies the module, not its arrays.
 """
@@ -32,10 +32,10 @@ ALL = "all-linear"
 
 
 def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
-    """A model that shares every array of `base` and has adapters on `config.targets`.
+    """Return a model that shares every array of `base` and has adapters on `config.targets`.
 
     Args:
-        seed: of the adapters' first values, and of their dropout.
+        seed: seed of the adapters' initial values and of their dropout.
 
     Errors: RecipeError for a target that names no projection of this model, or a rank below 1.
     """
@@ -51,7 +51,7 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
 
 
 def targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Linear]:
-    """The projections that `wanted` names, by path and in the order of the model.
+    """Return the projections that `wanted` names, by path and in the order of the model.
 
     Each entry is `all-linear`; the name of a projection, ours or Hugging Face's (`q_proj`, `fc1`); or a regular
     expression over whole dotted paths, ours or Hugging Face's: `layers\\.[0-3]\\..*`, `.*self_attn.*`.
@@ -83,7 +83,7 @@ def _matches(entry: str, named: Mapping[str, str]) -> list[str]:
 
 
 def merged(model: Model) -> Model:
-    """The same function without adapters: each kernel becomes W + scale·A·B, and one that was quantised a float one."""
+    """Return a copy without adapters: each kernel becomes W + scale·A·B, and a quantised one becomes floating-point."""
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
         if linear.lora is not None or isinstance(linear.kernel, Quantised):
@@ -93,8 +93,8 @@ def merged(model: Model) -> Model:
 
 
 def rebased(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
-    """What `model` computes, as a base for other adapters: its own are merged, its weights held in `dtype`, and its
-    projections quantised as `how` says; one after another.
+    """Return a base for new adapters that computes what `model` does: its own adapters are merged, its weights cast to
+    `dtype`, and its projections quantised to the format `how`, one projection at a time.
 
     Errors: RecipeError where the blocks of `how` do not divide a kernel's inputs.
     """
@@ -109,7 +109,7 @@ def rebased(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
 
 
 def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
-    """W + scale·A·B, computed in float32 and rounded once; W itself where there is no adapter."""
+    """Return W + scale·A·B, computed in float32 and rounded once; W itself where there is no adapter."""
     if linear.lora is None:
         return linear.kernel[...].astype(dtype)
     update = project(linear.lora.a[...], linear.lora.b[...], jnp.float32) * linear.lora.scale
@@ -117,7 +117,7 @@ def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"
 
 
 def without_lora(model: Model) -> Model:
-    """The base under the adapters, sharing its arrays."""
+    """Return the base under the adapters, sharing its arrays."""
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
         linear.lora = None
@@ -125,19 +125,19 @@ def without_lora(model: Model) -> Model:
 
 
 def has_lora(model: nnx.Module) -> bool:
-    """True when any projection has an adapter."""
+    """Return True if any projection has an adapter."""
     return len(nnx.state(model, nnx.LoRAParam)) > 0
 
 
 def changes_base(model: Decoder | ValueModel) -> bool:
-    """True when the adapters change what the base computes, as new ones, whose B is 0, do not."""
+    """Return True if the adapters change the base's output; new ones, whose B is 0, do not."""
     return any(bool(jnp.any(x.lora.b[...])) for x in projections(model).values() if x.lora is not None)
 
 
 def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[Any, Any], nnx.State[Any, Any]]:
-    """The model's graph, what training changes, and the rest.
+    """Return the model's graph, its trainable state, and the rest.
 
-    Trained are the adapters, and a value head with them, when there are any; else every weight.
+    A model with adapters trains them and a value head, if it has one; other models train every weight.
 
     Errors: RecipeError for a quantised model without adapters.
     """
@@ -154,11 +154,11 @@ def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[
 
 
 def dropped(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
-    """`params` as the forward of update `step` sees them: dropout on the inputs of the adapters that have it.
+    """Return `params` for the forward pass of update `step`, with dropout on the inputs of the adapters that have it.
 
-    An input is zeroed, or divided by the share that is kept, by way of its row of A. One deviation from Hu et al.: the
-    zeros are drawn once an update, from (seed, adapter, step), and shared by all of its tokens. So an update does not
-    depend on how its samples are packed and cut, and a resumed run draws what the run never stopped would have drawn.
+    An input is zeroed, or divided by the fraction kept, through its row of A. One deviation from Hu et al.: the zeros
+    are drawn once per update, from (seed, adapter, step), and shared by all of its tokens. So an update does not depend
+    on how its completions are packed and split, and a resumed run draws what an uninterrupted run would have drawn.
     """
     model = nnx.merge(graph, params)
     noisy = [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
@@ -171,7 +171,7 @@ def dropped(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
 
 
 def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
-    """Every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`."""
+    """Return every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`."""
     decoder = trunk(model)
     linears = {}
     for path in families.projections(decoder.config):
@@ -181,5 +181,5 @@ def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
 
 
 def trunk(model: Decoder | ValueModel) -> Decoder:
-    """The decoder under a value head, or the decoder itself."""
+    """Return the decoder under a value head, or the decoder itself."""
     return model.decoder if isinstance(model, ValueModel) else model

@@ -1,8 +1,8 @@
 """Frozen kernels in 8 or 4 bits, by qwix's numerics: the base under adapters (QLoRA; Dettmers et al., 2023).
 
-int8 has one scale a column, nf4 the 16 levels of the paper's appendix E and one scale for each block of inputs in a
-column. Only projections are held so. They are quantised one by one, while loading or after, and dequantised inside each
-product that needs them (`layers.project_frozen`): neither the float model nor a float copy of it is ever whole.
+int8 has one scale per column; nf4 has the 16 levels of the paper's appendix E and one scale per block of inputs in a
+column. Only projections are quantised, one by one, while loading or after, and dequantised inside each product that
+needs them (`layers.project_frozen`): the whole model never exists in floating point.
 """
 
 import math
@@ -24,11 +24,11 @@ from covey.errors import RecipeError, nearest
 
 @dataclass(frozen=True)
 class Format:
-    """How kernels are held.
+    """Storage format of quantised kernels.
 
     Attributes:
         kind: int8 or nf4.
-        block: nf4: inputs that share a scale.
+        block: number of inputs that share a scale (nf4 only).
     """
 
     kind: str
@@ -36,17 +36,17 @@ class Format:
 
 
 class Frozen(nnx.Variable[jax.Array]):
-    """A part of a quantised kernel: nothing trains it."""
+    """Part of a quantised kernel; it is never trained."""
 
 
 class Quantised(nnx.Module):
-    """In place of a kernel [n_in, n_out]; `quantised[...]` is that kernel in float32.
+    """Quantised kernel that replaces a kernel [n_in, n_out]; `quantised[...]` is that kernel in float32.
 
     Attributes:
-        values: int8 [n_in, n_out]; nf4's numbers of levels two in a byte, uint8 [n_in / 2, n_out].
+        values: int8 [n_in, n_out]; for nf4 two level indices per byte, uint8 [n_in / 2, n_out].
         scales: float32 [blocks, n_out].
-        kind: of the format.
-        dtype: of the kernel where it is a float one again, as when adapters are merged into it.
+        kind: the format's kind, int8 or nf4.
+        dtype: type of the kernel once it is in floating point again, as when adapters are merged into it.
     """
 
     def __init__(self, values: Array, scales: Array, kind: str, dtype: DTypeLike):
@@ -58,23 +58,23 @@ class Quantised(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the kernel."""
+        """Shape of the kernel."""
         rows, columns = self.values.shape
         return rows * IN_A_BYTE[self.kind], columns
 
     @property
     def ndim(self) -> int:
-        """That of the kernel."""
+        """Number of dimensions of the kernel."""
         return 2
 
     @property
     def size(self) -> int:
-        """Numbers in the kernel."""
+        """Number of elements of the kernel."""
         return math.prod(self.shape)
 
 
 def format_of(quantize: str, block: int) -> Format | None:
-    """The format that `configs.ModelOptions` names; None for `none`.
+    """Return the format that `configs.ModelOptions` names; None for `none`.
 
     Raises:
         RecipeError: there is no such format.
@@ -86,7 +86,7 @@ def format_of(quantize: str, block: int) -> Format | None:
 
 
 def held(kernel: Array | np.ndarray, how: Format, dtype: DTypeLike) -> Quantised:
-    """`kernel` in the format `how`. `dtype`: see `Quantised`.
+    """Quantise `kernel` to the format `how`. `dtype`: see `Quantised`.
 
     Raises:
         RecipeError: the blocks do not divide its inputs.
@@ -95,14 +95,14 @@ def held(kernel: Array | np.ndarray, how: Format, dtype: DTypeLike) -> Quantised
 
 
 def room_for(shape: tuple[int, ...], how: Format, dtype: DTypeLike) -> Quantised:
-    """As `held`, for a kernel that is still to come: shapes alone."""
+    """Return what `held` would for a kernel of this shape that is not loaded yet: shapes only."""
     kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
     values, scales = jax.eval_shape(partial(_quantise, kind=how.kind, block=_block(kernel, how)), kernel)
     return Quantised(values, scales, how.kind, dtype)
 
 
 def quantise(kernel: Any, how: Format) -> tuple[Array, Array]:
-    """Values and scales of one kernel [n_in, n_out]; see `Quantised`.
+    """Compute values and scales of one kernel [n_in, n_out]; see `Quantised`.
 
     Raises:
         RecipeError: the blocks do not divide its inputs.
@@ -112,28 +112,28 @@ def quantise(kernel: Any, how: Format) -> tuple[Array, Array]:
 
 
 def quantising(tensors: Iterator[tuple[str, np.ndarray]], how: Format) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a checkpoint with each kernel as its values and scales, one in memory at a time."""
+    """Yield the tensors of a checkpoint, each kernel as its values and scales, one in memory at a time."""
     for path, tensor in tensors:
         if path.endswith(".kernel"):
             values, scales = map(np.asarray, quantise(tensor, how))
             del tensor
             yield f"{path}.values", values
             yield f"{path}.scales", scales
-            del values, scales  # before the next is read
+            del values, scales  # free them before the next is read
         else:
             yield path, tensor
             del tensor
 
 
 def dequantised(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n_out"], kind: str) -> Array:
-    """The kernel that they stand for, float32 [n_in, n_out]."""
+    """Return the kernel that `values` and `scales` represent, float32 [n_in, n_out]."""
     import qwix
 
     def row(values: Array, scales: Array) -> Array:
         kernel: Array = qwix.dequantize(qwix.QArray(values, scales, qtype=kind))
         return kernel
 
-    # Row by row, since qwix looks levels up in one long line: of a kernel in pieces it would gather the whole.
+    # Row by row, since qwix looks levels up in a flattened array, which would gather the whole of a sharded kernel.
     values = values if kind == "int8" else jnp.stack([values & 15, values >> 4], axis=1)
     blocks = values.reshape(scales.shape[0], -1, scales.shape[1])
     return jax.vmap(jax.vmap(row, (0, None)))(blocks, scales).reshape(-1, scales.shape[1])
@@ -146,7 +146,7 @@ def _quantise(kernel: Float[Array, "n_in n_out"], *, kind: str, block: int) -> t
     found = qwix.quantize(kernel, kind, channelwise_axes=[1], tiled_axes={0: block})
     if kind == "int8":
         return found.qvalue, found.scale
-    values = found.qvalue.astype(jnp.uint8)  # JAX's uint4 takes a whole byte on CPU: two are put into one here
+    values = found.qvalue.astype(jnp.uint8)  # JAX's uint4 takes a whole byte on CPU: pack two per byte here
     return values[::2] | values[1::2] << 4, found.scale
 
 
@@ -164,4 +164,4 @@ def _block(kernel: Any, how: Format) -> int:
 
 
 IN_A_BYTE = {"int8": 1, "nf4": 2}
-"""Format → numbers of a kernel in a byte."""
+"""Format → number of kernel elements per byte."""

@@ -1,7 +1,7 @@
-"""Small models made from scratch: a name goes in, an untrained model and its tokenizer come out. No files, no JAX.
+"""Small models made from scratch: an untrained model and its tokenizer from a name, without files or JAX.
 
-`scratch:NAME@SEED` is a model source like others, and an origin: name and seed alone say every weight. Without a seed
-it is that of the run, and 0 where there is no run. The tokenizer knows an alphabet, one token a character.
+`scratch:NAME@SEED` is a model source like others, and an origin: name and seed determine every weight. The seed
+defaults to that of the run, and to 0 where there is no run. The tokenizer has an alphabet, one token per character.
 """
 
 import re
@@ -19,12 +19,12 @@ from covey.text.tokenizer import Tokenizer
 
 PREFIX = "scratch:"
 SPECIAL = ("<pad>", "<unk>", "<eos>")
-"""The control tokens, before the alphabet: the filler, a character outside the alphabet, the end of a text."""
+"""Control tokens, before the alphabet: padding, a character outside the alphabet, the end of a text."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model is made as: an architecture of the family llama but for its vocabulary, and the alphabet."""
+    """Description of a model: a Llama architecture, except for its vocabulary size, and the alphabet."""
 
     alphabet: str
     hidden_size: int
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture; the MLP is 8/3 as wide as the model, as in Llama."""
+        """Return the architecture; the MLP is 8/3 as wide as the model, as in Llama."""
         heads = self.hidden_size // self.head_dim
         return ModelConfig(
             vocab_size=len(SPECIAL) + len(self.alphabet),
@@ -52,11 +52,12 @@ class Plan:
 class Scratch:
     """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
 
-    Weights are drawn by NumPy's frozen generator, so that a seed means the same ones in every version: those that
-    `Decoder` would begin with in kind, but for an embedding as wide as the matrices, with which sums are learnt sooner.
+    Weights are drawn by NumPy's frozen generator, so that a seed gives the same weights in every version. They follow
+    the initial distributions of `Decoder`, except that the embedding's spread is that of the matrices, with which sums
+    are learnt sooner.
 
     Raises:
-        WeightsError: there is no such name, or the seed is none.
+        WeightsError: there is no such name, or the seed is not valid.
     """
 
     def __init__(self, source: str):
@@ -66,7 +67,7 @@ class Scratch:
         self.origin = f"{PREFIX}{name}@{self.seed}"
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         random = np.random.RandomState(self.seed)
         for path in families.parameters(self.config):
             shape = _shape(self.config, path)
@@ -78,15 +79,15 @@ class Scratch:
 
 
 def names() -> list[str]:
-    """The sources of this kind."""
+    """Return the sources of this kind."""
     return [PREFIX + name for name in SCRATCH]
 
 
 def split(source: str) -> tuple[str, int]:
-    """`scratch:NAME@SEED` → (NAME, SEED), seed 0 when not given.
+    """Split `scratch:NAME@SEED` into (NAME, SEED), with seed 0 if not given.
 
     Raises:
-        WeightsError: there is no such name, or the seed is none.
+        WeightsError: there is no such name, or the seed is not valid.
     """
     name, at, seed = source.removeprefix(PREFIX).partition("@")
     if name not in SCRATCH:
@@ -97,7 +98,7 @@ def split(source: str) -> tuple[str, int]:
 
 
 def seeded(source: str, seed: int) -> str:
-    """`source`, with `seed` where it is a model from scratch that names none.
+    """Return `source`, with `seed` added if it is a model from scratch without a seed.
 
     >>> seeded("scratch:arithmetic-tiny", 7), seeded("scratch:arithmetic-tiny@1", 7), seeded("smollm2-135m", 7)
     ('scratch:arithmetic-tiny@7', 'scratch:arithmetic-tiny@1', 'smollm2-135m')
@@ -106,7 +107,7 @@ def seeded(source: str, seed: int) -> str:
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
-    """One token a character of `alphabet`, behind the control tokens; no beginning of text, no chat format."""
+    """Return a tokenizer: the control tokens, then one token per character of `alphabet`; no BOS, no chat format."""
     tokens = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
     inner = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="<unk>", fuse_unk=False))
     inner.add_special_tokens(list(SPECIAL))
@@ -115,7 +116,7 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
 
 
 def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
-    """Of a parameter of the family llama; `weights.fill` refuses any that the decoder has otherwise."""
+    """Return the shape of a parameter of the family llama; `weights.fill` refuses any that differs in the decoder."""
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     kind = path.split(".")[-2]
     shapes: dict[str, tuple[int, ...]] = {
@@ -134,4 +135,4 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
 SCRATCH: dict[str, Plan] = {
     "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=8, rope_theta=10.0),
 }
-"""Name → what is made."""
+"""Name → description of the model."""

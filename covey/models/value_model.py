@@ -1,8 +1,8 @@
-"""A decoder with one number a token instead of logits: the critic (the value of the state that the token ends) and the
+"""A decoder with one number per token instead of logits: the critic (the value of the state after the token) and the
 reward model (a Hugging Face *ForSequenceClassification with one label, read at the last token).
 
-Only the trunk of a decoder is kept: an untied language head stays behind. The head is float32 in memory and in
-arithmetic, whatever the trunk is.
+Only the trunk of a decoder is kept: an untied language head is dropped. The head is float32 in memory and in
+arithmetic, whatever the trunk's type.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from covey.models.loading.wheels import Say
 
 
 class HeadParam(nnx.Param[jax.Array]):
-    """The weights of a value head: `lora.split_trainable` trains them together with adapters."""
+    """Weights of a value head; `lora.split_trainable` trains them together with adapters."""
 
 
 class ValueModel(nnx.Module):
@@ -44,16 +44,16 @@ class ValueModel(nnx.Module):
         self.score = HeadParam(jnp.zeros((decoder.config.hidden_size,), jnp.float32))
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T"]:
-        """The value of each prefix, float32."""
+        """Return the value of each prefix, float32."""
         return self.values(self.decoder(tokens, positions, attend)[0])
 
     def values(self, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:
-        """The head on the trunk's hidden states."""
+        """Apply the head to the trunk's hidden states."""
         return jnp.matmul(hidden.astype(jnp.float32), self.score[...], precision=jax.lax.Precision.HIGHEST)
 
 
 def value_model(base: Decoder, *, share: bool = False) -> ValueModel:
-    """A critic from a language model: its trunk, adapters included, with a zero head, so that all first values are 0.
+    """Make a critic from a language model: its trunk with adapters, and a zero head, so that all initial values are 0.
 
     Args:
         base: any decoder.
@@ -81,11 +81,11 @@ def load_value_model(
 
     Args:
         source: as for `weights.load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
-        new_head: accept a language model too, and give it a zero head: a critic's start.
+        new_head: accept a language model too, and give it a zero head, as the start of a critic.
         mesh, place, say, options: as for `weights.load`.
 
     Raises:
-        WeightsError: the source cannot be had or is incomplete, its head has more than one label, or it is a language
+        WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
             model and `new_head` is not set.
     """
     found, checkpoint = weights.find(source, say)
@@ -100,7 +100,7 @@ def load_value_model(
 
 
 def _without_head(base: Decoder) -> Decoder:
-    """`base` with the same arrays, less a language head of its own."""
+    """Return `base` with the same arrays, without a language head of its own."""
     trunk = nnx.merge(*nnx.split(base))
     trunk.head, trunk.config = None, replace(base.config, tie_embeddings=True)
     return trunk
@@ -125,12 +125,12 @@ def _check_head(labels: int | None, new_head: bool, where: str) -> None:
 
 
 def _tensors(checkpoint: weights.Checkpoint, zero: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
+    """Yield the checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
     for path, tensor in checkpoint.tensors():
         if path == "score":
             yield path, tensor[0]
         elif path != "head.embedding":
             yield f"decoder.{path}", tensor
-        del tensor  # before the next is read
+        del tensor  # free it before the next is read
     if zero:
         yield "score", np.zeros(zero, np.float32)

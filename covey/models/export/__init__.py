@@ -1,7 +1,7 @@
-"""Models out, in the formats others read: a Hugging Face folder, a PEFT adapter, a GGUF file.
+"""Export of models to the formats of other tools: a Hugging Face folder, a PEFT adapter, a GGUF file.
 
 Each is written into a new folder, read back by our own loader and compared with the model in memory; only then is it
-put in place. This file only hands names on.
+moved into place. This file only re-exports names.
 """
 
 from covey.models.export.files import Difference, check_new

@@ -1,5 +1,5 @@
-"""What all exports share: a folder that is new, and whole or not there; tensors in the type asked for; safetensors that
-are read back as they are written; and the comparison of what was written with what is in memory.
+"""Functions that all exports share: create a new folder atomically, cast tensors to the requested type, write and
+verify safetensors files, and compare the written model with the one in memory.
 """
 
 import json
@@ -27,17 +27,17 @@ from covey.parallel.reshard import flatten
 
 
 class Difference(NamedTuple):
-    """How far the logits of two models lie apart: the largest difference, and the largest logit beside it."""
+    """Difference between the logits of two models: the largest difference, and the largest logit for comparison."""
 
     largest: float
     of: float
 
 
 def check_new(out: Path) -> None:
-    """Refuse a place where something is already.
+    """Refuse a path that is already in use.
 
     Raises:
-        CoveyError: `out` exists and is no empty folder.
+        CoveyError: `out` exists and is not an empty folder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CoveyError(
@@ -50,10 +50,10 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it becomes `out` at the end, and vanishes when that fails.
+    """Yield a temporary folder beside `out`; rename it to `out` at the end, or delete it on failure.
 
     Raises:
-        CoveyError: something is already there, or the folder cannot be written.
+        CoveyError: `out` is already in use, or the folder cannot be written.
     """
     check_new(out)
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
@@ -61,7 +61,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         check_new(out)
-        os.rename(draft, out)  # takes the place of an empty folder, of nothing else
+        os.rename(draft, out)  # replaces an empty folder and nothing else
     except OSError as error:
         raise CoveyError(f"cannot be written: {error.strerror or error}", where=str(out)) from error
     finally:
@@ -69,9 +69,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """(our path, array in our layout and in `dtype`) of each parameter, adapters merged; one on the host at a time.
+    """Yield (our path, array in our layout and in `dtype`) per parameter, adapters merged; one on the host at a time.
 
-    `vectors` is the type of norms and biases where it is another.
+    `vectors` is the type of norms and biases where it differs from `dtype`.
     """
     state, linears = places(model), projections(model)
     for path in families.parameters(model.config):
@@ -79,33 +79,33 @@ def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterat
         kind = dtype if held.ndim > 1 else vectors or dtype
         array = np.asarray(held.astype(kind) if linear is None else merged_kernel(linear, kind))
         yield path, array
-        del array  # before the next is made
+        del array  # free it before the next is made
 
 
 def places(model: Decoder) -> dict[str, Any]:
-    """What holds each parameter, by our path: it has a shape, and a kernel may be a quantised one."""
+    """Return our path → the object that holds the parameter: it has a shape, and a kernel may be quantised."""
     kernels = {f"{path}.kernel": linear.kernel for path, linear in projections(model).items()}
     return flatten(nnx.state(model)) | kernels
 
 
 def sizes(model: Decoder, dtype: str) -> dict[str, int]:
-    """Bytes of each parameter in `dtype`, in the order of `parameters`."""
+    """Return the bytes of each parameter in `dtype`, in the order of `parameters`."""
     state, width = places(model), jnp.dtype(dtype).itemsize
     return {path: state[path].size * width for path in families.parameters(model.config)}
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """A safetensors file of `tensors`, read back.
+    """Write `tensors` to a safetensors file and read it back.
 
     Raises:
-        WeightsError: what was read is not what was written.
+        WeightsError: what was read differs from what was written.
     """
     import safetensors.numpy
 
-    # safetensors writes the memory as it lies: of an array that is not C-contiguous, its numbers in another order.
+    # safetensors writes raw memory: an array that is not C-contiguous would be written in the wrong order.
     held = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     safetensors.numpy.save_file(held, file, metadata={"format": "pt"})
-    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read; the folder has the user's umask
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it private; the folder has the user's umask
     with open_safetensors(file) as written:
         wrong = [name for name, tensor in held.items() if written.get_tensor(name).tobytes() != tensor.tobytes()]
     if wrong:
@@ -113,15 +113,15 @@ def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """`value` as a JSON file."""
+    """Write `value` as a JSON file."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compare(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:
-    """How far the logits of what was `written` are from those of `model`, on random texts of its vocabulary.
+    """Compare the logits of `written` with those of `model`, on random tokens of its vocabulary.
 
     Raises:
-        WeightsError: farther than rounding to `dtype` explains.
+        WeightsError: they differ by more than rounding to `dtype` explains.
     """
     tokens = np.random.RandomState(0).randint(0, vocabulary, (2, min(32, model.config.max_positions)))
     ours, theirs = logits(model, tokens), logits(written, tokens)
@@ -137,7 +137,7 @@ def compare(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where
 
 
 def logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """float32 [B, T, V] under causal attention."""
+    """Return float32 logits [B, T, V] under causal attention."""
     return np.asarray(_logits(*nnx.split(model), jnp.asarray(tokens)))
 
 
@@ -149,6 +149,6 @@ def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference of logits that each type may cost, as a share of their spread. A matrix turned or in the wrong place
-costs more than a whole one.
+"""Largest allowed mean difference of logits per type, as a fraction of their spread. A transposed or misplaced matrix
+causes more than 1.
 """

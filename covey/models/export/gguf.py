@@ -1,6 +1,6 @@
-"""A GGUF file for llama.cpp, its numbers not quantised: the inverse of `models.loading.gguf`, by the same tables.
+"""Export to an unquantised GGUF file for llama.cpp: the inverse of `models.loading.gguf`, by the same tables.
 
-Matrices are in the type asked for; norms and biases stay float32, as llama.cpp wants them.
+Matrices have the requested type; norms and biases stay float32, as llama.cpp requires.
 """
 
 import json
@@ -24,7 +24,7 @@ from covey.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
 NORMAL, UNUSED = 1, 5
-"""Token types beside those of `models.loading.gguf`: what text becomes, and what no text does."""
+"""GGUF token types besides those of `models.loading.gguf`: ordinary tokens, and unused ones."""
 SAMPLE = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 
@@ -35,16 +35,16 @@ def write_gguf(
 
     Args:
         out: the folder, new or empty.
-        dtype: float32 or bfloat16; as in memory when not given.
+        dtype: float32 or bfloat16; the type in memory by default.
         card: text of README.md.
 
     Returns:
-        how far the logits of what was written, read back, are from those of `model`.
+        The difference between the logits of the written model, read back, and those of `model`.
 
     Raises:
-        CoveyError: `out` is taken, or cannot be written.
-        WeightsError: the `gguf` package is not installed; a family, tokenizer or setting that GGUF has no name for, or
-            we none for what it has; or what was written is not the model.
+        CoveyError: `out` is in use, or cannot be written.
+        WeightsError: the `gguf` package is not installed; GGUF has no name for the family, the tokenizer or a setting,
+            or we know none; or what was written differs from the model.
     """
     family, dtype = model.config.family, dtype or str(model.head_weight.dtype)
     if family not in ARCHITECTURES:
@@ -68,7 +68,7 @@ def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> 
         kinds.get(type(value), writer.add_array)(key, value)
     for name, shape, narrow in _described(model, dtype):
         width, raw = (2, gguf.GGMLQuantizationType.BF16) if narrow else (4, None)
-        as_stored = (*shape[:-1], shape[-1] * 2) if narrow else shape  # in bytes: NumPy has no bfloat16
+        as_stored = (*shape[:-1], shape[-1] * 2) if narrow else shape  # as bytes: NumPy has no bfloat16
         kind = np.dtype(np.uint8 if narrow else np.float32)
         writer.add_tensor_info(name, as_stored, kind, math.prod(shape) * width, raw_dtype=raw)
     writer.write_header_to_file()
@@ -81,7 +81,7 @@ def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> 
 
 
 def _described(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Name and shape of each tensor in the file's order, and whether it is in bfloat16."""
+    """Yield name and shape of each tensor in the file's order, and whether it is in bfloat16."""
     state, names = places(model), families.names(model.config, NAMES)
     if _divisors(model.config) is not None:
         yield ROPE_FREQS, (model.config.head_dim // 2,), False
@@ -91,7 +91,7 @@ def _described(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...
 
 
 def _arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
-    """The tensors in the file's layout, in the order of `_described`; one on the host at a time."""
+    """Yield the tensors in the file's layout, in the order of `_described`; one on the host at a time."""
     c, divisors = model.config, _divisors(model.config)
     if divisors is not None:
         yield divisors
@@ -100,7 +100,7 @@ def _arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
         tensor = families.orient(path, array)
         tensor = permute(tensor, heads) if heads and c.family == "llama" else tensor
         yield tensor
-        del array, tensor  # before the next is made
+        del array, tensor  # free them before the next is made
 
 
 # --- metadata
@@ -127,7 +127,7 @@ def _architecture(c: ModelConfig) -> dict[str, Any]:
 
 
 def _divisors(c: ModelConfig) -> np.ndarray | None:
-    """What Llama 3's scaling divides each rotary frequency by; None for other models."""
+    """Return the divisor of each rotary frequency under Llama 3's scaling; None for other models."""
     if c.rope_scaling is None or c.rope_scaling.kind != "llama3":
         return None
     plain, scaled = (rope_frequencies(c.head_dim, c.rope_theta, scaling) for scaling in (None, c.rope_scaling))
@@ -135,7 +135,7 @@ def _divisors(c: ModelConfig) -> np.ndarray | None:
 
 
 def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """The vocabulary, one token for each of the model's `rows`, and what ends and pads a text."""
+    """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding."""
     inner = json.loads(tokenizer.inner.to_str())
     texts, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
     for text, token in inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ():
@@ -158,10 +158,10 @@ def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 
 def _split_name(inner: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which this byte-level BPE cuts text.
+    """Return llama.cpp's name for the pre-tokenizer of this byte-level BPE.
 
     Raises:
-        WeightsError: it has none, or none that we know.
+        WeightsError: llama.cpp has no name for it, or none that we know.
     """
     if inner["model"]["type"] == "BPE":
         steps, whole = _steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
@@ -183,12 +183,12 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _plain(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what concerns offsets alone."""
+    """Return `steps` without the settings that only concern offsets."""
     return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
 
 
 def _refuse_another(written: GGUF, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a file that another model or tokenizer is read from."""
+    """Refuse a file whose config or tokenizer, read back, differs from what was exported."""
     ours, theirs = ([t.encode(SAMPLE).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
     if written.config != config or ours != theirs:
         what = "the architecture" if written.config != config else "the tokenizer"

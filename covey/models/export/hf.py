@@ -1,7 +1,7 @@
-"""A Hugging Face folder that transformers loads: weights with the adapters merged, config, tokenizer, generation
-config, model card.
+"""Export to a Hugging Face folder that transformers loads: weights with the adapters merged, config, tokenizer,
+generation config, model card.
 
-Where the model came from such a folder, its own config and tokenizer files go along as they are.
+If the model was loaded from such a folder, the folder's config and tokenizer files are copied unchanged.
 """
 
 import shutil
@@ -37,16 +37,16 @@ def write_hf(
     Args:
         out: the folder, new or empty.
         source: the Hugging Face folder that the model was loaded from, if it was.
-        dtype: float32 or bfloat16; as in memory when not given.
-        shard_size: most bytes in a file of weights; a tensor larger than that has its own.
+        dtype: float32 or bfloat16; the type in memory by default.
+        shard_size: maximum bytes per file of weights; a larger tensor has a file of its own.
         card: text of README.md.
 
     Returns:
-        how far the logits of what was written, read back, are from those of `model`.
+        The difference between the logits of the written model, read back, and those of `model`.
 
     Raises:
-        CoveyError: `out` is taken, or cannot be written.
-        WeightsError: the family's config.json cannot describe the model, or what was written is not the model.
+        CoveyError: `out` is in use, or cannot be written.
+        WeightsError: the family's config.json cannot describe the model, or what was written differs from the model.
     """
     dtype = dtype or str(model.head_weight.dtype)
     with new_folder(out) as folder:
@@ -79,7 +79,7 @@ def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int) ->
 
 
 def _shards(sized: dict[str, int], most: int) -> Iterator[list[str]]:
-    """The names cut into runs of at most `most` bytes, in their order."""
+    """Split the names, in their order, into runs of at most `most` bytes."""
     shard: list[str] = []
     room = most
     for name, size in sized.items():
@@ -99,7 +99,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
-    """The source's own config, where it means this model; else one written anew."""
+    """Return the source's own config if it describes this model, else a newly written one."""
     if source is not None:
         kept = read_json(source / "config.json")
         if families.read_config(kept) == model.config:
@@ -131,7 +131,7 @@ def _write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path) ->
 
 
 def _with_bos(tokenizer: Tokenizer) -> Inner:
-    """The tokenizer as transformers wants it: one that puts BOS before a text does so in its post-processor."""
+    """Return the tokenizer as transformers expects it: BOS, if any, is prepended by its post-processor."""
     inner = Inner.from_str(tokenizer.inner.to_str())
     if tokenizer.add_bos and tokenizer.bos_id is not None and inner.encode("").ids[:1] != [tokenizer.bos_id]:
         bos = tokenizer.inner.id_to_token(tokenizer.bos_id)
@@ -157,4 +157,4 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "generation_config.json",
 )  # fmt: skip
-"""What goes along from a Hugging Face folder."""
+"""Names of the files that are copied from a Hugging Face folder."""

@@ -1,4 +1,4 @@
-"""A PEFT adapter: what LoRA has learnt, to be put on its base by Hugging Face PEFT or by `models.loading.peft`."""
+"""Export of LoRA weights as a PEFT adapter, for Hugging Face PEFT or `models.loading.peft` to load onto the base."""
 
 import re
 from pathlib import Path
@@ -19,17 +19,17 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
     """Write the adapters of `model`, in float32.
 
     Args:
-        vocabulary: tokens that the comparison may use.
+        vocabulary: number of tokens that the comparison may use.
         out: the folder, new or empty.
-        base: what adapter_config.json calls the base model: a repository, or the name of a local one.
+        base: name of the base model in adapter_config.json: a repository, or the name of a local one.
         card: text of README.md.
 
     Returns:
-        how far the logits of base and adapter, read back, are from those of `model`.
+        The difference between the logits of base and adapter, read back, and those of `model`.
 
     Raises:
-        CoveyError: `out` is taken, or cannot be written.
-        WeightsError: the model has no adapters, or what was written is not they.
+        CoveyError: `out` is in use, or cannot be written.
+        WeightsError: the model has no adapters, or what was written differs from them.
     """
     named = families.projections(model.config)
     loras = {named[path]: linear.lora for path, linear in projections(model).items() if linear.lora is not None}
@@ -43,7 +43,7 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
 
 
 def no_adapters() -> WeightsError:
-    """The answer to whoever wants the adapters of a model that has none."""
+    """Return the error for a model that has no adapters."""
     return WeightsError(
         "this model has no LoRA adapters to export",
         want="a run with model.lora.rank above 0",
@@ -71,7 +71,7 @@ def _config(loras: dict[str, LoRA], every: list[str], base: str) -> Fields:
 
 
 def _targets(adapted: list[str], every: list[str]) -> list[str] | str:
-    """Names where each is adapted in every layer; else a regular expression that matches just these modules."""
+    """Return names if each is adapted in every layer; else a regular expression that matches exactly these modules."""
     names = sorted({module.rsplit(".", 1)[-1] for module in adapted})
     if len(adapted) == sum(module.rsplit(".", 1)[-1] in names for module in every):
         return names
@@ -79,7 +79,7 @@ def _targets(adapted: list[str], every: list[str]) -> list[str] | str:
 
 
 def _tensors(loras: dict[str, LoRA]) -> dict[str, np.ndarray]:
-    """PEFT's names and layout: A [rank, in], B [out, rank]."""
+    """Return the adapters under PEFT's names and in its layout: A [rank, in], B [out, rank]."""
     return {
         f"{PREFIX}{module}.lora_{side}.weight": np.asarray(matrix[...]).T
         for module, lora in loras.items()

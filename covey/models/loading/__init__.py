@@ -1,1 +1,1 @@
-"""Checkpoints of other projects, read into decoders."""
+"""Loading of other projects' checkpoints into decoders."""

@@ -1,4 +1,4 @@
-"""Types and ranges of the fields of a config.json, which somebody else wrote, before a model is made of them."""
+"""Checks of the types and ranges of the fields of an untrusted config.json, before a model is built from it."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,14 +13,14 @@ OPTIONAL = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "hidden_act", "hidden_activation",
     "layer_types", "full_attention", "sliding_attention", "rope_type", "type",
 )  # fmt: skip
-"""Fields that may be null, which means that they are absent."""
+"""Fields that may be null, which means the same as absent."""
 
 
 def check(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json one of whose fields describes no model.
+    """Refuse a config.json that has a field with a wrong type or range.
 
     Raises:
-        WeightsError: naming the field.
+        WeightsError: a field has a wrong value; the message names it.
     """
     _check_fields(config, "", where)
     heads, layers = config.get("num_attention_heads"), config.get(LAYERS)
@@ -34,7 +34,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
-    """Refuse more layers than the checkpoint has tensors, before anything is made for each of them."""
+    """Refuse more layers than the checkpoint has tensors, before anything is allocated per layer."""
     if config.get(LAYERS, 0) > tensors:
         raise WeightsError(f"{LAYERS} is {config[LAYERS]} and the checkpoint has {tensors} tensors", where=where)
 
@@ -65,7 +65,7 @@ def _check_heads(config: Mapping[str, Any], heads: int, where: str) -> None:
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.80}"
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         return "too large a number"
 
 
@@ -108,4 +108,4 @@ KINDS = (
     | _each(_TEXTS, lambda value: isinstance(value, str), "text")
     | _each(["layer_types"], _is_listed, "a list of full_attention and sliding_attention")
 )
-"""Field → (whether a value is right, what would be right); those of the rotary settings too."""
+"""Field → (check of a value, description of the right values), including the rotary settings."""

@@ -1,7 +1,7 @@
-"""SHA-256 of the files that a local model is read from, so that a run knows its weights by content and not by place.
+"""SHA-256 of the files of a local model, so that a run identifies its weights by content and not by path.
 
-Sums are kept in our cache by path, size and times of the file: a start reads a model of many gigabytes once for its
-digest, and later starts not at all. A cache that is damaged or cannot be written costs that time and nothing else.
+Digests are cached by path, size and times of the file: the first start reads a model of many gigabytes once for its
+digest, and later starts do not. A cache that is damaged or cannot be written costs that time and nothing else.
 
 No JAX here.
 """
@@ -21,16 +21,16 @@ from covey.models.loading.sources import cache_folder
 
 KEPT = "digests.json"
 MOST_KEPT = 1000
-"""Files whose sums are kept, the latest ones."""
+"""Maximum number of files in the cache; the latest ones are kept."""
 SETTLED_SECONDS = 2.0
-"""The sum of a file that changed later than this ago is not kept: another change could leave the same time behind."""
+"""Minimum age of a file's last change for its digest to be cached: a later change could leave the same timestamp."""
 
 Sums = dict[str, list[Any]]
-"""Path of a file → its size, its times of change and its SHA-256."""
+"""Path of a file → its size, its modification and change times, and its SHA-256."""
 
 
 def digest(files: Sequence[Path]) -> str:
-    """SHA-256 of what `files` hold, in hex: of one file its own, of several that of their sums and names."""
+    """Return the SHA-256 of `files` in hex: that of a single file, or that of the digests and names of several."""
     kept = _kept()
     before = dict(kept)
     sums = {file.name: _sum(file, kept) for file in files}
@@ -43,7 +43,7 @@ def digest(files: Sequence[Path]) -> str:
 
 
 def _sum(file: Path, kept: Sums) -> str:
-    """The SHA-256 of `file`, from `kept` while the file is unchanged; noted there otherwise."""
+    """Return the SHA-256 of `file`, from `kept` if the file is unchanged; otherwise compute it and store it there."""
     path, state = str(file.resolve()), _state(file)
     known = kept.pop(path, [])
     if known[:-1] == state:
@@ -57,7 +57,7 @@ def _sum(file: Path, kept: Sums) -> str:
 
 
 def _state(file: Path) -> list[int]:
-    """Size and times: a tool may set back the time of the last write, but not that of the last change."""
+    """Return size and times: a tool may set back the modification time, but not the change time."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 

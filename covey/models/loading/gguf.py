@@ -1,7 +1,7 @@
-"""GGUF files, the format of llama.cpp: architecture, tokenizer and tensors out of one file.
+"""Reader of GGUF files, the format of llama.cpp, which hold architecture, tokenizer and tensors in one file.
 
 Tensors are dequantised one at a time. llama.cpp stores the query and key rows of Llama models in the order of its own
-rotary convention (pairs side by side); that order is undone here, so that they turn in halves like everyone else's.
+rotary convention (adjacent pairs); they are reordered here to the half-split convention of all other models.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,10 +26,10 @@ class GGUF:
 
     Attributes:
         config: the architecture.
-        tokenizer: with the chat template and every stop token.
+        tokenizer: the tokenizer, with the chat template and every stop token.
 
     Raises:
-        WeightsError: the `gguf` package is not installed, or the file is cut short or holds what we do not compute.
+        WeightsError: the `gguf` package is not installed, or the file is truncated or holds an unsupported model.
     """
 
     def __init__(self, path: str | Path):
@@ -41,7 +41,7 @@ class GGUF:
         self.tokenizer = _read_tokenizer(fields)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         wanted = names(self.config, NAMES)
         match(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
         for path, name in wanted.items():
@@ -53,7 +53,7 @@ class GGUF:
 
 
 def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (0, W/2, 1, W/2+1, …) back to (0, 1, 2, …): llama.cpp's order undone.
+    """Reorder the rows of each head from llama.cpp's order (0, W/2, 1, W/2+1, …) to (0, 1, 2, …).
 
     >>> unpermute(np.array([0, 2, 1, 3]), heads=1)
     array([0, 1, 2, 3])
@@ -63,7 +63,7 @@ def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 
 def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (0, 1, 2, …) to llama.cpp's order: the inverse of `unpermute`.
+    """Reorder the rows of each head from (0, 1, 2, …) to llama.cpp's order: the inverse of `unpermute`.
 
     >>> permute(np.array([0, 1, 2, 3]), heads=1)
     array([0, 2, 1, 3])
@@ -97,7 +97,7 @@ def _read_config(fields: Fields, tensors: Mapping[str, Any]) -> ModelConfig:
         raise WeightsError("mixtures of experts are not supported", where=fields.where)
     if fields.count(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise WeightsError("rotary positions on part of each head are not supported", where=fields.where)
-    theta = _short(fields.number(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's meaning of an absent key
+    theta = _short(fields.number(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's default for an absent key
     return ModelConfig(
         vocab_size=_embedded(tensors, fields.where),
         hidden_size=hidden,
@@ -117,7 +117,7 @@ def _read_config(fields: Fields, tensors: Mapping[str, Any]) -> ModelConfig:
 
 
 def _embedded(tensors: Mapping[str, Any], where: str) -> int:
-    """The number of tokens that are embedded."""
+    """Return the number of rows of the embedding."""
     shape = list(tensors["token_embd.weight"].shape) if "token_embd.weight" in tensors else []
     if len(shape) != 2:
         raise WeightsError("token_embd.weight is missing or no matrix", want="a whole model in one file", where=where)
@@ -139,14 +139,14 @@ def _kv_heads(fields: Fields, key: str, heads: int) -> int:
 
 
 def _short(value: float) -> float:
-    """The decimal that was meant by a number stored in float32: 9.999999747378752e-06 → 1e-05."""
+    """Return the shortest decimal of a number stored in float32: 9.999999747378752e-06 → 1e-05."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(
     fields: Fields, arch: str, tensors: Mapping[str, Any], theta: float, head_dim: int
 ) -> RopeScaling | None:
-    """Linear scaling stands in the metadata. Llama 3's is a tensor of divisors, from which its settings are told."""
+    """Read linear scaling from the metadata, or derive Llama 3's settings from its tensor of divisors."""
     kind = fields.text(f"{arch}.rope.scaling.type", "none")
     if ROPE_FREQS in tensors:
         return _llama3_scaling(_dequantised(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
@@ -175,10 +175,10 @@ def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: st
 
 @dataclass(frozen=True)
 class _Split:
-    """How text is cut into words before byte-pair merging, by llama.cpp's name for it.
+    """Pre-tokenizer, which splits text into words before byte-pair merging, for one of llama.cpp's names.
 
-    `pattern` None is GPT-2's own; `digits` splits every digit off first; `whole` takes a word that is in the
-    vocabulary without merging; `bos` says whether BOS is wanted when the file does not.
+    `pattern` None means GPT-2's own; `digits` splits every digit off first; `whole` takes a word that is in the
+    vocabulary without merging; `bos` is the default for prepending BOS when the file does not set it.
     """
 
     pattern: str | None = None
@@ -248,7 +248,7 @@ def _byte_pairs(fields: Fields, tokens: list[str], split: _Split) -> tokenizers.
 CONTROL, USER_DEFINED = 3, 4
 """Token types of GGUF."""
 ROPE_FREQS = "rope_freqs.weight"
-"""The tensor in which Llama 3's scaling of the rotary frequencies is kept."""
+"""Name of the tensor that holds Llama 3's scaling of the rotary frequencies."""
 
 # The pattern of Llama 3's tokenizer; Qwen2's is the same with digits taken one by one.
 _THREE_DIGITS = (
@@ -258,7 +258,7 @@ _THREE_DIGITS = (
 _ONE_DIGIT = _THREE_DIGITS.replace("{1,3}", "")
 
 SPLITS = {
-    "default": _Split(),  # the converter did not know: GPT-2's is where all of these come from
+    "default": _Split(),  # unknown to the converter: use GPT-2's, from which all of these derive
     "gpt-2": _Split(),
     "smollm": _Split(digits=True),
     "llama-bpe": _Split(_THREE_DIGITS, whole=True, bos=True),

@@ -1,5 +1,5 @@
-"""Bytes of a GGUF file, which somebody else wrote, read by the package `gguf`: nothing beyond the file's end is taken,
-and metadata have the type and range that they are asked for.
+"""Safe reading of an untrusted GGUF file with the package `gguf`: nothing is read beyond the file's end, and metadata
+are checked for type and range.
 """
 
 import math
@@ -15,7 +15,7 @@ from covey.files import check_given
 
 
 def package() -> Any:
-    """The package `gguf`.
+    """Import the package `gguf`.
 
     Raises:
         WeightsError: it is not installed.
@@ -28,19 +28,19 @@ def package() -> Any:
 
 
 def open_reader(path: Path) -> Any:
-    """A `gguf.GGUFReader` of the file.
+    """Open the file as a `gguf.GGUFReader`.
 
     Raises:
-        WeightsError: the package is not installed, or the file is cut short or claims more than it holds.
+        WeightsError: the package is not installed, or the file is truncated or declares more than it holds.
     """
     gguf = package()
     check_given(path)
 
     class Reader(gguf.GGUFReader):  # type: ignore[name-defined, misc]
-        """Takes nothing beyond the file's end, and an array of numbers as one slice.
+        """Reader that takes nothing beyond the file's end, and an array of numbers as one slice.
 
-        The package reads as many elements as a file claims, each for itself, whether or not there are so many. The file
-        is sliced as a plain array: a memmap costs thrice as much, and a vocabulary takes a million slices.
+        The package reads as many elements as a file declares, one by one, whether or not they exist. The file is sliced
+        as a plain array: a memmap costs three times as much, and a vocabulary takes a million slices.
         """
 
         data = property(lambda self: self._data, lambda self, data: setattr(self, "_data", data.view(np.ndarray)))
@@ -59,7 +59,7 @@ def open_reader(path: Path) -> Any:
             if number is None:
                 if kind[0] != gguf.GGUFValueType.STRING:
                     raise ValueError(f"an array of type {kind[0]}")  # of arrays: llama.cpp refuses them too
-                self._get(orig_offs + 12, np.uint64, length[0])  # each text begins with its length
+                self._get(orig_offs + 12, np.uint64, length[0])  # each string begins with its length
                 return super()._get_field_parts(orig_offs, raw_type)
             values = self._get(orig_offs + 12, number, length[0])
             types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(int(kind[0]))]
@@ -67,7 +67,7 @@ def open_reader(path: Path) -> Any:
 
     try:
         return Reader(path)
-    except Exception as error:  # a file cut short fails in whatever way its bytes happen to read
+    except Exception as error:  # a truncated file can fail with any exception
         raise WeightsError(
             f"not a whole GGUF file: {error}",
             fix="the download may have been cut short: fetch it again",
@@ -76,9 +76,9 @@ def open_reader(path: Path) -> Any:
 
 
 class Fields:
-    """Metadata by name and type, with an error that names the key and the file.
+    """Metadata by name and type, with errors that name the key and the file.
 
-    A key that is absent gets the default, and without a default is an error.
+    An absent key gets the default; without a default it is an error.
     """
 
     def __init__(self, fields: Mapping[str, Any], where: str):
@@ -92,7 +92,7 @@ class Fields:
         return int(self._checked(key, default, lambda v: _whole(v) and least <= v < 2**31, want))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         wanted = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf  # noqa: E731
         return float(self._checked(key, default, wanted, "a finite number above 0"))
 
@@ -109,7 +109,7 @@ class Fields:
         return list(self._checked(key, None, lambda v: _all(v, _whole), "a list of whole numbers"))
 
     def token(self, key: str, tokens: int) -> int | None:
-        """The id of a token; None when the key is absent, or says so by llama.cpp's -1."""
+        """Return the id of a token; None if the key is absent or -1, which is llama.cpp's way to say so."""
         if key not in self or self._contents(key) == 2**32 - 1:
             return None
         return int(self._checked(key, None, lambda v: _whole(v) and 0 <= v < tokens, f"an id below {tokens}"))

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face checkpoint as our `ModelConfig`, and back.
+"""Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
-Each family has a reader and a writer of what is its own; what all share stands in `_base` and `_common`. Both forms
-of the rotary settings are read, transformers 4's and 5's. The first is written, which both understand.
+Each family has a reader and a writer of its own fields; `_base` and `_common` handle those that all families share.
+The rotary settings are read in the forms of transformers 4 and 5, and written in that of 4, which both read.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 
 
 def _base(c: Config, **switches: Any) -> ModelConfig:
-    """The fields that all families share; `switches` are what this one changes."""
+    """Read the fields that all families share; `switches` are the settings that this family changes."""
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     fields = {
         "vocab_size": c["vocab_size"],
@@ -32,7 +32,7 @@ def _base(c: Config, **switches: Any) -> ModelConfig:
         "num_kv_heads": c.get("num_key_value_heads") or heads,
         "head_dim": c.get("head_dim") or hidden // heads,
         "norm_eps": c["rms_norm_eps"],
-        "rope_theta": _rope(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # what an absent key means there
+        "rope_theta": _rope(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # transformers' default
         "rope_scaling": _rope_scaling(_rope(c), c),
         "tie_embeddings": c.get("tie_word_embeddings", False),
         "max_positions": c["max_position_embeddings"],
@@ -43,13 +43,13 @@ def _base(c: Config, **switches: Any) -> ModelConfig:
 
 
 def read_llama(c: Config) -> ModelConfig:
-    """Llama 1 to 3, SmolLM2, and what else calls itself llama."""
+    """Read Llama 1 to 3, SmolLM2, and other models of type llama."""
     _refuse(c, "attention_bias", "mlp_bias")
     return _base(c)
 
 
 def read_qwen2(c: Config) -> ModelConfig:
-    """Qwen2 and Qwen2.5."""
+    """Read Qwen2 and Qwen2.5."""
     windowed = c.get("use_sliding_window", False)
     first = c.get("max_window_layers", c["num_hidden_layers"])
     default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_layers(c))]
@@ -57,13 +57,13 @@ def read_qwen2(c: Config) -> ModelConfig:
 
 
 def read_qwen3(c: Config) -> ModelConfig:
-    """Qwen3, dense."""
+    """Read dense Qwen3."""
     _refuse(c, "attention_bias", "use_sliding_window")
     return _base(c, qk_norm=True, head_dim=c["head_dim"])
 
 
 def read_gemma2(c: Config) -> ModelConfig:
-    """Gemma 2."""
+    """Read Gemma 2."""
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_layers(c))]
     return _gemma(
         c,
@@ -74,9 +74,9 @@ def read_gemma2(c: Config) -> ModelConfig:
 
 
 def read_gemma3(c: Config) -> ModelConfig:
-    """Gemma 3, text alone.
+    """Read text-only Gemma 3.
 
-    `attn_logit_softcapping` is passed over: transformers, the reference, reads it and applies no cap to the scores.
+    `attn_logit_softcapping` is ignored: transformers, the reference, reads it but applies no cap to the scores.
     """
     every = c.get("sliding_window_pattern", 6)
     default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(c))]
@@ -90,7 +90,7 @@ def read_gemma3(c: Config) -> ModelConfig:
 
 
 def _gemma3_ropes(c: Config) -> Fields:
-    """RoPE bases and scalings of the layers that see everything and of those with a window."""
+    """Return RoPE bases and scalings of the layers with full attention and of those with a window."""
     kinds: dict[str, Any] = c.get("rope_parameters") or {}
     if kinds and not kinds.keys() & {"full_attention", "sliding_attention"}:
         raise WeightsError("rope_parameters name no kind of layer", want="full_attention and sliding_attention in them")
@@ -105,7 +105,7 @@ def _gemma3_ropes(c: Config) -> Fields:
 
 
 def read_nanochat(c: Config) -> ModelConfig:
-    """nanochat in the form it has in transformers, where tensors have Llama's names."""
+    """Read nanochat in its transformers form, where tensors have Llama's names."""
     _refuse(c, "attention_bias")
     return _base(
         c,
@@ -136,7 +136,7 @@ def _layers(c: Config) -> int:
 
 
 def _windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
-    """The window of each layer by its declared type, `default` where types are not declared."""
+    """Return the window of each layer by its declared type, or by `default` where types are not declared."""
     kinds = c.get("layer_types") or default
     if "sliding_attention" not in kinds:
         return None
@@ -151,15 +151,13 @@ def _activation(c: Config) -> str:
 
 
 def _rope(c: Config) -> Config:
-    """The rotary settings of full attention, in the form of transformers 5; empty for an older config."""
+    """Return the rotary settings of full attention, in the form of transformers 5; empty for an older config."""
     settings: dict[str, Any] = c.get("rope_parameters") or {}
     return settings.get("full_attention") or settings
 
 
 def _rope_scaling(rope: Config, c: Config, layers: str = "") -> RopeScaling | None:
-    """The scaling that `rope` or an older config asks for; `layers` names those that it is for, where there are several
-    kinds.
-    """
+    """Return the scaling that `rope` or an older config sets; `layers` names the kind of layers, if there are many."""
     scaling = rope or c.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -190,7 +188,7 @@ def _refuse(c: Config, *switches: str) -> None:
 
 
 def write_llama(c: ModelConfig) -> Fields:
-    """See `read_llama`; so are the others the inverse of theirs."""
+    """Write the inverse of `read_llama`; the other writers likewise invert their readers."""
     return _common(c) | {"attention_bias": False, "mlp_bias": False}
 
 
@@ -214,12 +212,12 @@ def write_gemma2(c: ModelConfig) -> Fields:
         "final_logit_softcapping": c.final_softcap,
     }
     layers = _layer_types(c)
-    layers["sliding_window"] = layers["sliding_window"] or c.max_positions  # transformers wants one, used or not
+    layers["sliding_window"] = layers["sliding_window"] or c.max_positions  # transformers requires one, used or not
     return common | layers | own
 
 
 def write_gemma3(c: ModelConfig) -> Fields:
-    """A scaling of the layers with a window has no place in the form of transformers 4: that of 5 is written then."""
+    """Write Gemma 3, in the form of transformers 5 if layers with a window have a scaling: form 4 cannot express it."""
     fields = write_gemma2(c) | {"rope_local_base_freq": c.local_rope_theta}
     if c.local_rope_scaling is None:
         return fields
@@ -236,7 +234,7 @@ def write_nanochat(c: ModelConfig) -> Fields:
 
 
 def _common(c: ModelConfig) -> Fields:
-    """The inverse of `_base`."""
+    """Write the fields that all families share: the inverse of `_base`."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,

