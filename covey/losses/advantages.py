@@ -1,8 +1,8 @@
-"""How much better an answer was than others: in float64 on the host.
+"""Advantage estimators, in float64 on the host.
 
-From the rewards of groups [P, G] to advantages [P, G], or for PPO from rewards and values of tokens to advantages and
-returns of tokens. A sample that no function scored (NaN) is left out of every mean and gets 0. A group whose rewards
-are all equal gets exactly 0: rounding in the mean must not become a gradient.
+They map the rewards of groups [P, G] to advantages [P, G], or for PPO the rewards and values of tokens to advantages
+and returns of tokens. A completion that no function scored (NaN) is left out of every mean and gets 0. A group whose
+rewards are all equal gets exactly 0: rounding in the mean must not become a gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 EPSILON = 1e-4
-"""Added to standard deviations of rewards, as in TRL."""
+"""Constant added to standard deviations of rewards, as in TRL."""
 
 TIE = 1e-12
-"""Rewards closer than this share of the largest are equal: 0.1 + 0.2 is 0.3."""
+"""Relative tolerance (to the largest) within which rewards count as equal: 0.1 + 0.2 is 0.3."""
 
 Rewards = Float[np.ndarray, "P G"]
 AdvantageFn = Callable[[Rewards], Rewards]
 
 
 def group_zscore(rewards: Rewards) -> Rewards:
-    """(R − mean of the group) / (std of the group + 1e-4), std with ddof 1 (Shao et al., 2024, section 4.1).
+    """Compute (R − mean of the group) / (std of the group + 1e-4), std with ddof 1 (Shao et al., 2024, section 4.1).
 
     >>> group_zscore(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
     [[0.707, -0.707], [0.0, 0.0]]
@@ -30,8 +30,8 @@ def group_zscore(rewards: Rewards) -> Rewards:
 
 
 def batch_std(rewards: Rewards) -> Rewards:
-    """(R − mean of the group) / (std of all rewards of the step + 1e-4), std with ddof 1 (Liu et al., 2025, "Tricks or
-    traps? A deep dive into RL for LLM reasoning").
+    """Compute (R − mean of the group) / (std of all rewards of the step + 1e-4), std with ddof 1 (Liu et al., 2025,
+    "Tricks or traps? A deep dive into RL for LLM reasoning").
 
     >>> batch_std(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
     [[1.2244, -1.2244], [0.0, 0.0]]
@@ -42,7 +42,7 @@ def batch_std(rewards: Rewards) -> Rewards:
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """R − mean of the group (Liu et al., 2025, Dr. GRPO).
+    """Compute R − mean of the group (Liu et al., 2025, Dr. GRPO).
 
     >>> centred(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
@@ -51,7 +51,7 @@ def centred(rewards: Rewards) -> Rewards:
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """R − mean of the group's other rewards (Ahmadian et al., 2024, RLOO).
+    """Compute R − mean of the group's other rewards (Ahmadian et al., 2024, RLOO).
 
     >>> leave_one_out(np.array([[3.0, 0.0, 0.0], [0.5, 0.5, 0.5]])).tolist()
     [[3.0, -1.5, -1.5], [0.0, 0.0, 0.0]]
@@ -60,7 +60,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def informative(group: Float[np.ndarray, "G"]) -> bool:
-    """True when the rewards of a group differ: only then can it teach anything."""
+    """Return True when the rewards of a group differ: only then does it give a gradient."""
     scored = group[~np.isnan(group)]
     return scored.size > 1 and not _tied(scored)
 
@@ -72,21 +72,21 @@ def gae(
     lam: float,
     mask: Sequence[Bool[np.ndarray, "n"]] | None = None,
 ) -> tuple[list[Float[np.ndarray, "n"]], list[Float[np.ndarray, "n"]]]:
-    """Generalised advantage estimation (Schulman et al., 2016, eq. 16): A_t = δ_t + γλ·A_{t+1} with
+    """Compute generalised advantage estimates (Schulman et al., 2016, eq. 16): A_t = δ_t + γλ·A_{t+1} with
     δ_t = r_t + γ·V_{t+1} − V_t. The value after the last token is 0.
 
-    The steps t are the tokens that the policy drew. Tokens that a tool put between two of them are no step: they are
-    skipped, and nothing is discounted over them.
+    The steps t are the tokens that the policy sampled. Tokens that a tool inserted between two of them are not steps:
+    they are skipped, and nothing is discounted over them.
 
     Args:
-        rewards: one array a sample: the reward of each token.
-        values: the critic's, of the state each token was drawn from.
+        rewards: reward of each token, one array per completion.
+        values: the critic's value of the state that each token was sampled from.
         gamma: discount γ.
-        lam: λ; 0 trusts the critic, 1 the rewards.
-        mask: True for the tokens that the policy drew. All when None.
+        lam: λ; 0 relies on the critic alone, 1 on the rewards alone.
+        mask: True for the tokens that the policy sampled; None means all.
 
     Returns:
-        Advantages, 0 at the tokens that are skipped, and returns A + V, which the critic learns. Whiten the advantages
+        Advantages, 0 at skipped tokens, and returns A + V, the targets of the critic. Whiten the advantages
         afterwards, never the returns.
 
     >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
@@ -100,12 +100,12 @@ def gae(
 def whiten(
     arrays: Sequence[Float[np.ndarray, "n"]], mask: Sequence[Bool[np.ndarray, "n"]] | None = None
 ) -> list[Float[np.ndarray, "n"]]:
-    """(x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 1 as in TRL, Tunix and verl: mean 0,
-    variance 1.
+    """Compute (x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 1 as in TRL, Tunix and verl:
+    mean 0, variance 1.
 
     Args:
-        arrays: one a sample.
-        mask: True for the tokens that count; the others get 0. All when None.
+        arrays: one per completion.
+        mask: True for the tokens that count; the others get 0. None means all.
 
     Returns:
         Arrays of the same lengths. A single number, or equal ones, become 0.
@@ -161,4 +161,4 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "centred": centred,
     "leave_one_out": leave_one_out,
 }
-"""Name → advantages of groups. The fifth, `gae`, takes values too."""
+"""Advantage functions of groups by name. The fifth, `gae`, takes values too."""

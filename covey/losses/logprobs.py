@@ -1,16 +1,15 @@
-"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy as one function over blocks of tokens ×
+"""Log-probs without the [T, V] array: head, log-softmax, gather and entropy in one function over blocks of tokens ×
 vocabulary.
 
 The forward keeps a running maximum and running sums over the vocabulary's blocks (the online softmax of Milakov &
-Gimelshein, 2018); the backward computes each block again from the log-normaliser. Memory holds a few blocks, whatever
-the number of tokens and the size of the vocabulary. Temperature, soft-cap and the weights' type are inside, and nothing
-outside needs to know.
+Gimelshein, 2018); the backward recomputes each block from the logsumexp. Memory holds a few blocks, whatever the
+number of tokens and the size of the vocabulary. Temperature, soft-cap and dtype of the weights are handled inside.
 
-A head that is not trained, as under adapters, asks the backward for the hidden states' gradient alone. That is a mean
-of the head's rows under the softmax, so the forward adds it up beside the other sums, and no block is computed again:
-two products in place of three.
+A head that is not trained, as with LoRA adapters, needs only the gradient of the hidden states. That is a mean of the
+head's rows under the softmax, so the forward accumulates it beside the other sums, and no block is recomputed: two
+matrix products instead of three.
 
-Scored tokens stand at the front of each row; chunks behind the last of them are never computed, in either direction.
+Scored tokens are at the front of each row; chunks after the last of them are never computed, forward or backward.
 """
 
 from functools import partial
@@ -28,20 +27,20 @@ from covey.models.lora import has_lora
 from covey.packing.rows import Rows, tree_attention
 
 CHUNK = 1024
-"""Tokens whose logits exist at one time, over all rows of the batch."""
+"""Number of tokens whose logits exist at one time, over all rows of the batch."""
 BLOCK = 4096
-"""Entries of the vocabulary whose logits exist at one time."""
+"""Number of vocabulary entries whose logits exist at one time."""
 
 
 class TokenScores(NamedTuple):
-    """For each scored token its log-prob and the entropy of the whole distribution there, in nats; 0 at padding."""
+    """Log-prob of each scored token and entropy of the whole distribution there, in nats; 0 at padding."""
 
     logps: Float[Array, "R M"]
     entropy: Float[Array, "R M"]
 
 
 class Head(NamedTuple):
-    """What turns hidden states into log-probs, hashable: the settings of `chunked_scores`."""
+    """Settings of `chunked_scores`, which turns hidden states into log-probs; hashable."""
 
     temperature: float
     softcap: float | None
@@ -53,13 +52,13 @@ class Head(NamedTuple):
 def row_scores(
     graph: Any, params: Any, rows: Rows, temperature: float, *, entropy_gradient: bool = True
 ) -> TokenScores:
-    """Log-probs and entropies of the scored tokens of `rows`, the log-softmax taken of logits / temperature.
+    """Compute log-probs and entropies of the scored tokens of `rows`, by the log-softmax of logits / temperature.
 
     Args:
-        graph, params: the decoder as `nnx.split` gives it. One with adapters passes no gradient to its head, which is
-            not trained then.
+        graph, params: the decoder as `nnx.split` returns it. With adapters the head is not trained and gets no
+            gradient.
         temperature: the rollout's; 0 (greedy) counts as 1.
-        entropy_gradient: whether entropies pass one. Without adapters they always do: it costs nothing there.
+        entropy_gradient: whether entropies are differentiable. Without adapters they always are, at no cost.
     """
     model = nnx.merge(graph, params)
     picked = picked_hidden(model, rows)
@@ -73,8 +72,8 @@ def row_scores(
 
 
 def even_block(vocabulary: int) -> int:
-    """The largest block, of a quarter of BLOCK at least, that divides the vocabulary; else BLOCK, the last then masked.
-    A vocabulary that is smaller is one block.
+    """Return the largest block, of at least a quarter of BLOCK, that divides the vocabulary; else BLOCK, and the last
+    block is masked. A vocabulary smaller than BLOCK is one block.
 
     >>> [even_block(n) for n in (49152, 32000, 151936, 50257, 50021, 301)]
     [4096, 4000, 2374, 1733, 4096, 301]
@@ -85,7 +84,7 @@ def even_block(vocabulary: int) -> int:
 
 
 def picked_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
-    """The hidden state from which each scored token is predicted; any at padding."""
+    """Return the hidden state from which each scored token is predicted; arbitrary at padding."""
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
     return jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
 
@@ -98,9 +97,9 @@ def chunked_scores(
     target: Int[Array, "R M"],
     scored: Int[Array, ""],
 ) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
-    """Log-prob of `target` and entropy of softmax(softcap(hidden · weightᵀ) / temperature) at each token.
+    """Compute log-prob of `target` and entropy of softmax(softcap(hidden · weightᵀ) / temperature) at each token.
 
-    Only the first `scored` columns are computed; the chunks behind them are 0 and pass no gradient.
+    Only the first `scored` columns are computed; the chunks after them are 0 and pass no gradient.
     """
     return _forward(head, weight, hidden, target, scored)[0]
 
@@ -115,7 +114,7 @@ def _forward(
 
 
 def _by_chunks(head: Head, hidden: Array, target: Array, scored: Array, chunk: Any, blank: Any) -> Any:
-    """What `chunk(hidden, target)` gives, chunk after chunk of the scored columns; as in `blank` behind them."""
+    """Apply `chunk(hidden, target)` to each chunk of scored columns; columns after them are those of `blank`."""
     step = _step(head, hidden)
 
     def body(i: Array, out: Any) -> Any:
@@ -126,7 +125,7 @@ def _by_chunks(head: Head, hidden: Array, target: Array, scored: Array, chunk: A
 
 
 class _Sums(NamedTuple):
-    """What is known of the softmax of each token after some blocks of the vocabulary; all relative to exp(top)."""
+    """Running maximum and sums of each token's softmax over vocabulary blocks; sums are relative to exp(top)."""
 
     top: Array
     mass: Array
@@ -138,8 +137,8 @@ class _Sums(NamedTuple):
         return cls(jnp.full(shape, -jnp.inf), zero, zero)
 
     def plus(self, logits: Array, fresh: Array, weigh: bool) -> tuple["_Sums", Array, Array]:
-        """With one block more; that block's exp(logit − top), and by how much what was known shrinks. `weigh` adds up
-        the logits too, which a sum over all columns is.
+        """Return the sums with one more block, the block's exp(logit − top), and the factor that rescaled the old sums.
+        `weigh` also accumulates the weighted logits, at the cost of a sum over all columns.
         """
         top = jnp.maximum(self.top, jnp.max(logits, axis=-1, where=fresh, initial=-jnp.inf))
         share = jnp.where(fresh, jnp.exp(logits - top[..., None]), 0.0)
@@ -149,13 +148,13 @@ class _Sums(NamedTuple):
         return _Sums(top, mass, weighted), share, shrink
 
     def scores(self, chosen: Array) -> tuple[Array, Array, Array]:
-        """Log-probs of the tokens with the logits `chosen`, entropies, log-normalisers."""
+        """Return log-probs of the tokens with the logits `chosen`, entropies and logsumexps."""
         total = self.top + jnp.log(self.mass)
         return jnp.minimum(chosen - total, 0.0), total - self.weighted / self.mass, total
 
 
 def _normalise(head: Head, weight: Array, hidden: Array, target: Array) -> tuple[Array, Array, Array]:
-    """Log-probs, entropies and log-normalisers of one chunk of tokens, block by block over the vocabulary."""
+    """Compute log-probs, entropies and logsumexps of one chunk of tokens, block by block over the vocabulary."""
 
     def body(b: Array, sums: _Sums) -> _Sums:
         (logits, _), (_, fresh) = _block_with_pull(head, weight, hidden, b)
@@ -183,7 +182,7 @@ def _backward(head: Head, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, 
 
 
 class _Chunk(NamedTuple):
-    """What the backward pass knows of a chunk of tokens; `total` is the log-normaliser."""
+    """Inputs of the backward pass for a chunk of tokens; `total` is the logsumexp."""
 
     hidden: Array
     target: Array
@@ -194,9 +193,9 @@ class _Chunk(NamedTuple):
 
 
 def _block_backward(head: Head, weight: Array, x: _Chunk, b: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Adds one block's part to the gradients of the weight and of the chunk's hidden states.
+    """Add one block's part to the gradients of the weight and of the chunk's hidden states.
 
-    With p the softmax and z the scaled logits: ∂logp/∂z = onehot − p and ∂H/∂z = −p · (z − log-normaliser + H).
+    With p the softmax and z the scaled logits: ∂logp/∂z = onehot − p and ∂H/∂z = −p · (z − logsumexp + H).
     """
     grad_weight, grad_hidden = carry
     (logits, pull), (column, fresh) = _block_with_pull(head, weight, x.hidden, b)
@@ -223,8 +222,8 @@ def frozen_scores(
     target: Int[Array, "R M"],
     scored: Int[Array, ""],
 ) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
-    """`chunked_scores` for a head that is not trained: `weight` gets no gradient, and hidden states that of the
-    log-probs, and of the entropies only with `entropy_gradient`.
+    """Compute `chunked_scores` for a head that is not trained: `weight` gets no gradient, hidden states get that of the
+    log-probs, and that of the entropies only with `entropy_gradient`.
     """
     return _forward(head, weight, hidden, target, scored)[0]
 
@@ -240,11 +239,11 @@ def _frozen_forward(
 
 
 def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Array, target: Array) -> Any:
-    """Log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
+    """Compute log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
 
-    With z the scaled logits, s = ∂z/∂(w·h) and L the log-normaliser, the gradients are s·w of the target − E[s·w], and
-    (L − H)·E[s·w] − E[z·s·w]: the two means are added up like the other sums. Without a soft-cap E[z] = h·E[s·w], where
-    nothing is rounded on the way.
+    With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
+    (L − H)·E[s·w] − E[z·s·w]: the two means are accumulated like the other sums. Without a soft-cap
+    E[z] = h·E[s·w], which is used in float32, where the operands are not rounded.
     """
     weigh = head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
@@ -270,21 +269,19 @@ def _with_slopes(head: Head, entropy_gradient: bool, weight: Array, hidden: Arra
 
 
 def _chosen(head: Head, weight: Array, hidden: Array, target: Array) -> Array:
-    """Scaled logits of the targets, from their own rows of the head alone."""
+    """Compute the scaled logits of the targets from their own rows of the head alone."""
     rows, states = (_rounded(x, head.dtype) for x in (weight[target], hidden))
     return softcapped((rows * states).sum(-1), head.softcap) / head.temperature
 
 
 def _rounded(x: Array, dtype: DTypeLike) -> Array:
-    """`x` in float32 with the digits that it has as an operand in `dtype`. (A cast there and back may be left out by
-    the compiler.)
-    """
+    """Round `x` to the precision of `dtype`, as float32. (The compiler may remove a cast to `dtype` and back.)"""
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
 def _slope(head: Head, logits: Array) -> Array:
-    """∂z/∂(w·h) where the scaled logit is z: 1 / temperature, and less where the soft-cap bends."""
+    """Compute ∂z/∂(w·h) where the scaled logit is z: 1 / temperature, and less where the soft-cap saturates."""
     bent = 1.0 if head.softcap is None else 1.0 - jnp.square(logits * head.temperature / head.softcap)
     return jnp.asarray(bent / head.temperature, jnp.float32)
 
@@ -299,15 +296,15 @@ frozen_scores.defvjp(_frozen_forward, _frozen_backward)
 
 
 def _block_with_pull(head: Head, weight: Array, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
-    """Scaled logits of vocabulary block `b` with their pull-back, each one's token, and whether no earlier block had
-    it.
+    """Return the scaled logits of vocabulary block `b`, their VJP, their token ids, and whether no earlier block has
+    them.
 
-    The last block is moved back to end with the vocabulary, so that all are of one size.
+    The last block is moved back to end with the vocabulary, so that all blocks have one size.
     """
     start, part = _block_start(head, weight, b), _block_of(head, weight, b)
     scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
     column = start + jnp.arange(part.shape[0])
-    whole = weight.shape[0] % head.block == 0  # then nothing is masked, which costs as much as the sums themselves
+    whole = weight.shape[0] % head.block == 0  # then no mask is needed, which would cost as much as the sums
     return jax.vjp(scaled, part, hidden), (column, jnp.ones_like(column, bool) if whole else column >= b * head.block)
 
 
@@ -325,7 +322,7 @@ def _blocks(head: Head, weight: Array) -> int:
 
 
 def _step(head: Head, hidden: Array) -> int:
-    """Columns in a chunk: a power of two that divides M, so that no chunk is cut short."""
+    """Return the columns of a chunk: a power of two that divides M, so that no chunk is cut short."""
     rows, columns = hidden.shape[:2]
     step = min(columns & -columns, max(8, head.chunk // rows))
     return 1 << (step.bit_length() - 1)

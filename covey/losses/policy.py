@@ -1,10 +1,10 @@
-"""The loss as algebra: ratio × surrogate × aggregate × KL, each a small pure function over scored tokens [R, M].
+"""The policy loss, composed of ratio, surrogate, aggregate and KL: small pure functions over scored tokens [R, M].
 
 A micro-batch's loss is a plain sum Σ weight·l over its tokens. The denominator depends on the completions' lengths
-alone and travels apart; the trainer adds both up over the step and divides once. So gradients do not depend on how a
-step is cut.
+alone and is kept separate; the trainer sums both over the step and divides once. So gradients do not depend on how a
+step is split into micro-batches.
 
-No exponential here may overflow: exponents are cut off at `LIMIT`, far beyond any clip. A token that far off gives a
+No exponential here may overflow: exponents are clamped at `LIMIT`, far beyond any clip. A token beyond it gives a
 large finite number and no gradient, instead of inf·0.
 """
 
@@ -23,28 +23,28 @@ LIMIT = 20.0
 """Largest exponent: e^20 is 5e8."""
 
 Shares = dict[str, Mean | Array]
-"""A micro-batch's part of each metric. Bare arrays only where the name ends in `/min` or `/max`: those are compared."""
+"""A micro-batch's part of each metric: a `Mean`, or an array to take the extreme of for names in `/min` or `/max`."""
 
 PerToken = Float[Array, "R M"]
 Ratio = Callable[[PerToken, PerToken, Bool[Array, "R M"], Int[Array, "R M"]], PerToken]
-"""(logps, old logps, tokens in the loss, owner) → importance ratio at each token."""
+"""Function (logps, old logps, tokens in the loss, owner) → importance ratio at each token."""
 Surrogate = Callable[[PerToken, PerToken, PerToken, Algorithm], PerToken]
-"""(ratio, logps, advantage, algorithm) → loss at each token. A user's own may be passed to `policy_loss`."""
+"""Function (ratio, logps, advantage, algorithm) → loss at each token. `policy_loss` also accepts a custom one."""
 Aggregate = Callable[[Int[np.ndarray, "B"], int], tuple[Float[np.ndarray, "B"], float]]
-"""(tokens in the loss of each sample, max_new_tokens) → weight of each token of a sample, denominator."""
+"""Function (tokens in the loss per completion, max_new_tokens) → weight of each token per completion, denominator."""
 
 
 class LossInputs(NamedTuple):
-    """What a micro-batch needs beside its rows: each [R, M] float32, 0 at padding, NumPy or JAX.
+    """Inputs of the policy loss beside the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
 
     Attributes:
-        advantage: of the token; a sample's own at each of its tokens, or one a token (PPO).
-        weight: of the token in the sum, from `AGGREGATES`; more than 0 exactly where the token is in the loss.
-        sampled: the log-prob that the sampler reported.
-        beta: [R, 1], weight of the KL term: data, because it may adapt; one a row, so that it is cut with the rows.
-        old_logps: under the policy that sampled; None when this is the batch's only update, where they equal the
-            policy's own.
-        ref_logps: under the reference; None without one.
+        advantage: advantage of the token: its completion's, or its own (PPO).
+        weight: weight of the token in the sum, from `AGGREGATES`; positive exactly where the token is in the loss.
+        sampled: log-prob that the sampler reported.
+        beta: [R, 1], weight of the KL term: data, because it may adapt; one per row, so that it is split with the rows.
+        old_logps: log-probs under the policy that sampled; None when this is the batch's only update, where they equal
+            the policy's own.
+        ref_logps: log-probs under the reference; None without a reference.
     """
 
     advantage: Float[Any, "R M"]
@@ -63,18 +63,18 @@ def policy_loss(
     inputs: LossInputs,
     surrogate: Surrogate | None = None,
 ) -> tuple[Float[Array, ""], Shares]:
-    """Σ weight·(surrogate·correction + beta·KL − entropy_bonus·entropy) over a micro-batch, and its metrics.
+    """Compute Σ weight·(surrogate·correction + beta·KL − entropy_bonus·entropy) of a micro-batch, and its metrics.
 
     Args:
-        algorithm: which functions, and their settings.
-        logps: under the policy; differentiable.
-        entropy: of the policy where the token was drawn, in nats; differentiable.
+        algorithm: names of the functions, and their settings.
+        logps: log-probs under the policy; differentiable.
+        entropy: entropy of the policy where the token was sampled, in nats; differentiable.
         owner: number of the token's completion in its row, from 1; 0 is padding.
         inputs: see `LossInputs`.
-        surrogate: used instead of the algorithm's.
+        surrogate: replaces the algorithm's.
 
     Returns:
-        The sum, to be divided by the step's denominator, and the shares of the metrics, where a mean is over weights.
+        The sum, to be divided by the step's denominator, and its part of the metrics, whose means are weighted.
         Without `old_logps` the ratio is taken against the policy's own detached log-probs: its value is 1, its
         gradient the policy gradient.
     """
@@ -98,12 +98,12 @@ def policy_loss(
 
 
 def weighted(values: PerToken, weight: PerToken) -> Mean:
-    """Σ weight·value and Σ weight."""
+    """Return Σ weight·value and Σ weight."""
     return Mean(jnp.sum(weight * values), jnp.sum(weight))
 
 
 def sampler_shares(old_logps: PerToken, inputs: LossInputs) -> Shares:
-    """How far the trainer's log-probs before any update are from the sampler's, and the ratio of the two."""
+    """Compare the trainer's log-probs before any update with the sampler's: their difference and their ratio."""
     real = inputs.weight > 0
     difference = jnp.where(real, old_logps - inputs.sampled, 0.0)
     ratio = _exp(difference)
@@ -119,11 +119,12 @@ def sampler_shares(old_logps: PerToken, inputs: LossInputs) -> Shares:
 def correction(
     algorithm: Algorithm, old_logps: PerToken, sampled: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
 ) -> PerToken:
-    """Weight that makes up for a sampler whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer − logp_sampler), no gradient.
+    """Compute the importance weight that corrects for a sampler whose log-probs differ from the trainer's (Yao et al.,
+    2025, "Your efficient RL framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer −
+    logp_sampler), no gradient.
 
     `..._truncate` is min(ρ, correction_cap); `..._mask` is ρ, and 0 above the cap. `sequence_...` takes the geometric
-    mean over the sample's tokens, so that ρ does not grow with length.
+    mean over the completion's tokens, so that ρ does not grow with length.
     """
     level, cut = algorithm.correction.split("_")
     rho = jax.lax.stop_gradient(RATIOS[level](old_logps, sampled, mask, owner))
@@ -134,14 +135,15 @@ def correction(
 
 
 def token_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
-    """exp(logp − logp_old): the importance ratio of each token (Schulman et al., 2017)."""
+    """Compute exp(logp − logp_old), the importance ratio of each token (Schulman et al., 2017)."""
     return _exp(logps - old)
 
 
 def sequence_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
-    """exp of the mean of logp − logp_old over the sample's tokens, at each of them (Zheng et al., 2025, eq. 7).
+    """Compute exp of the mean of logp − logp_old over the completion's tokens, at each of them (Zheng et al., 2025,
+    eq. 7).
 
-    A sample without tokens in the loss has ratio 1.
+    A completion without tokens in the loss has ratio 1.
     """
     return _exp(sample_mean(logps - old, mask, owner))
 
@@ -149,16 +151,16 @@ def sequence_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], own
 def sequence_token_ratio(
     logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
 ) -> PerToken:
-    """The value of `sequence_ratio`, with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
+    """Compute `sequence_ratio` with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
     (Zheng et al., 2025, section 4.3).
     """
     return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, owner)) * _one(logps)
 
 
 def sample_mean(values: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
-    """Mean over the masked tokens with the same owner in the row, at each token; 0 where there are none.
+    """Compute the mean over the masked tokens with the same owner in the row, at each token; 0 where there are none.
 
-    By comparison of all pairs, O(M²) as attention is: it works row by row under any mesh and any vmap, and unlike a
+    It compares all pairs, O(M²) as attention does: this works row by row under any mesh and any vmap, and unlike a
     scatter it adds in the same order every time.
     """
     together = (owner[..., :, None] == owner[..., None, :]) & mask[..., None, :]
@@ -170,9 +172,10 @@ def sample_mean(values: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R
 
 
 def clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """−min(min(w, δ)·A, clip(w, 1 − ε_low, 1 + ε_high)·A) (Schulman et al., 2017, eq. 7; δ: INTELLECT-2, 2025).
+    """Compute −min(min(w, δ)·A, clip(w, 1 − ε_low, 1 + ε_high)·A) (Schulman et al., 2017, eq. 7;
+    δ: INTELLECT-2, 2025).
 
-    On the bound itself the gradient is still the unclipped one.
+    On the bound itself the gradient is the unclipped one.
     """
     free = ratio if algorithm.delta is None else _between(ratio, -jnp.inf, algorithm.delta)
     bounded = _between(ratio, 1 - algorithm.epsilon, 1 + algorithm.high)
@@ -180,35 +183,35 @@ def clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algor
 
 
 def dual_clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """`clip`, and for A < 0 at most c·|A| (Ye et al., 2020, "Mastering complex control in MOBA games")."""
+    """Compute `clip`, for A < 0 at most c·|A| (Ye et al., 2020, "Mastering complex control in MOBA games")."""
     loss, most = clip(ratio, logps, advantage, algorithm), -algorithm.dual_clip * advantage
     return jnp.where((advantage < 0) & (loss > most), most, loss)
 
 
 def cispo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """−stop_gradient(min(w, cap))·A·logp (MiniMax, 2025, eq. 4): capped tokens keep their gradient."""
+    """Compute −stop_gradient(min(w, cap))·A·logp (MiniMax, 2025, eq. 4): capped tokens keep their gradient."""
     return -jax.lax.stop_gradient(jnp.minimum(ratio, algorithm.cap)) * advantage * logps
 
 
 def reinforce(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """−A·logp (Williams, 1992)."""
+    """Compute −A·logp (Williams, 1992)."""
     return -advantage * logps
 
 
 def sapo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """−σ(τ(w − 1))·4/τ·A, τ by the sign of A (Gao et al., 2025): at w = 1 its slope is that of w·A."""
+    """Compute −σ(τ(w − 1))·4/τ·A, τ by the sign of A (Gao et al., 2025): at w = 1 its slope is that of w·A."""
     tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
     return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
 
 
-# --- what they cut
+# --- tokens that the surrogates clip
 
 
 def clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
-    """Tokens whose gradient `clip` stops: below, above, and anywhere (beyond δ included).
+    """Return the tokens whose gradient `clip` stops: below, above, and either (beyond δ included).
 
-    A ratio of the whole sample counts all its tokens, so that the metrics are shares of samples in the weights of the
-    aggregate.
+    A sequence-level ratio counts all tokens of its completion, so that the metrics are fractions of completions in the
+    weights of the aggregate.
     """
     low, high = (ratio < 1 - algorithm.epsilon) & (advantage < 0), (ratio > 1 + algorithm.high) & (advantage > 0)
     beyond = (ratio > (jnp.inf if algorithm.delta is None else algorithm.delta)) & (advantage != 0)
@@ -216,14 +219,14 @@ def clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[
 
 
 def dual_clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
-    """As `clipped`; `region` also has the tokens with A < 0 that are beyond c."""
+    """Return the tokens of `clipped`; `region` also has the tokens with A < 0 that are beyond c."""
     parts = clipped(ratio, advantage, algorithm)
     beyond = (ratio > algorithm.dual_clip) & (advantage < 0)
     return parts | {"clip_ratio/region_mean": parts["clip_ratio/region_mean"] | beyond}
 
 
 def capped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
-    """Tokens that `cispo` weighs less than their ratio; none of them loses its gradient."""
+    """Return the tokens that `cispo` weighs less than their ratio; none of them loses its gradient."""
     high = ratio > algorithm.cap
     return _clip_ratios(jnp.zeros_like(high), high, high)
 
@@ -236,17 +239,17 @@ def _clip_ratios(low: PerToken, high: PerToken, region: PerToken) -> dict[str, P
 
 
 def k1(logps: PerToken, ref_logps: PerToken) -> PerToken:
-    """−d: unbiased, of either sign. For the reward and the metrics: as a loss its expected gradient is 0."""
+    """Compute −d: unbiased, of either sign. Use it in the reward and metrics: as a loss its expected gradient is 0."""
     return logps - ref_logps
 
 
 def k2(logps: PerToken, ref_logps: PerToken) -> PerToken:
-    """d²/2: biased, small variance; its gradient is that of the KL on-policy."""
+    """Compute d²/2: biased, small variance; its gradient is that of the KL on-policy."""
     return jnp.square(ref_logps - logps) / 2
 
 
 def k3(logps: PerToken, ref_logps: PerToken) -> PerToken:
-    """exp(d) − d − 1: unbiased, never negative."""
+    """Compute exp(d) − d − 1: unbiased, never negative."""
     d = jnp.minimum(ref_logps - logps, LIMIT)
     return jnp.expm1(d) - d
 
@@ -255,7 +258,7 @@ def k3(logps: PerToken, ref_logps: PerToken) -> PerToken:
 
 
 def sequence_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
-    """Mean over samples of the mean over their tokens (GRPO). A sample without tokens weighs 0 and counts in B.
+    """Average over completions the mean over their tokens (GRPO). A completion without tokens weighs 0 and counts in B.
 
     >>> sequence_mean(np.array([4, 0, 2]), 8)
     (array([0.25, 0.  , 0.5 ]), 3.0)
@@ -264,7 +267,7 @@ def sequence_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[F
 
 
 def token_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
-    """Mean over all tokens of the step (DAPO).
+    """Average over all tokens of the step (DAPO).
 
     >>> token_mean(np.array([4, 0, 2]), 8)
     (array([1., 0., 1.]), 6.0)
@@ -273,7 +276,7 @@ def token_mean(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Floa
 
 
 def constant(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[np.ndarray, "B"], float]:
-    """Sum over all tokens by samples × max_new_tokens, the same for every step (Dr. GRPO).
+    """Divide the sum over all tokens by completions × max_new_tokens, the same for every step (Dr. GRPO).
 
     >>> constant(np.array([4, 0, 2]), 8)
     (array([1., 0., 1.]), 24.0)
@@ -289,12 +292,12 @@ def _exp(x: PerToken) -> PerToken:
 
 
 def _one(x: PerToken) -> PerToken:
-    """1, with the gradient of x."""
+    """Return 1 with the gradient of x."""
     return jnp.exp(x - jax.lax.stop_gradient(x))
 
 
 def _between(x: PerToken, low: float, high: float) -> PerToken:
-    """As `jnp.clip`, but on a bound the gradient is 1, not a half."""
+    """Clip like `jnp.clip`, but with gradient 1 on a bound, not a half."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 
@@ -311,7 +314,7 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": sapo,
 }
 CLIPPED = {"clip": clipped, "dual_clip": dual_clipped, "cispo": capped}
-"""Surrogates that clip → the tokens they cut; the others have no such metrics."""
+"""Clip metrics by surrogate; surrogates that do not clip have none."""
 KLS = {"k1": k1, "k2": k2, "k3": k3}
 AGGREGATES: dict[str, Aggregate] = {
     "sequence_mean": sequence_mean,

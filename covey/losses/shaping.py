@@ -1,5 +1,5 @@
-"""What is taken from a reward before it becomes an advantage: the overlong penalty, and the KL where it is part of the
-reward instead of a term of the loss. On the host, in float64; lengths are in tokens, never in characters.
+"""Reward shaping before advantages: the overlong penalty, and the KL where it is part of the reward instead of a term
+of the loss. It runs on the host, in float64; lengths are in tokens, never in characters.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ STEP_CLIP = 0.2
 
 PerToken = Float[np.ndarray, "n"]
 Drawn = Sequence[Bool[np.ndarray, "n"]]
-"""One mask a sample: True for the tokens that the policy drew, False for those that a tool put there."""
+"""One mask per completion: True for the tokens that the policy sampled, False for those that a tool inserted."""
 
 
 def overlong_penalty(
     lengths: Int[np.ndarray, "B"], max_new_tokens: int, buffer: float, penalty: float
 ) -> Float[np.ndarray, "B"]:
-    """What each completion's length adds to its reward: 0 up to L − buffer tokens, from there linearly down to −penalty
-    at L = `max_new_tokens`, and never below (Yu et al., 2025, DAPO, eq. 13).
+    """Compute the length penalty of each completion: 0 up to L − buffer tokens, from there linearly down to −penalty at
+    L = `max_new_tokens`, and never below (Yu et al., 2025, DAPO, eq. 13).
 
     Args:
         lengths: tokens of each completion, the stop token included.
-        buffer: tokens; below 1 a share of `max_new_tokens`, 0 is off.
-        penalty: at L.
+        buffer: tokens; below 1 a fraction of `max_new_tokens`, 0 turns the penalty off.
+        penalty: penalty at L.
 
     >>> overlong_penalty(np.array([50, 80, 90, 100, 120]), max_new_tokens=100, buffer=20, penalty=1.0).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -40,17 +40,17 @@ def overlong_penalty(
 def kl_penalty(
     logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float, drawn: Drawn | None = None
 ) -> list[PerToken]:
-    """β·KL of each token, one array a sample; their sum is what a sample's own reward loses.
+    """Compute β·KL of each token, one array per completion; its sum is subtracted from the completion's reward.
 
-    In a reward k1 is the one to use: its sum is log(policy / reference) of the whole answer, whose expected gradient is
-    that of the KL (Ouyang et al., 2022, eq. 2).
+    Use k1 in a reward: its sum is log(policy / reference) of the whole completion, whose expected gradient is that of
+    the KL (Ouyang et al., 2022, eq. 2).
 
     Args:
-        logps: under the policy that sampled.
-        ref_logps: of the same tokens under the reference.
+        logps: log-probs under the policy that sampled.
+        ref_logps: log-probs of the same tokens under the reference.
         estimator: a name of `KLS`.
         beta: weight β.
-        drawn: the other tokens cost nothing, for no choice of the policy was made there. All when None.
+        drawn: tokens that the policy sampled; the others get 0. None means all.
 
     >>> kl_penalty([np.array([-1.0, -2.0]), np.zeros(0)], [np.array([-1.5, -1.5]), np.zeros(0)], "k1", beta=0.1)
     [array([ 0.05, -0.05]), array([], dtype=float64)]
@@ -62,9 +62,9 @@ def kl_penalty(
 def token_rewards(
     rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], drawn: Drawn | None = None
 ) -> list[PerToken]:
-    """The reward of each token, one array a sample: −penalty at each token that the policy drew, and at the last of
-    them the sample's reward besides (Ouyang et al., 2022). Zeros for a sample that no function scored (NaN), or that
-    the policy drew nothing of.
+    """Compute the reward of each token, one array per completion: −penalty at each token that the policy sampled, plus
+    the completion's reward at the last of them (Ouyang et al., 2022). A completion that no function scored (NaN), or
+    without sampled tokens, gets zeros.
 
     >>> token_rewards(np.array([1.0, np.nan]), [np.array([0.1, 0.2]), np.array([0.3])])
     [array([-0.1,  0.8]), array([0.])]
@@ -74,18 +74,18 @@ def token_rewards(
 
 
 def adapted_beta(beta: float, kl: float, target: float, horizon: int, samples: int) -> float:
-    """β for the next step, so that the KL comes to `target`: β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon) (Ziegler
-    et al., 2019, section 2.2).
+    """Compute β for the next step, which steers the KL to `target`: β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon)
+    (Ziegler et al., 2019, section 2.2).
 
-    The deviation: a step of more samples than the horizon counts as one of that many, so that β keeps its sign. A KL
-    that is no number (a step without tokens) leaves β as it is.
+    Deviation from the paper: samples/horizon is at most 1, so that β keeps its sign. A KL of NaN (a step without
+    tokens) leaves β unchanged.
 
     Args:
-        beta: now.
-        kl: the step's mean.
-        target: wanted.
-        horizon: samples over which β moves.
-        samples: of the step.
+        beta: current β.
+        kl: mean KL of the step.
+        target: wanted KL.
+        horizon: number of completions over which β adapts.
+        samples: number of completions of the step.
 
     >>> round(adapted_beta(0.1, kl=12.0, target=6.0, horizon=10_000, samples=500), 6)
     0.101
@@ -97,18 +97,18 @@ def adapted_beta(beta: float, kl: float, target: float, horizon: int, samples: i
 
 
 def k1(d: PerToken) -> PerToken:
-    """−d: unbiased, of either sign (Schulman, 2020). Here and below d = logp_ref − logp."""
+    """Compute −d: unbiased, of either sign (Schulman, 2020). Here and below d = logp_ref − logp."""
     return -d
 
 
 def k2(d: PerToken) -> PerToken:
-    """d²/2: low variance, slightly biased."""
+    """Compute d²/2: low variance, slightly biased."""
     halved: PerToken = d * d / 2
     return halved
 
 
 def k3(d: PerToken) -> PerToken:
-    """exp(d) − d − 1: unbiased and never negative; d is cut off at `LIMIT`, as in the loss."""
+    """Compute exp(d) − d − 1: unbiased and never negative; d is clamped at `LIMIT`, as in the loss."""
     d = np.minimum(d, LIMIT)
     estimate: PerToken = np.expm1(d) - d
     return estimate
@@ -132,11 +132,11 @@ def _masks(drawn: Drawn | None, arrays: Sequence[PerToken]) -> Drawn:
 
 
 def _only(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
-    """0 where the mask is False; indexing refuses a mask of another length, which `np.where` would broadcast."""
+    """Return `values` with 0 where the mask is False; indexing refuses a mask of another length, `np.where` may not."""
     out = np.zeros(len(values))
     out[mask] = values[mask]
     return out
 
 
 KLS: dict[str, Callable[[PerToken], PerToken]] = {"k1": k1, "k2": k2, "k3": k3}
-"""Name → estimator on the host; `losses.KLS` has those of the loss."""
+"""KL estimators on the host by name; `losses.policy.KLS` has those of the loss."""

@@ -1,8 +1,8 @@
-"""Values of states, and the scores of whole answers, on the same rows as the log-probs.
+"""Values of states and scores of whole completions, on the same rows as the log-probs.
 
-The value of a scored token is the critic's for the state that it was drawn from: the head on the hidden state that
-predicts the token. A reward model reads the hidden state of an answer's *last* token, which our rows never feed; so
-each answer gets one token more before it is packed, and the score is the value of that token's state.
+The value of a scored token is the critic's for the state that it was sampled from: the value head applied to the hidden
+state that predicts the token. A reward model reads the hidden state of a completion's *last* token, which our rows
+never feed; so each completion gets one more token before packing, and the score is the value of that token's state.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ from covey.types import Completion, FinishReason, Group
 
 
 class ValueInputs(NamedTuple):
-    """What a critic's micro-batch needs beside its rows: each [R, M] float32, 0 at padding, NumPy or JAX.
+    """Inputs of the critic's loss beside the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
 
     Attributes:
-        returns: what the values should have been.
-        old_values: the critic's at the rollout.
-        weight: of the token in the sum; more than 0 exactly where the token is in the loss and its answer was scored.
+        returns: targets of the values.
+        old_values: values of the critic at the rollout.
+        weight: weight of the token in the sum; positive exactly where the token is in the loss and its completion was
+            scored.
     """
 
     returns: Float[Any, "R M"]
@@ -37,10 +38,10 @@ class ValueInputs(NamedTuple):
 
 
 def row_values(graph: Any, params: Any, rows: Rows) -> Float[Array, "R M"]:
-    """The value of the state that each scored token was drawn from, float32; 0 at padding.
+    """Compute the value of the state that each scored token was sampled from, float32; 0 at padding.
 
     Args:
-        graph, params: a `ValueModel` as `nnx.split` gives it.
+        graph, params: a `ValueModel` as `nnx.split` returns it.
     """
     model = nnx.merge(graph, params)
     return jnp.where(rows.scored, model.values(picked_hidden(model.decoder, rows)), 0.0)
@@ -53,19 +54,19 @@ def value_loss(
     weight: Float[Array, "R M"],
     clip: float,
 ) -> tuple[Float[Array, ""], Shares]:
-    """Σ weight · ½ max((v − R)², (v_c − R)²), v_c = v held within ± clip of v_old (Schulman et al., 2017, as in their
-    code; Huang et al., 2022, detail 9).
+    """Compute Σ weight · ½ max((v − R)², (v_c − R)²), v_c = v clipped to v_old ± clip (Schulman et al., 2017, as in
+    their code; Huang et al., 2022, detail 9).
 
-    Where the two are equal, at the edge of the range too, the gradient is v's own.
+    Where the two are equal, also on the bound, the gradient is that of v.
 
     Args:
-        values: the critic's; differentiable.
+        values: values of the critic; differentiable.
         old_values, returns, weight: see `ValueInputs`.
-        clip: 0 is off.
+        clip: clip range; 0 turns clipping off.
 
     Returns:
-        The sum, to be divided by the step's Σ weight, and the shares of `value_loss`, `value_mean` and
-        `value_clip_ratio`: the share of tokens whose loss is the clipped one and so passes no gradient.
+        The sum, to be divided by the step's Σ weight, and its part of the metrics `value_loss`, `value_mean` and
+        `value_clip_ratio`: the fraction of tokens whose loss is the clipped one and so passes no gradient.
     """
     free = jnp.square(values - returns)
     held = jnp.clip(values, old_values - clip, old_values + clip) if clip else values
@@ -78,12 +79,12 @@ def value_loss(
 
 
 def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> float:
-    """1 − Var(R − v) / Var(R) over all tokens that the critic learnt from in a step; NaN when the returns are all
-    equal.
+    """Compute 1 − Var(R − v) / Var(R) over all tokens that the critic was trained on in a step; NaN when all returns
+    are equal.
 
     Args:
-        values: the critic's, one array a completion.
-        returns: alike.
+        values: values of the critic, one array per completion.
+        returns: returns of the same tokens.
 
     >>> explained_variance([np.array([1.0, 2.0])], [np.array([1.0, 3.0])])
     0.75
@@ -94,15 +95,15 @@ def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarra
 
 
 def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Group]:
-    """Answers as groups in which the value of each one's last token is its score.
+    """Build groups in which the value of each completion's last token is its score.
 
     Args:
-        prompt_ids: the prompt of each completion; neighbours with an equal one share it in a row.
-        completion_ids: one list of tokens a completion, its stop token included; an empty one is scored at the end of
-            its prompt.
+        prompt_ids: prompt of each completion; consecutive completions with equal prompts share it in a row.
+        completion_ids: one list of tokens per completion, its stop token included; an empty one is scored at the end
+            of its prompt.
 
     Raises:
-        DataError: other than one prompt a completion, or neither prompt nor completion.
+        DataError: the number of prompts is not that of completions, or a prompt and its completion are both empty.
     """
     if len(prompt_ids) != len(completion_ids):
         raise DataError(f"{len(prompt_ids)} prompts for {len(completion_ids)} completions", want="one a completion")
@@ -117,6 +118,6 @@ def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequenc
 
 
 def _longer(tokens: Sequence[int]) -> Completion:
-    """With one token more, which is never fed: any would do."""
+    """Return a completion of `tokens` and one more, which is never fed and may be any token."""
     none = np.zeros(0, np.float32)
     return Completion(np.append(np.asarray(tokens, np.int32), np.int32(0)), none, none, FinishReason.STOP)

@@ -1,1 +1,1 @@
-"""Ragged groups on the host become rows on the device."""
+"""Packing of ragged groups on the host into rows on the device."""

@@ -1,9 +1,8 @@
-"""Which completions share a row: a bin-packing in which a prompt must be repeated in each row that has some of its
-group.
+"""Assignment of completions to rows: bin-packing in which a prompt is repeated in each row that has some of its group.
 
-A group stays whole where it fits. One that does not is divided; what is left of it goes where there is room. The length
-of the rows is the one that costs least, all counted: padding, prompts repeated, rows that fill up the last micro-batch,
-and attention. All of it follows from the lengths alone, so that a step that is taken again is cut the same way.
+A group stays whole where it fits. One that does not is split, and the remainder goes where there is room. The row
+length is the one of least total cost: padding, repeated prompts, rows that fill up the last micro-batch, and attention.
+The result depends on the lengths alone, so that a repeated step is packed the same way.
 """
 
 from collections.abc import Sequence
@@ -14,18 +13,18 @@ import numpy as np
 from covey.sampling.lengths import power_of_two
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
-"""Row lengths; above the last, multiples of it."""
+"""Row lengths; above the last, row lengths are its multiples."""
 ATTENTION = 2048
-"""Tokens in a row at which attention costs as much as the rest of a layer (measured at SmolLM2's width, on CPU)."""
+"""Row length at which attention costs as much as the rest of a layer (measured at SmolLM2's width, on CPU)."""
 CALL = 200
-"""Tokens that a micro-batch costs however small it is (measured like ATTENTION)."""
+"""Fixed cost of a micro-batch, in tokens (measured like ATTENTION)."""
 MARGIN = 1.08
-"""How much less another row length must cost than the usual one: each is a program to compile."""
+"""Factor by which the usual row length may cost more than another: each length is a program to compile."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt and those of its completions that go into one row; numbers are the completions' in the step."""
+    """A prompt and those of its completions that go into one row; `numbers` index the completions of the step."""
 
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
@@ -33,21 +32,21 @@ class Piece:
 
     @property
     def inputs(self) -> int:
-        """Tokens fed: the last of a completion is not."""
+        """Number of input tokens; the last of a completion is not an input."""
         return len(self.prompt) + sum(max(len(c) - 1, 0) for c in self.completions)
 
     @property
     def scored(self) -> int:
-        """Tokens of completions."""
+        """Number of completion tokens."""
         return sum(map(len, self.completions))
 
     @property
     def size(self) -> int:
-        """Room it takes: its inputs, or its scored tokens where many short completions make those the more."""
+        """Row length it needs: its inputs, or its scored tokens where many short completions make those more."""
         return max(self.inputs, self.scored)
 
     def only(self, places: Sequence[int]) -> "Piece":
-        """With the completions at `places` alone."""
+        """Return the piece with the completions at `places` alone."""
         return Piece(self.prompt, tuple(self.completions[i] for i in places), tuple(self.numbers[i] for i in places))
 
 
@@ -72,7 +71,7 @@ class Bin:
         self.inputs, self.scored = self.inputs + piece.inputs, self.scored + piece.scored
 
     def share_of(self, piece: Piece) -> list[int]:
-        """Places of the completions that fit beside their prompt, the longest tried first."""
+        """Return indices of the completions that fit together with their prompt, the longest tried first."""
         inputs, scored, places = len(piece.prompt), 0, []
         for place in sorted(range(len(piece.completions)), key=lambda i: -len(piece.completions[i])):
             length = len(piece.completions[place])
@@ -83,11 +82,11 @@ class Bin:
 
 
 def cheapest(groups: Sequence[Piece], row_length: int, micro_batch: int) -> tuple[int, list[Bin]]:
-    """The row length that costs least, and the rows.
+    """Return the row length that costs least, and the rows.
 
     Args:
-        groups: whole; divided as it must be.
-        row_length: the usual length, and the greatest unless a single sample is longer.
+        groups: whole groups; they are split where necessary.
+        row_length: usual length, and the greatest unless a single completion with its prompt is longer.
         micro_batch: tokens that will be computed at once.
     """
     least = bucket(max((p.only([i]).size for p in groups for i in range(len(p.completions))), default=1))
@@ -102,10 +101,10 @@ def cheapest(groups: Sequence[Piece], row_length: int, micro_batch: int) -> tupl
 
 
 def filled(groups: Sequence[Piece], capacity: int, apart: bool) -> list[Bin]:
-    """Rows of `capacity`, by best fit, the largest group first (near-minimal: Johnson, 1973).
+    """Fill rows of `capacity` by best fit, the largest group first (near-minimal: Johnson, 1973).
 
     Args:
-        apart: divide groups also where they need not be, when completions longer than the prompt fill up a row.
+        apart: split groups also where they need not be, when completions longer than the prompt fill up a row.
     """
     bins: list[Bin] = []
     for piece in sorted(groups, key=lambda p: -p.size):
@@ -123,7 +122,7 @@ def filled(groups: Sequence[Piece], capacity: int, apart: bool) -> list[Bin]:
 
 
 def _place(bins: Sequence[Bin], piece: Piece, apart: bool) -> tuple[Bin | None, list[int]]:
-    """The row that the piece fits into best, or with `apart` the one with most room, and what goes there."""
+    """Return the row the piece fits best, or with `apart` the one with most room, and the completions to put there."""
     inputs, scored = piece.inputs, piece.scored
     if whole := [b for b in bins if b.takes(inputs, scored)]:
         return min(whole, key=lambda b: b.room), list(range(len(piece.completions)))
@@ -136,14 +135,14 @@ def _place(bins: Sequence[Bin], piece: Piece, apart: bool) -> tuple[Bin | None, 
 
 
 def _cost(count: int, length: int, micro_batch: int) -> float:
-    """Tokens, those of filled-up micro-batches included, what attention adds in rows of that length, and calls."""
+    """Compute the cost in tokens: padding of the last micro-batch, attention at this length and calls included."""
     together = rows_together(count, length, micro_batch)
     return -(-count // together) * (together * length * (1 + length / ATTENTION) + CALL)
 
 
 def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
-    """How many of `count` rows of `length` tokens make a micro-batch of at most `micro_batch` tokens: a multiple of
-    `ways`, never 0. Of a few sizes, so that few shapes occur, the one that leaves least to fill up.
+    """Return how many of `count` rows of `length` tokens make a micro-batch of at most `micro_batch` tokens: a positive
+    multiple of `ways`. It is the one of least padding among a few sizes, so that few shapes occur.
     """
     most, needed = max(micro_batch // (length * ways), 1), -(-count // ways)
     sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
@@ -151,6 +150,6 @@ def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> i
 
 
 def bucket(length: int) -> int:
-    """The shortest row length that holds `length` tokens."""
+    """Return the shortest row length that holds `length` tokens."""
     step = ROW_BUCKETS[-1]
     return next((b for b in ROW_BUCKETS if b >= length), -(-length // step) * step)

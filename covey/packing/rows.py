@@ -1,13 +1,13 @@
-"""Ragged groups on the host become rows on the device: one group, one row.
+"""Packing of ragged groups on the host into rows on the device: one row per group.
 
-A row holds a prompt once and its completions end to end behind it. Positions restart behind the prompt for each
-completion, and a token may attend to its own group's prompt and to its own completion's past, so that each sample is
-computed as if it were alone. Short groups share a row; a group too long for one is split and its prompt repeated.
+A row holds a prompt once and its completions end to end after it. Positions restart after the prompt for each
+completion, and a token may attend to its own group's prompt and to its own completion's past, so that each completion
+is computed as if it were alone. Short groups share a row; a group too long for one is split and its prompt repeated.
 Lengths come from a small set of buckets.
 
-A completion's last token is scored but never fed: nothing is predicted from it. Hence a row has two parts, the *inputs*
-(prompt and completions without their last tokens) and the *scored* tokens, each with the input position that predicts
-it. The first tokens of all completions of a group are predicted from the one last prompt token.
+A completion's last token is scored but is not an input: nothing is predicted from it. Hence a row has two parts, the
+*inputs* (prompt and completions without their last tokens) and the *scored* tokens, each with the input position that
+predicts it. The first tokens of all completions of a group are predicted from the last token of their one prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ class Rows(NamedTuple):
     """A batch of rows, a pytree of arrays: NumPy on the host, JAX on the device.
 
     Attributes:
-        tokens, positions: the inputs.
-        group: which group a token belongs to, counted from 1 in each row; 0 is padding.
-        sample: which completion, counted from 1 in each row; 0 is a prompt.
-        source: for each scored token, the input position whose hidden state predicts it.
-        target: the scored token.
-        owner: for each scored token, its completion's number in the row (as in `sample`); 0 is padding.
-        home: where results go: number of that completion in the step, and its token's place in it; -1 is padding.
+        tokens, positions: input tokens and their positions.
+        group: number of each input token's group, counted from 1 in each row; 0 is padding.
+        sample: number of its completion, counted from 1 in each row; 0 is a prompt.
+        source: input position whose hidden state predicts each scored token.
+        target: the scored tokens.
+        owner: number of each scored token's completion in the row (as in `sample`); 0 is padding.
+        home: index of that completion in the step, and of the token in the completion; -1 is padding.
     """
 
     tokens: Int[Any, "R L"]
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
     @property
     def scored(self) -> Bool[Any, "R M"]:
-        """True where a scored token is not padding."""
+        """Mask that is True where a scored token is not padding."""
         return self.owner > 0
 
 
@@ -61,16 +61,16 @@ def pack(
     packing: Literal["groups", "dense"] = "groups",
     micro_batch: int = 1,
 ) -> Rows:
-    """Lays groups out as rows.
+    """Pack groups into rows.
 
     Args:
         groups: their completions are numbered in order, group after group.
-        row_length: most tokens in a row, raised to the longest single sample.
-        packing: "groups", or "dense" for one sample a row (the oracle of the other).
+        row_length: most tokens in a row, raised to the longest single completion with its prompt.
+        packing: "groups", or "dense" for one completion per row (the reference that tests compare with).
         micro_batch: tokens that will be computed at once; the row length is chosen so that few of them are padding.
 
     Returns:
-        NumPy `Rows` with M = L, a bucket, so that few shapes occur.
+        NumPy `Rows` with M = L, a bucket length, so that few shapes occur.
     """
     whole = list(_whole(groups))
     if packing == "dense":
@@ -83,7 +83,7 @@ def pack(
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
-    """Per-token values back in the order of the step: one float32 array a completion, `lengths[i]` long."""
+    """Return per-token values in the order of the step: one float32 array per completion, `lengths[i]` long."""
     out = [np.zeros(n, np.float32) for n in lengths]
     number, place = rows.home[..., 0], rows.home[..., 1]
     for row, column in zip(*np.nonzero(number >= 0), strict=True):
@@ -92,13 +92,13 @@ def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int])
 
 
 def spread(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
-    """A value a completion, laid at each of its scored tokens; 0 at padding."""
+    """Copy one value per completion to each of its scored tokens; 0 at padding."""
     number = rows.home[..., 0]
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
 
 
 def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]:
-    """Values a token, one array a completion, laid at the scored tokens; 0 at padding. The inverse of `unpack`."""
+    """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding. Inverse of `unpack`."""
     starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
     flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
     number, place = rows.home[..., 0], rows.home[..., 1]
@@ -106,12 +106,12 @@ def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]
 
 
 def tree_attention(rows: Rows) -> Attend:
-    """The `Attend` of a batch of rows: a token sees its group's prompt and its own completion's past."""
+    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past."""
     return spanned(spans_of(rows), rows.positions)
 
 
 def spans_of(rows: Rows) -> Spans:
-    """What each input token sees, as places in its row. A prompt's token sees no more than its own past."""
+    """Return the spans of its row that each input token attends to. A prompt token attends to its own past only."""
     group, answer = rows.group, rows.sample > 0
     place = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
 
@@ -129,9 +129,7 @@ def spans_of(rows: Rows) -> Spans:
 
 
 def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
-    """Slices of `size` rows of every array; the last is filled up with zeros, which are padding, so that one shape
-    serves all.
-    """
+    """Yield slices of `size` rows of every array; the last is padded with zeros, so that all have one shape."""
     count = jax.tree.leaves(tree)[0].shape[0]
 
     def cut(start: int, x: np.ndarray) -> np.ndarray:
@@ -143,8 +141,8 @@ def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
 
 
 def padding_waste(rows: Rows, together: int = 1) -> float:
-    """Share of input positions that hold padding, those of the rows that fill up the last micro-batch of `together`
-    rows with them.
+    """Return the fraction of input positions that hold padding, including the rows that fill up the last micro-batch of
+    `together` rows.
     """
     count, length = rows.group.shape
     positions: int = -(-count // together) * together * length
@@ -152,7 +150,7 @@ def padding_waste(rows: Rows, together: int = 1) -> float:
 
 
 def _whole(groups: Sequence[Group]) -> Iterator[Piece]:
-    """The groups, their completions numbered on."""
+    """Yield the groups as pieces, their completions numbered consecutively."""
     number = 0
     for group in groups:
         tokens = tuple(np.asarray(c.tokens) for c in group.completions)

@@ -1,1 +1,1 @@
-"""The algorithm: pure parts (advantages, losses, rows), workers by role, and the loop."""
+"""Training loop of GRPO and PPO, with workers by role."""

@@ -1,8 +1,8 @@
-"""`RLCluster`: the models by role, the mesh each lives on, and the one tokenizer they share.
+"""`RLCluster`: the models by role, the mesh of each, and the tokenizer that they share.
 
 Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory,
-or that of the adapters that a run began with.
-A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the rollout.
+or that of the adapters that a run began with. A role on another mesh gets its own copy there, and
+`sync_weights` moves the actor's weights to the rollout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,15 +44,15 @@ class RLCluster(Keywords):
 
     Args:
         actor: the model to train (with LoRA adapters, only those are trained), or a source that
-            `models.loading.weights.load` knows. The cluster takes over its trainable arrays; read the result from
-            `cluster.actor`.
-        reference: the frozen model of the KL, or a source. When not given it is the actor as it begins, or its base,
-            as `GRPOConfig.reference` says, made only if β asks for it: with LoRA it shares the base, and copies the
-            adapters unless they are new and do nothing yet; otherwise it is a copy of the initial weights.
-        critic: the model of values, or a source. When not given and the algorithm has a critic, it is a copy of the
+            `models.loading.weights.load` accepts. The cluster takes ownership of its trainable arrays; read the
+            result from `cluster.actor`.
+        reference: the frozen model of the KL, or a source. When not given it is the initial actor, or its base,
+            as `GRPOConfig.reference` sets, made only if β is not 0: with LoRA it shares the base, and copies the
+            adapters unless they are new and change nothing yet; otherwise it is a copy of the initial weights.
+        critic: the value model, or a source. When not given and the algorithm has a critic, it is a copy of the
             actor's base with a new head.
         reward: a frozen model that scores completions, or a source; its score is one more reward function.
-        tokenizer: shared by all roles; may be left out when `actor` is a source.
+        tokenizer: shared by all roles; optional when `actor` is a source.
         cluster_config: meshes, training, sampling.
     """
 
@@ -93,10 +93,10 @@ class RLCluster(Keywords):
         self.inference = self._hosting(self._reference, self._critic)
 
     def prepare(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> None:
-        """Builds the trainers and the frozen models that the algorithm asks for, for a run of `total_steps` updates.
+        """Build the trainers and the frozen models that the algorithm needs, for a run of `total_steps` updates.
 
         Raises:
-            RecipeError: the cluster was prepared for another algorithm or length before.
+            RecipeError: the cluster was already prepared for another algorithm or length.
         """
         if self._prepared_for is not None:
             self._refuse_another(config, total_steps)
@@ -130,11 +130,11 @@ class RLCluster(Keywords):
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Group]:
-        """Samples each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
+        """Sample each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
         return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
-        """The reference's log-probs, one array a completion.
+        """Compute the reference's log-probs, one array per completion.
 
         Raises:
             RecipeError: there is no reference, as when β is 0.
@@ -142,15 +142,15 @@ class RLCluster(Keywords):
         return self.inference.ref_logps(rows, lengths, self.rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
-        """The actor's log-probs before the step's first update, one array a completion."""
+        """Compute the actor's log-probs before the step's first update, one array per completion."""
         return self._old_scorer(self._trained.params, rows, lengths, self.rows_at_a_time(rows, Role.ACTOR))
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
-        """The critic's value of the state before each token, one array a completion."""
+        """Compute the critic's value of the state before each token, one array per completion."""
         return self.inference.values(rows, lengths, self.rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """The reward model's score of each completion behind its prompt."""
+        """Compute the reward model's score of each completion after its prompt."""
         training = self.config.training_config
         return self.inference.rewards(
             prompt_ids,
@@ -161,11 +161,11 @@ class RLCluster(Keywords):
         )
 
     def update_actor(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """One optimizer step of the actor on all of `batches`, in pieces of `max_tokens_per_micro_batch`."""
+        """Make one optimizer step of the actor on all of `batches`, in pieces of `max_tokens_per_micro_batch`."""
         return self._trained.update(self._actor_parts(batches))
 
     def actor_gradients(self, batches: Iterable[TrainBatch]) -> Gradients:
-        """The gradients of `update_actor`, not applied yet.
+        """Compute the gradients of `update_actor` without applying them.
 
         Raises:
             NumbersError: the loss or the gradient is not finite.
@@ -173,11 +173,11 @@ class RLCluster(Keywords):
         return self._trained.gradients(self._actor_parts(batches))
 
     def apply_actor(self, gradients: Gradients) -> Metrics:
-        """One optimizer step of the actor by these gradients."""
+        """Make one optimizer step of the actor with these gradients."""
         return self._trained.apply(gradients)
 
     def update_critic(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """One optimizer step of the critic on all of `batches`; the inference worker gets the new weights.
+        """Make one optimizer step of the critic on all of `batches`; the inference worker gets the new weights.
 
         Raises:
             RecipeError: there is no critic.
@@ -185,7 +185,7 @@ class RLCluster(Keywords):
         return self.apply_critic(self.critic_gradients(batches))
 
     def critic_gradients(self, batches: Iterable[TrainBatch]) -> Gradients:
-        """The gradients of `update_critic`, not applied yet.
+        """Compute the gradients of `update_critic` without applying them.
 
         Raises:
             RecipeError: there is no critic.
@@ -204,40 +204,40 @@ class RLCluster(Keywords):
         )
 
     def apply_critic(self, gradients: Gradients) -> Metrics:
-        """One optimizer step of the critic by these gradients; the inference worker gets the new weights."""
+        """Make one optimizer step of the critic with these gradients and give the inference worker the new weights."""
         assert self.critic_trainer is not None, "the gradients came from a critic"
         metrics = self.critic_trainer.apply(gradients)
         self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         return metrics
 
     def skip_update(self) -> None:
-        """Counts an update of actor and critic that is left out as a step; see `Trainer.skip`."""
+        """Count a skipped update of actor and critic as a step; see `Trainer.skip`."""
         self._trained.skip()
         if self.critic_trainer is not None:
             self.critic_trainer.skip()
 
     def update_reference(self, mixing: float) -> None:
-        """reference ← α·actor + (1 − α)·reference, adapters merged (Gorbatovski et al., 2024, TR-DPO, eq. 5)."""
+        """Set reference ← α·actor + (1 − α)·reference, adapters merged (Gorbatovski et al., 2024, TR-DPO, eq. 5)."""
         _, actor = nnx.split(merged(self.actor))
         held = self.inference.params[Role.REFERENCE]
         moved = reshard(actor, jax.tree.map(lambda x: x.sharding, held), copy=True)
         self.inference.update_params(Role.REFERENCE, _mixed(held, moved, mixing))
 
     def sync_weights(self) -> None:
-        """Gives the rollout the actor's weights: the same arrays on one mesh, moved otherwise (the adapters alone with
-        LoRA).
+        """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
+        adapters alone).
         """
         trainer = self._trained
         if self.config.mesh(Role.ROLLOUT) == self.config.mesh(Role.ACTOR):
             self.rollout.update_params(trainer.params)
             return
         _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
-        # A copy even where the meshes overlap: the trainer's own buffers are given up at its next update.
+        # A copy even where the meshes overlap: the trainer donates its own buffers at its next update.
         moved = reshard(trainer.trainable, held, copy=True)
         self.rollout.update_params(nnx.merge_state(moved, rest))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as nested dicts of arrays: the actor's part has the names of `Trainer.state`."""
+        """Return the arrays of a checkpoint as nested dicts: the actor's part has the names of `Trainer.state`."""
         state = self._trained.state()
         if self.critic_trainer is not None:
             state["critic"] = self.critic_trainer.state()
@@ -246,7 +246,7 @@ class RLCluster(Keywords):
         return state
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
-        """Takes up a checkpoint's `state()` at update `step`."""
+        """Restore a checkpoint's `state()` at update `step`."""
         self._trained.load_state(state, step)
         if self.critic_trainer is not None:
             self.critic_trainer.load_state(state["critic"], step)
@@ -256,7 +256,7 @@ class RLCluster(Keywords):
         self.sync_weights()
 
     def learning_rate(self) -> float:
-        """The actor's learning rate in the step just made; NaN for an optimizer that is not ours."""
+        """Return the actor's learning rate in the last step; NaN for a custom optax optimizer."""
         optimizer = self.config.training_config.actor_optimizer
         if not isinstance(optimizer, OptimizerConfig) or self._prepared_for is None:
             return float("nan")
@@ -264,16 +264,16 @@ class RLCluster(Keywords):
 
     @property
     def actor(self) -> Decoder:
-        """The actor with its weights as they are now."""
+        """Actor with its current weights."""
         return self._actor if self.trainer is None else nnx.merge(self.trainer.graph, self.trainer.params)
 
     @property
     def has_reward_model(self) -> bool:
-        """Whether a model has the role `reward`."""
+        """True when a model has the role `reward`."""
         return self._reward is not None
 
     def close(self) -> None:
-        """Lets go of every array; the cluster cannot be used any more."""
+        """Release all arrays; the cluster cannot be used afterwards."""
         self.trainer = self.critic_trainer = self._reference = self._critic = self._reward = None
         for name in ("rollout", "_actor", "_old_scorer", "inference"):
             self.__dict__.pop(name, None)
@@ -318,12 +318,12 @@ class RLCluster(Keywords):
             yield from parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """How many rows `role` computes together."""
+        """Return how many rows `role` computes together."""
         return rows_at_a_time(rows, self.config.mesh(role), self._max_tokens)
 
     def _on_mesh(self, model: ModelT, role: Role) -> ModelT:
-        """`model` where the role lives. Arrays are put there even if they are there already: a program is compiled anew
-        for arguments whose place was chosen and not defaulted, so all of them are, from the start.
+        """Put `model` on the role's mesh. Arrays already there are put too: JAX recompiles for arguments whose device
+        was chosen and not defaulted, so it is chosen for all of them from the start.
         """
         mesh, (graph, params) = self.config.mesh(role), nnx.split(model)
         distributed.refuse_foreign(mesh, role)
@@ -331,19 +331,19 @@ class RLCluster(Keywords):
 
 
 def _apart_from(reference: Decoder, actor: Decoder, all: bool = False) -> Decoder:
-    """`reference` with its own copy of the arrays that training `actor` will overwrite, or of all."""
+    """Return `reference` with its own copy of the arrays that training `actor` will overwrite, or of all."""
     graph, params = nnx.split(reference)
     taken = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
     return nnx.merge(graph, jax.tree.map(lambda x: jnp.copy(x) if all or _buffers(x) & taken else x, params))
 
 
 def _buffers(x: jax.Array) -> set[int]:
-    """Where the pieces of `x` lie in memory: two arrays may share them without being one object."""
+    """Return the memory addresses of the shards of `x`: two arrays may share them without being one object."""
     return {piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards}
 
 
 @jax.jit
 def _mixed(held: Any, moved: Any, mixing: float) -> Any:
-    """α·moved + (1 − α)·held in float32, rounded to the type held."""
+    """Compute α·moved + (1 − α)·held in float32, rounded to the dtype of `held`."""
     mix = lambda h, m: (mixing * m.astype(jnp.float32) + (1 - mixing) * h.astype(jnp.float32)).astype(h.dtype)  # noqa: E731
     return jax.tree.map(mix, held, moved)

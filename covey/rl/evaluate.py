@@ -1,13 +1,13 @@
-"""How good is the model on prompts it was not trained on: accuracy, pass@k, format and reward over sampled completions.
+"""Evaluation on held-out prompts: accuracy, pass@k, format and reward over sampled completions.
 
-Every evaluation of a run draws with the same noise, so that before and after differ by the weights alone. What is
-found has one name everywhere, in `summary.json`, and behind `eval/` in `metrics.jsonl`:
+Every evaluation of a run samples with the same noise, so that before and after differ by the weights alone. Metrics
+have the same names in `summary.json` and, prefixed by `eval/`, in `metrics.jsonl`:
 
-    accuracy, partial_accuracy, format_accuracy    shares of completions that are right, nearly right, well-formed
-    pass@k, pass@k_any                             chance that one of k answers is right: without bias, and as counted
+    accuracy, partial_accuracy, format_accuracy    fractions of completions that are right, nearly right, well-formed
+    pass@k, pass@k_any                             chance that one of k completions is right: unbiased, and as counted
 
-Under several sampling presets the first one's figures have these names, the others' stand behind theirs:
-`liberal/accuracy`.
+With several sampling presets the metrics of the first have these names; those of the others are prefixed by the
+preset: `liberal/accuracy`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import FinishReason, Group
 
 NOISE = 2**31 - 1
-"""The step number that seeds evaluation; no training step reaches it."""
+"""Step number that seeds evaluation; no training step reaches it."""
 
 
 class Generates(Protocol):
@@ -44,20 +44,20 @@ class Generates(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        accuracy: share of completions that the accuracy function gives 1 or more; None when none is named.
+        accuracy: fraction of completions that the accuracy function gives 1 or more; None without such a function.
         partial_accuracy, format_accuracy: the same for the functions of these names.
         reward: mean of the training reward, when its functions were given.
         error: standard error of `accuracy` over prompts.
         pass_at: for k = 1, 2, ... the chance that at least one of k completions is right (`pass_at_k`).
-        pass_at_any: for k = 1, 2, ... the share of prompts with a right one among their first k completions.
-        samples: completions judged.
-        mean_length: tokens a completion.
-        clipped_ratio: share that ran out of tokens.
+        pass_at_any: for k = 1, 2, ... the fraction of prompts with a right one among their first k completions.
+        samples: number of completions evaluated.
+        mean_length: tokens per completion.
+        clipped_ratio: fraction of completions that reached the token limit.
         groups: the completions themselves, with the training rewards when their functions were given.
-        others: preset → what was found under it, for those behind the first.
+        others: results by preset, for the presets after the first.
     """
 
     accuracy: float | None
@@ -74,7 +74,7 @@ class Evaluation:
     others: Mapping[str, "Evaluation"] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the completions by its name, for `summary.json` and `metrics.jsonl`."""
+        """Return all metrics by name, without the completions, for `summary.json` and `metrics.jsonl`."""
         apart = ("pass_at", "pass_at_any", "groups", "others")
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
         found |= {f"pass@{k}": share for k, share in enumerate(self.pass_at, 1)}
@@ -93,14 +93,14 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     runner: RewardRunner | None = None,
 ) -> Evaluation:
-    """Samples and judges `config.samples` completions for each of the first `config.prompts` examples; under each
-    preset when there are several.
+    """Sample and judge `config.samples` completions for each of the first `config.prompts` examples, under each preset
+    when there are several.
 
     Args:
-        model: what generates.
-        examples: held-out rows with a `prompt` and the columns the functions ask for.
-        config: how many, sampled how, judged by which functions.
-        rollout: the sampling settings that `config` does not replace.
+        model: object that generates.
+        examples: held-out rows with a `prompt` and the columns that the functions need.
+        config: number of prompts and samples, sampling settings, names of the functions.
+        rollout: sampling settings that `config` does not replace.
         reward_fns, weights: the training reward, reported beside the accuracies.
         runner: runs all these functions.
     """
@@ -123,7 +123,7 @@ def judge(
     weights: Sequence[float] | None = None,
     runner: RewardRunner | None = None,
 ) -> Evaluation:
-    """What `groups` are worth, with those of the other processes; `config` names the functions that say so."""
+    """Evaluate `groups`, with those of the other processes, by the functions that `config` names."""
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
     judged = {what: _right(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
@@ -148,13 +148,13 @@ def judge(
 
 
 def judges(config: EvalConfig) -> list[str]:
-    """The functions that `config` names, other than the training rewards."""
+    """Return the names of the functions in `config`; the training rewards are not among them."""
     return [name for name in (config.accuracy, config.partial, config.format) if name]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that at least one of `k` answers is right, estimated without bias from `samples` answers of which
-    `right` are (Chen et al., 2021, Codex, eq. 1): 1 − C(n−c, k) / C(n, k), the share of all sets of k with a right one.
+    """Estimate without bias the chance that at least one of `k` completions is right, from `samples` of which
+    `right` are (Chen et al., 2021, Codex, eq. 1): 1 − C(n−c, k) / C(n, k), the share of sets of k with a right one.
 
     >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs hold the right one
     0.5
@@ -163,7 +163,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def sampling(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout's settings with those that the evaluation names: its preset's (the first's of all), or its own."""
+    """Return the rollout's settings overridden by the evaluation's preset (the first when "all"), or by its own."""
     preset = next(iter(PRESETS)) if config.preset == "all" else config.preset
     named = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
     own = {name: value for name, value in named.items() if value is not None}
@@ -171,7 +171,7 @@ def sampling(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
 
 
 def during_training(config: EvalConfig) -> EvalConfig:
-    """The settings of the evaluations between the first and the last: `during_prompts`, one preset."""
+    """Return the settings of evaluations between the first and the last: `during_prompts`, one preset."""
     prompts = config.prompts if config.during_prompts is None else config.during_prompts
     preset: Any = next(iter(PRESETS)) if config.preset == "all" else config.preset
     return replace(config, prompts=prompts, preset=preset)
@@ -180,7 +180,7 @@ def during_training(config: EvalConfig) -> EvalConfig:
 def _of_all_processes(
     judged: Mapping[str, list[np.ndarray]], scored: list[Group]
 ) -> tuple[dict[str, list[np.ndarray]], list[Group]]:
-    """Each process judges its own; all then have everything, in the order of the prompts."""
+    """Gather the results of all processes in each of them, in the order of the prompts."""
     everyone = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in judged.items()}
     return everyone, distributed.all_of(scored, "evaluation")
 
@@ -190,7 +190,7 @@ def _share(right: Sequence[np.ndarray]) -> float | None:
 
 
 def _right(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
-    """For each prompt, which of its completions the function `name` gives 1 or more: bool [G]."""
+    """Return for each prompt which of its completions the function `name` gives 1 or more: bool [G]."""
     return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name], runner=runner) if g.rewards is not None]
 
 
@@ -199,4 +199,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "standard": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
     "liberal": {"temperature": 0.85, "top_k": 2000, "top_p": 1.0},
 }
-"""Named ways to sample."""
+"""Sampling settings by preset."""

@@ -1,8 +1,8 @@
-"""From a step's prompts to the micro-batches it trains on: rollout, rewards, log-probs, advantages, rows.
+"""Data of a training step, from prompts to micro-batches: rollout, rewards, log-probs, advantages, rows.
 
-Each stage works on as many prompts at a time as suits it (`microbatch`); what comes out does not depend on that. Where
-several processes train, each feeds itself with its share of the step's prompts (`parallel.distributed`). The
-feeder hands micro-batches out as they get ready, so that a thread may run it while the trainer works.
+Each stage has its own number of prompts at a time (`microbatch`); the result does not depend on it. When several
+processes train, each prepares its part of the step's prompts (`parallel.distributed`). The feeder yields micro-batches
+as they get ready, so that a thread may run it while the trainer works.
 """
 
 import time
@@ -56,13 +56,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Experience:
-    """Some groups with what was found out about them; lists have one array a completion, in order.
+    """Groups with their per-token data; lists have one array per completion, in order.
 
     Attributes:
-        groups: scored.
-        ref_logps, old_logps, values: per token, None where the algorithm has no use for them.
+        groups: groups with rewards.
+        ref_logps, old_logps, values: per token; None where the algorithm does not use them.
         advantages: per token.
-        returns: per token, what the critic should have said.
+        returns: per token; the targets of the critic.
     """
 
     groups: list[Group]
@@ -74,26 +74,26 @@ class Experience:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each completion."""
+        """Number of tokens of each completion."""
         return np.array([len(c.tokens) for g in self.groups for c in g.completions])
 
     @property
     def drawn(self) -> list[np.ndarray]:
-        """Bool: True for the tokens that the model drew itself."""
+        """Mask of each completion: True for the tokens that the model sampled."""
         return [drawn_tokens(c) for g in self.groups for c in g.completions]
 
     @property
     def policy_logps(self) -> list[np.ndarray]:
-        """Under the policy that sampled: the trainer's where they were computed, else the sampler's."""
+        """Log-probs under the policy that sampled: the trainer's where they were computed, else the sampler's."""
         return self.old_logps or [c.logps for g in self.groups for c in g.completions]
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [P, G], NaN where nothing scored the sample."""
+        """Rewards, float64 [P, G]; NaN where no function scored the completion."""
         return np.stack([np.asarray(g.rewards) for g in self.groups]) if self.groups else np.zeros((0, 1))
 
     def between(self, start: int, stop: int) -> "Experience":
-        """That of groups `start` to `stop`."""
+        """Return the experience of groups `start` to `stop`."""
         at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (start, stop)))
         lists = {name: value and value[at] for name, value in vars(self).items() if name != "groups"}
         return Experience(self.groups[start:stop], **lists)
@@ -101,17 +101,17 @@ class Experience:
 
 @dataclass
 class StepLog:
-    """What a step's feeding did.
+    """Log of how a step's data was made.
 
     Attributes:
-        groups: everything sampled, also what dynamic sampling replaced (with advantages of 0).
-        numbers: of each group, the number of its prompt in the step.
-        stats: what sampling cost.
-        rounds: prompt batches sampled.
-        replaced: groups of equal rewards that new prompts took the place of.
-        tied: groups of equal rewards that stayed because the budget was spent.
-        waste: share of padding in each micro-batch's rows.
-        failed: reward function → samples for which it failed, where it has a policy for that.
+        groups: all sampled groups, also those that dynamic sampling replaced (with advantages of 0).
+        numbers: number of each group's prompt in the step.
+        stats: statistics of sampling.
+        rounds: number of prompt batches sampled.
+        replaced: number of groups of equal rewards that were replaced by new prompts.
+        tied: number of groups of equal rewards that were kept because the budget was spent.
+        waste: fraction of padding in each micro-batch's rows.
+        failed: number of failed completions by reward function, for functions with a failure policy.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -124,13 +124,13 @@ class StepLog:
     failed: dict[str, int] = field(default_factory=dict)
 
     def learnt(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
-        """Puts groups with their advantages in the place of those without."""
+        """Replace groups by the same groups with their advantages."""
         known = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
         self.groups = [known.get(id(group), group) for group in self.groups]
 
     @classmethod
     def of_all(cls, logs: Sequence["StepLog"]) -> "StepLog":
-        """The logs of all processes as one, in the order of the step's prompts."""
+        """Merge the logs of all processes, in the order of the step's prompts."""
         pairs = (pair for log in logs for pair in zip(log.numbers, log.groups, strict=True))
         numbers, groups = zip(*sorted(pairs, key=itemgetter(0)), strict=True)
         stats, waste = sum((log.stats for log in logs), SamplerStats()), [w for log in logs for w in log.waste]
@@ -139,24 +139,24 @@ class StepLog:
 
 
 Estimate = Callable[[Experience, float], Experience]
-"""(experience, β) → the same with advantages, and returns where there is a critic."""
+"""Function (experience, β) → experience with advantages, and with returns if there is a critic."""
 Take = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Hands out so many new prompts."""
+"""Function that returns the given number of new prompts."""
 
 
 @dataclass
 class Feeder:
-    """Makes a step's training micro-batches.
+    """Make a step's training micro-batches.
 
     Attributes:
         cluster: the models.
         reward_fns: reward functions.
         config, algorithm, training: the settings.
-        sizes: prompts a stage works on at a time.
-        estimate: advantages from rewards.
-        beta: weight of the KL now.
+        sizes: number of prompts at a time in each stage.
+        estimate: computes advantages from rewards.
+        beta: current weight of the KL.
         runner: runs the reward functions.
-        log: what the last step did.
+        log: log of the last step.
     """
 
     cluster: RLCluster
@@ -171,13 +171,13 @@ class Feeder:
     log: StepLog = field(default_factory=StepLog)
 
     def feed(self, examples: Sequence[Mapping[str, Any]], take: Take, step: int, clock: Clock) -> Iterator[TrainBatch]:
-        """The training micro-batches of one step, in order: this process's.
+        """Yield this process's training micro-batches of one step, in order.
 
         Args:
-            examples: the step's prompts, those of all processes.
-            take: more prompts, for groups that dynamic sampling replaces.
+            examples: prompts of the step, for all processes.
+            take: returns more prompts, for groups that dynamic sampling replaces.
             step: seeds the noise.
-            clock: is told of the phases.
+            clock: measures the phases.
         """
         self.log = StepLog()
         first, mine = distributed.share(examples)
@@ -202,7 +202,7 @@ class Feeder:
         return service_batches(examples, self.sizes)
 
     def _sampled(self, examples: Sequence[Mapping[str, Any]], first: int, step: int, clock: Clock) -> list[Group]:
-        """Groups of the examples, scored; prompts are numbered through the step, from `first`, whatever the slices."""
+        """Sample and score groups; prompts are numbered in the step from `first`, whatever the slices."""
         groups: list[Group] = []
         with clock("rollout"):
             for part in slices(examples, self.sizes.rollout):
@@ -217,7 +217,7 @@ class Feeder:
         return groups
 
     def _less_overlong(self, groups: Sequence[Group]) -> list[Group]:
-        """Rewards less DAPO's penalty for length, which is listed beside the reward functions."""
+        """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
         algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
         if not algorithm.overlong_buffer:
             return list(groups)
@@ -231,9 +231,9 @@ class Feeder:
         return [less(group) for group in groups]
 
     def _replaced(self, groups: list[Group], wanted: int, take: Take, step: int, clock: Clock) -> list[Group]:
-        """Dynamic sampling (Yu et al., 2025, section 3.2): groups whose rewards are all equal make room for new
-        prompts, until none of the step's `wanted` is left or the rounds are spent. Each process takes its share of the
-        new prompts too, so in the end one may hold more groups than another.
+        """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
+        until the step has `wanted` other groups or the rounds are spent. Each process gets its part of the new
+        prompts, so one may end with more groups than another.
         """
         if self.algorithm.max_sampling_rounds == 1:
             return groups
@@ -250,15 +250,15 @@ class Feeder:
         return kept + self._earliest(tied, missing)
 
     def _earliest(self, tied: Sequence[Group], count: int) -> list[Group]:
-        """Those of `tied` that are among the first `count` in all processes, by the numbers of their prompts."""
+        """Return the groups of `tied` among the first `count` of all processes, by the numbers of their prompts."""
         known = {id(group): number for number, group in zip(self.log.numbers, self.log.groups, strict=True)}
         numbers = [known[id(group)] for group in tied]
         chosen = sorted(distributed.all_of(numbers, "tied groups"))[:count]
         return [group for number, group in zip(numbers, tied, strict=True) if number in chosen]
 
     def _log_probs(self, packed: "_Packed") -> Experience:
-        """Reference and old log-probs and values; the old ones only when a batch is used more than once (otherwise they
-        are the policy's own).
+        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
+        (otherwise they are the policy's own).
         """
         cluster, sizes = self.cluster, self.sizes
         reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
@@ -283,14 +283,14 @@ class Feeder:
 
 
 class _Packed:
-    """Groups as rows, slice by slice; stages that work on the same slice share its rows."""
+    """Rows of groups, packed slice by slice; stages that use the same slice share its rows."""
 
     def __init__(self, groups: list[Group], training: RLTrainingConfig):
         self.groups, self._training = groups, training
         self._rows: dict[tuple[int, int], Rows] = {}
 
     def rows(self, start: int, stop: int) -> Rows:
-        """Those of groups `start` to `stop`."""
+        """Return the rows of groups `start` to `stop`."""
         if (start, stop) not in self._rows:
             t = self._training
             groups = self.groups[start:stop]
@@ -298,7 +298,7 @@ class _Packed:
         return self._rows[start, stop]
 
     def map(self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int) -> list[np.ndarray]:
-        """`compute` on `size` groups at a time; one array a completion."""
+        """Apply `compute` to `size` groups at a time; return one array per completion."""
         out: list[np.ndarray] = []
         for part in slices(range(len(self.groups)), size):
             lengths = [len(c.tokens) for i in part for c in self.groups[i].completions]
@@ -307,7 +307,7 @@ class _Packed:
 
 
 def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups whose answers were scored unlike, and groups whose were not; a difference in length alone is none."""
+    """Return groups whose completions differ in reward, and the others; the length penalty does not count."""
     unlike = [informative(np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0)) for g in groups]
     return [g for g, u in zip(groups, unlike, strict=True) if u], [
         g for g, u in zip(groups, unlike, strict=True) if not u
@@ -315,18 +315,18 @@ def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def _in_all(groups: Sequence[Group]) -> int:
-    """How many groups all processes have."""
+    """Return the number of groups in all processes."""
     return sum(distributed.gathered(len(groups), "groups kept"))
 
 
 def drawn_tokens(completion: Completion) -> np.ndarray:
-    """Bool [n]: False for the tokens that a tool put there."""
+    """Return a mask, bool [n]: False for the tokens that a tool inserted."""
     return np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
 
 
 def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
-    """Bool [n]: the tokens that the model drew itself; none of a completion that ran out of tokens where such are left
-    out.
+    """Return a mask, bool [n]: True for the tokens that the model sampled; with `mask_truncated`, False for all tokens
+    of a completion that reached the token limit.
     """
     drawn = drawn_tokens(completion)
     return drawn & (completion.finish is not FinishReason.LENGTH) if mask_truncated else drawn

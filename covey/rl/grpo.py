@@ -1,6 +1,6 @@
-"""GRPO (Shao et al., 2024, DeepSeekMath) and its relatives: each answer is compared with its group.
+"""GRPO (Shao et al., 2024, DeepSeekMath) and its variants: each completion is compared with its group.
 
-The loop is `learner.Learner.train`; what is said here is how rewards become advantages.
+The loop is `learner.Learner.train`; this module computes advantages from rewards.
 """
 
 from dataclasses import replace
@@ -20,15 +20,15 @@ from covey.rl.learner import Learner, RewardFns
 
 
 class GRPOLearner(Learner):
-    """Trains the cluster's actor by a group-relative algorithm.
+    """Train the cluster's actor by a group-relative algorithm.
 
     Args:
         rl_cluster: the models.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
             ones.
-        grpo_config: the algorithm: a preset and what differs from it.
-        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups (those of all processes), in place of
-            the algorithm's.
+        grpo_config: the algorithm: a preset and the settings that override it.
+        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups (those of all processes), instead
+            of the algorithm's.
         others: see `Learner`.
 
     Raises:
@@ -54,15 +54,15 @@ class GRPOLearner(Learner):
         self.advantage_fn = advantage_fn
 
     def estimate(self, experience: Experience, beta: float) -> Experience:
-        """Each sample's advantage over its group, at each of its tokens."""
+        """Compute each completion's advantage over its group, at each of its tokens."""
         return group_advantages(experience, self.algorithm, beta, self.advantage_fn)
 
 
 def group_advantages(
     x: Experience, algorithm: Algorithm, beta: float, advantage_fn: AdvantageFn | None = None
 ) -> Experience:
-    """The experience with advantages from its groups' rewards, less β·KL of all tokens that the model drew where the KL
-    is in the reward.
+    """Return the experience with advantages from its groups' rewards. Where the KL is in the reward, β·KL of all tokens
+    that the model sampled is subtracted first.
     """
     rewards = x.rewards
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
@@ -77,6 +77,6 @@ def group_advantages(
 
 
 def _over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
-    """Advantages that depend on more than their own group, taken over the groups of all processes."""
+    """Compute advantages that depend on other groups too, over the groups of all processes."""
     mine = distributed.jointly(lambda rows: list(compute(np.stack(rows))), list(rewards), "rewards")
     return np.asarray(mine).reshape(rewards.shape)

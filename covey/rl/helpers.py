@@ -1,7 +1,8 @@
-"""Numeric helpers under the names that users of Tunix and TRL know, for scripts and losses of their own.
+"""Numeric helpers with the names of Tunix and TRL, for custom scripts and losses.
 
-Pure functions. Covey's own loop works on rows instead (`packing.rows`, `losses.logprobs`); these serve batches of
-padded samples [B, T] and agree with it. K is `logits_to_keep`: the scored tokens at the end of each sample.
+They are pure functions. Covey's own loop works on rows instead (`packing.rows`, `losses.logprobs`); these work on
+batches of padded samples [B, T] and give the same numbers. K is `logits_to_keep`: the scored tokens at the end of each
+sample.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from covey.models.attention import masked
 from covey.models.decoder import Decoder
 
 COLUMNS = 64
-"""Scored columns are filled up to a multiple of this, so that the log-softmax works on whole chunks."""
+"""Multiple to which scored columns are padded, so that the log-softmax works on whole chunks."""
 
 
 def selective_log_softmax(logits: Float[Array, "... V"], index: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Log-softmax of `logits` at `index` alone, in float32; NaN where the index lies outside the vocabulary.
+    """Compute the log-softmax of `logits` at `index` alone, in float32; NaN where the index is outside the vocabulary.
 
     Args:
         logits: already divided by the temperature.
@@ -45,16 +46,16 @@ def get_per_token_logps(
     logits_to_keep: int,
     temperature: float = 1.0,
 ) -> Float[Array, "B K"]:
-    """Log-probs of each sample's last `logits_to_keep` tokens, the log-softmax taken of logits / temperature.
+    """Compute log-probs of each sample's last `logits_to_keep` tokens, by the log-softmax of logits / temperature.
 
-    The array [T, V] is never made: see `losses.logprobs`. What comes out at padding means nothing; mask it.
+    The array [T, V] is never made: see `losses.logprobs`. Results at padding are meaningless; mask them.
 
     Args:
-        model: hidden states at [B, T] come from it.
+        model: computes the hidden states at [B, T].
         input_tokens: prompt and completion, padded on either side (prompts left, completions right, as a rule).
-        positions: of the tokens, see `build_positions_from_mask`.
-        attn_mask: who may look at whom, see `make_causal_attn_mask`.
-        logits_to_keep: K, 1 to T − 1: the first token has nothing before it.
+        positions: positions of the tokens, see `build_positions_from_mask`.
+        attn_mask: True where a token may attend to another, see `make_causal_attn_mask`.
+        logits_to_keep: K, 1 to T − 1: the first token has no log-prob.
         temperature: the rollout's; 0 (greedy) counts as 1.
     """
     length = input_tokens.shape[1]
@@ -69,13 +70,13 @@ def get_per_token_logps(
 
 
 def make_completion_mask(completion_ids: Int[Array, "B T"], eos_tok: int | Sequence[int]) -> Int[Array, "B T"]:
-    """1 up to and including the first stop token, 0 behind it; all 1 where there is none.
+    """Return 1 up to and including the first stop token, 0 after it; all 1 where there is none.
 
-    The stop token counts, so that stopping is trained; padding with the stop token's own id does not.
+    The stop token is included, so that stopping is trained; padding with the stop token's id is not.
 
     Args:
         completion_ids: right-padded completions.
-        eos_tok: every token that ends an answer, `Tokenizer.stop_ids`; one alone will do.
+        eos_tok: the tokens that end a completion, `Tokenizer.stop_ids`, or a single one.
 
     >>> make_completion_mask(np.array([[42, 17, 9, 2, 0, 0]]), eos_tok=2).tolist()
     [[1, 1, 1, 1, 0, 0]]
@@ -87,7 +88,7 @@ def make_completion_mask(completion_ids: Int[Array, "B T"], eos_tok: int | Seque
 
 
 def make_causal_attn_mask(input_mask: Bool[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where the first token may look at the second: itself and those before it, padding left out.
+    """Return True where a token may attend to another: itself and those before it, padding excluded.
 
     >>> make_causal_attn_mask(np.array([[0, 1, 1]])).astype(int).tolist()
     [[[0, 0, 0], [0, 1, 0], [0, 1, 1]]]
@@ -97,7 +98,7 @@ def make_causal_attn_mask(input_mask: Bool[Array, "B T"]) -> Bool[Array, "B T T"
 
 
 def build_positions_from_mask(input_mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Each token's number among the tokens that are not padding, from 0; padding in front gets 0.
+    """Number the tokens that are not padding from 0; padding on the left gets 0.
 
     >>> build_positions_from_mask(np.array([[0, 0, 1, 1, 1, 0]])).tolist()
     [[0, 0, 0, 1, 2, 2]]
@@ -106,7 +107,7 @@ def build_positions_from_mask(input_mask: Bool[Array, "B T"]) -> Int[Array, "B T
 
 
 def pad_to_length(x: Array, target_length: int, pad_value: float = 0, left: bool = False, axis: int = -1) -> Array:
-    """`x` filled up with `pad_value` to `target_length` along `axis`; as it is where it is that long or longer.
+    """Pad `x` with `pad_value` to `target_length` along `axis`; an `x` that is that long or longer is unchanged.
 
     >>> pad_to_length(np.array([[5, 6]]), 4, pad_value=9, left=True).tolist()
     [[9, 9, 5, 6]]
@@ -119,11 +120,11 @@ def pad_to_length(x: Array, target_length: int, pad_value: float = 0, left: bool
 
 
 def compute_advantages(rewards: Float[np.ndarray, "B"], num_generations: int) -> Float[np.ndarray, "B"]:
-    """Each sample's reward against the `num_generations` samples of its prompt, which stand side by side: (r − mean) /
-    (std + 1e-4), std with ddof 1 (Shao et al., 2024). See `losses.advantages.group_zscore`.
+    """Compute (r − mean) / (std + 1e-4) of each reward in its group, std with ddof 1 (Shao et al., 2024). The
+    `num_generations` completions of a prompt are adjacent. See `losses.advantages.group_zscore`.
 
     Raises:
-        RewardError: rewards that are no whole number of groups.
+        RewardError: the rewards are not a whole number of groups.
 
     >>> compute_advantages(np.array([1.0, 0.0, 3.0, 3.0]), num_generations=2).round(3).tolist()
     [0.707, -0.707, 0.0, 0.0]

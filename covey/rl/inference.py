@@ -1,7 +1,7 @@
-"""Models that only look: log-probs, values and scores of given completions, slice by slice.
+"""Inference on given completions: log-probs, values and scores, slice by slice.
 
-`InferenceWorker` hosts the reference, the critic as it is now, and the reward model. The same scorers serve the actor's
-old log-probs, which its trainer's weights give.
+`InferenceWorker` hosts the reference, the current critic and the reward model. The same scorers compute the actor's old
+log-probs, with the weights of its trainer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,27 +26,27 @@ RoleName = TypeVar("RoleName", bound=str)
 
 
 class RowScorer:
-    """Log-probs of rows, slice by slice.
+    """Compute log-probs of rows, slice by slice.
 
     Args:
-        graph: the decoder's graph; weights come with each call.
-        temperature: of the log-softmax.
+        graph: the decoder's graph; weights are passed to each call.
+        temperature: temperature of the log-softmax.
     """
 
     def __init__(self, graph: Any, temperature: float):
         self._score = jax.jit(lambda params, rows: row_scores(graph, params, rows, temperature).logps)
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """float32, one array a completion, `lengths[i]` long; `size` rows are computed at a time."""
+        """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
         parts = [np.asarray(self._score(params, put_rows(part, params))) for part in micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
 
 
 class ValueScorer(RowScorer):
-    """Values of rows, slice by slice.
+    """Compute values of rows, slice by slice.
 
     Args:
-        graph: the value model's.
+        graph: the value model's graph.
     """
 
     def __init__(self, graph: Any):
@@ -54,17 +54,17 @@ class ValueScorer(RowScorer):
 
 
 class InferenceWorker:
-    """Hosts models that are not trained here, by role: `reference`, `critic` and `reward`, each of which may be absent.
+    """Host models that are not trained here, by role: `reference`, `critic` and `reward`, each of which may be absent.
 
     Args:
         models: role → model on its devices: a `Decoder` as reference, a `ValueModel` as critic and as reward model.
-        temperature: the rollout's; the reference's log-probs are taken at it.
+        temperature: the rollout's, used for the reference's log-probs.
 
     Attributes:
-        params: role → the weights it has now.
+        params: current weights by role.
 
     Raises:
-        RecipeError: another role, or a model of the wrong kind for its role.
+        RecipeError: an unknown role, or a model of the wrong kind for its role.
     """
 
     def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
@@ -79,16 +79,16 @@ class InferenceWorker:
             self._vocabulary[role] = trunk.config.vocab_size
 
     def has(self, role: str) -> bool:
-        """Whether a model has this role.
+        """Return whether a model has this role.
 
         Raises:
-            RecipeError: the role is not one of ours.
+            RecipeError: the role is unknown.
         """
         _check_role(role)
         return role in self.params
 
     def update_params(self, role: str, params: Any) -> None:
-        """New weights for the next call: all of them, or some (the adapters alone, say) beside those held.
+        """Set new weights for the next call: all of them, or some (for example only the adapters).
 
         Raises:
             RecipeError: no model has this role.
@@ -96,7 +96,7 @@ class InferenceWorker:
         self.params[role] = nnx.merge_state(self._held(role), params)
 
     def ref_logps(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """The reference's log-probs: float32, one array a completion, `lengths[i]` long; `size` rows at a time.
+        """Compute the reference's log-probs, one float32 array per completion, `lengths[i]` long; `size` rows at once.
 
         Raises:
             RecipeError: there is no reference.
@@ -104,7 +104,7 @@ class InferenceWorker:
         return self._scores("reference", rows, lengths, size)
 
     def values(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """The critic's value of the state before each token: float32, one array a completion, `lengths[i]` long.
+        """Compute the critic's value of the state before each token: one float32 array per completion.
 
         Raises:
             RecipeError: there is no critic.
@@ -120,21 +120,21 @@ class InferenceWorker:
         max_tokens: int = 1024,
         mesh: Mesh | None = None,
     ) -> list[float]:
-        """The reward model's score of each completion: its head at the completion's last token, a stop token included.
+        """Compute the reward model's score of each completion: its head at the last token, a stop token included.
 
-        Hugging Face looks for the last token that is not padding; where a model pads with its stop token, that is the
-        token before it. Ours is the true end.
+        Hugging Face takes the last token that is not padding; where a model pads with its stop token, that is the
+        token before the stop token. Covey takes the true last token.
 
         Args:
             prompt_ids: the prompt of each completion.
-            completion_ids: one list of tokens a completion.
+            completion_ids: one list of tokens per completion.
             row_length: longest row in tokens; a longer sample raises it.
             max_tokens: about how many tokens are computed at a time.
-            mesh: where the reward model lives; one device when not set.
+            mesh: mesh of the reward model; one device when not set.
 
         Raises:
             RecipeError: there is no reward model.
-            WeightsError: a token that the reward model does not know: it has another tokenizer.
+            WeightsError: a token is outside the reward model's vocabulary: it has another tokenizer.
         """
         self._held("reward")
         if not len(completion_ids):
@@ -188,7 +188,7 @@ def _check_role(role: str) -> None:
 
 
 KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "critic": ValueModel, "reward": ValueModel}
-"""The legal roles, and what has each."""
+"""Legal roles, and the class of model of each."""
 
 FIXES = {
     "reference": "models.loading.weights.load(source).model",

@@ -1,9 +1,9 @@
-"""The loop that GRPO and PPO share, read as the algorithm.
+"""Training loop shared by GRPO and PPO.
 
-Per step: sample a group of answers to each prompt, score them, turn scores into advantages, lay the samples out as rows
-with the log-probs that the loss needs (all this is the feeder's), update, hand the new weights to the rollout. Beside
-the loop, observers write, show and save what happened. Several processes go through it in step
-(`parallel.distributed`): the updates are theirs together, and observers of each see what all of them did.
+Per step: sample a group of completions for each prompt, score them, compute advantages, pack the completions into rows
+with the log-probs that the loss needs (all this in the feeder), update, give the new weights to the rollout. Observers
+log, print and save the results of each step. Several processes run the loop in lockstep (`parallel.distributed`): they
+make each update together, and the observers of each process see the results of all.
 """
 
 from abc import ABC, abstractmethod
@@ -39,12 +39,12 @@ from covey.types import Group
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What observers see after each step.
+    """Record of a step, passed to observers.
 
     Attributes:
-        step: optimizer updates made or left out so far, `updates` of them on this batch; `total` is what the run will
-            make.
-        metrics: numbers under their usual names; `time/...` are seconds.
+        step: number of optimizer updates made or skipped so far, `updates` of them on this batch, of `total` in the
+            run.
+        metrics: metrics by name; `time/...` are seconds.
         groups: every completion with its rewards and advantage.
     """
 
@@ -55,7 +55,7 @@ class StepRecord:
     groups: Sequence[Group]
 
     def due(self, every: int) -> bool:
-        """True when this step reached or passed a multiple of `every`; never when that is 0."""
+        """Return True when this step reached or passed a multiple of `every`; never when `every` is 0."""
         return bool(every) and self.step // every > (self.step - self.updates) // every
 
 
@@ -63,39 +63,39 @@ Observer = Callable[[StepRecord], None]
 
 
 OnBadBatch = Callable[[int, Sequence[TrainBatch], NumbersError], None]
-"""(step of the update, its micro-batches, what is wrong with them)"""
+"""Function of (step of the update, its micro-batches, the error)."""
 
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
-"""Reward functions, or names of built-in ones; one alone will do."""
+"""Reward functions, or names of built-in ones, or a single one."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The part of a recipe that a learner gets, under the name that `recipe.validate` knows."""
+    """Part of a recipe that a learner uses, under the name that `recipe.validate` expects."""
 
     grpo: GRPOConfig
 
 
 class Learner(Keywords, ABC):
-    """Trains the cluster's actor; `GRPOLearner` and `PPOLearner` say how.
+    """Train the cluster's actor; `GRPOLearner` and `PPOLearner` define the algorithm.
 
     Args:
         config: the algorithm.
         rl_cluster: the models.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
-            ones. The cluster's reward model comes behind them.
-        reward_funcs: TRL's name for the same.
-        surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, in place of the algorithm's surrogate.
-        observers: called with a `StepRecord` after each step, in order. When not given, one line a step is printed.
+            ones. The cluster's reward model is added after them.
+        reward_funcs: alias of `reward_fns`, as in TRL.
+        surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, instead of the algorithm's surrogate.
+        observers: called with a `StepRecord` after each step, in order. When not given, one line per step is printed.
         on_phase: called with the name of each phase as it begins.
-        eval_config: how the evaluations during training are done.
-        reward_runner: says where reward functions run and what becomes of their failures. When not given, here, and
-            the first one is raised.
-        on_bad_batch: is given the batch of an update whose loss or gradient is not finite, and the error.
+        eval_config: settings of the evaluations during training.
+        reward_runner: sets where reward functions run and how their failures are handled. When not given, they run in
+            this process and the first failure is raised.
+        on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Raises:
-        RecipeError: settings that contradict each other, sizes that no stage can work with, an unknown reward.
+        RecipeError: settings contradict each other, a stage size is invalid, or a reward is unknown.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class Learner(Keywords, ABC):
 
     @abstractmethod
     def estimate(self, experience: Experience, beta: float) -> Experience:
-        """Advantages, and returns where there is a critic."""
+        """Compute advantages, and returns if there is a critic."""
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """One optimizer step on all of `batches`, which may still be made while the first are trained on."""
+        """Make one optimizer step on all of `batches`, which may be an iterator of batches that are not made yet."""
         return self.cluster.update_actor(batches)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> RLCluster:
-        """Runs to `max_steps` updates, or through the data `num_epochs` times, or until a finite loader ends.
+        """Train for `max_steps` updates, or through the data `num_epochs` times, or until a finite loader ends.
 
         Args:
             train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a
@@ -156,8 +156,8 @@ class Learner(Keywords, ABC):
             eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
 
         Raises:
-            DataError: rows in none of the forms, or a prompt that cannot be sampled.
-            RewardError: a reward function asks for a column that the data lack.
+            DataError: the rows have an unknown form, or a prompt cannot be sampled.
+            RewardError: a reward function needs a column that the data lack.
         """
         loader = self._loader(train_ds)
         held_out = None if eval_ds is None else as_rows(eval_ds)
@@ -182,28 +182,28 @@ class Learner(Keywords, ABC):
         return self.cluster
 
     def prepare(self, total_steps: int) -> None:
-        """Has the cluster build what the algorithm needs; `train` does so too."""
+        """Build the trainers and models that the algorithm needs; `train` does so too."""
         self.cluster.prepare(self.config, total_steps, self.surrogate_fn)
 
     def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses training data with a prompt that cannot be sampled; `train` does so too, once."""
+        """Refuse training data with a prompt that cannot be sampled; `train` does so too, once."""
         if not self._checked:
             self.cluster.rollout.check_prompts(rows, "training data")
         self._checked = True
 
     def state(self) -> dict[str, Any]:
-        """What the loop itself must remember beside the cluster's arrays, JSON-able."""
+        """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
         failed = dict(self.runner.failed)
         return {"beta": self.feeder.beta, "prompts": self._prompts, "skipped": self._skips.made, "failed": failed}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes up a checkpoint's `state()` at update `step`."""
+        """Restore a checkpoint's `state()` at update `step`."""
         self.step, self.feeder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
         self._skips.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     @contextmanager
     def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
-        """The step's micro-batches: all there, or made in a thread while the first are trained on."""
+        """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training."""
         feed = self.feeder.feed(examples, loader.take, self.step, clock)
         if not self._asynchronous:
             yield list(feed)
@@ -213,19 +213,19 @@ class Learner(Keywords, ABC):
             yield queue
 
     def _updates(self, batches: Iterable[TrainBatch], count: int, clock: Clock) -> list[Metrics]:
-        """`count` updates on the same micro-batches; the first takes them as they come."""
+        """Make `count` updates on the same micro-batches; the first consumes them as they are made."""
         seen: list[TrainBatch] = []
         with clock("update"):
             first = self._guarded(self.step + 1, remembered(batches, seen), seen)
             return [first, *(self._guarded(self.step + 1 + later, seen, seen) for later in range(1, count))]
 
     def _guarded(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
-        """The update `step`; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it.
+        """Make the update `step`; skip it, with weights unchanged, if it is not finite and `skip_nonfinite` allows it.
 
         Args:
-            step: its number in the run.
-            batches: what it is made on.
-            seen: those of them that were made so far.
+            step: number of the update in the run.
+            batches: micro-batches of the update.
+            seen: the micro-batches made so far.
         """
         return self._skips.guard(
             lambda: self.update(batches),
@@ -249,7 +249,7 @@ class Learner(Keywords, ABC):
         return functions
 
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
-        """The cluster's reward model as a reward function; metrics know it by this name."""
+        """Compute rewards with the cluster's reward model; this function's name is its name in the metrics."""
         return self.cluster.get_rewards(prompt_ids, completion_ids)
 
     reward_model.in_process = True  # type: ignore[attr-defined]  # the model lives here
@@ -260,23 +260,23 @@ class Learner(Keywords, ABC):
         training = self.cluster.config.training_config
         seed = self.cluster.config.rollout_config.seed
         loader = PromptLoader(as_rows(train_ds), training.prompts_per_step, seed=seed)
-        loader.take(self._prompts)  # those that a run taken up again has had
+        loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
 
     def _refuse_differences(self, loader: PromptLoader, total: int) -> None:
-        """Processes that would not train the same model on the same data from the same step do not begin."""
+        """Refuse to begin when the processes' data, steps or weights differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")
         self.refuse_other_weights()
 
     def refuse_other_weights(self) -> None:
-        """Refuses to go on when the processes' copies of the weights are not equal, bit for bit."""
+        """Refuse to go on when the processes' copies of the weights are not equal, bit for bit."""
         held = lambda: distributed.fingerprint(self.cluster.state())  # noqa: E731
         fix = "the same weights for all, and machines of one kind; then resume from the last checkpoint"
         distributed.refuse_differences("state of weights and optimizer", held, fix)
 
     def _of_all_processes(self, clock: Clock) -> tuple[StepLog, Clock]:
-        """What the step did in all of them, and how long each phase took in the slowest."""
+        """Return the step's log of all processes, and the time of each phase in the slowest process."""
         logs, seconds = zip(*distributed.gathered((self.feeder.log, clock.seconds), "step"), strict=True)
         phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
         return StepLog.of_all(logs), Clock(phases, started=clock.started)
@@ -303,7 +303,7 @@ class Learner(Keywords, ABC):
             observer(record)
 
     def _move_reference(self, record: StepRecord) -> None:
-        """The next step's β, which follows the KL of this one, and its reference where that moves."""
+        """Adapt β to the KL of this step, and update the reference if it is due."""
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
             samples = sum(len(g.completions) for g in record.groups)
@@ -323,7 +323,7 @@ class Learner(Keywords, ABC):
 
 
 def total_steps(training: RLTrainingConfig, config: GRPOConfig, batches: int) -> int:
-    """Optimizer updates of a whole run over data of so many batches an epoch."""
+    """Return the optimizer updates of a whole run over data of `batches` batches per epoch."""
     return training.max_steps or batches * training.num_epochs * config.num_iterations
 
 
@@ -335,7 +335,7 @@ def _either(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> Rew
 
 
 def remembered(batches: Iterable[TrainBatch], seen: list[TrainBatch]) -> Iterator[TrainBatch]:
-    """`batches` one by one, each kept in `seen` for the passes that follow."""
+    """Yield `batches` one by one and append each to `seen` for later passes."""
     for batch in batches:
         seen.append(batch)
         yield batch

@@ -1,4 +1,4 @@
-"""The numbers of a step under the names people look for (see TRL's and Tunix's logs)."""
+"""Metrics of a step, with the names of TRL's and Tunix's logs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from covey.types import Completion, FinishReason, Group
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, group spread, lengths and cut-off share of a step's groups.
+    """Compute rewards, their spread, lengths and clipped ratio of a step's groups.
 
-    `reward` and `rewards/<fn>/mean` average over samples; `reward_std` is the mean over groups of the standard
+    `reward` and `rewards/<fn>/mean` average over completions; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
-    means. `sampling/mass_kept` averages, over the tokens drawn, the probability that top-k and top-p left to draw from.
+    means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that top-k and top-p kept.
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
@@ -42,8 +42,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several updates on one batch as one row: means, and the extremes of extremes, over those that
-    have them (an update that was left out has few).
+    """Combine the metrics of several updates on one batch: means, and minima or maxima for `/min` and `/max`, over the
+    updates that have them (a skipped update has few).
     """
     combine = {"min": np.min, "max": np.max}
     values = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
@@ -51,8 +51,8 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
-    """What dynamic sampling did: prompt batches sampled, groups replaced, and tied groups left when the budget was
-    spent.
+    """Return the metrics of dynamic sampling: prompt batches sampled, groups replaced, and tied groups kept when the
+    budget was spent.
     """
     found = {"rounds": rounds, "replaced": replaced, "tied": tied}
     return {f"dynamic_sampling/{name}": float(value) for name, value in found.items()}
@@ -61,7 +61,7 @@ def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
 def work_metrics(
     stats: SamplerStats, seconds: Mapping[str, float], step_time: float, row_waste: float
 ) -> dict[str, Any]:
-    """Tokens, padding and time of a step; `seconds` by phase, which may overlap where a thread feeds the trainer."""
+    """Return tokens, padding and time of a step; `seconds` is by phase, and phases of two threads may overlap."""
     return {
         "num_tokens": stats.tokens + stats.prompt_tokens,
         "waste/rollout": stats.waste,
@@ -73,7 +73,7 @@ def work_metrics(
 
 
 def _mass_kept(completion: Completion) -> Float[np.ndarray, "n"]:
-    """The probability of all tokens that could be drawn, at each of the completion's that was."""
+    """Compute the probability mass that top-k and top-p kept, at each sampled token of the completion."""
     kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return kept if completion.mask is None else kept[completion.mask]
 

@@ -1,11 +1,11 @@
-"""How a step's prompts are cut for the stages: rollout, reference log-probs, old log-probs and training, each with a
-size of its own. Sizes change speed and memory, never the result.
+"""Micro-batch sizes of the stages rollout, reference log-probs, old log-probs and training. Sizes change speed and
+memory, never the result.
 
-A step's prompts are cut into training micro-batches. Those are gathered into *service batches*, large enough for every
+A step's prompts form training micro-batches. Those are gathered into *service batches*, large enough for every
 stage before training to work in full slices; a service batch is merged, each stage runs over it in slices of its own
-size, and the results are cut back at the boundaries of the training micro-batches.
+size, and the results are split again at the boundaries of the training micro-batches.
 
-All sizes count prompts before the ×G repeat: inside a stage that is size × num_generations samples.
+All sizes count prompts before the ×G repeat: inside a stage that is size × num_generations completions.
 """
 
 import math
@@ -23,13 +23,13 @@ from covey.errors import DataError, RecipeError
 T = TypeVar("T")
 
 STAGES = ("rollout", "ref_logps", "old_logps", "train")
-"""Their sizes are the settings `training.<stage>_micro_batch_size`."""
+"""Names of the stages; their sizes are the settings `training.<stage>_micro_batch_size`."""
 DIVISORS_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Prompts that each stage works on at a time, before the ×G repeat."""
+    """Number of prompts that each stage processes at a time, before the ×G repeat."""
 
     rollout: int
     ref_logps: int
@@ -38,7 +38,7 @@ class StageSizes:
 
     @property
     def service(self) -> int:
-        """Prompts in a service batch at least: the least common multiple of the stages before training.
+        """Minimum number of prompts in a service batch: the least common multiple of the stages before training.
 
         >>> StageSizes(rollout=4, ref_logps=6, old_logps=2, train=1).service
         12
@@ -47,12 +47,12 @@ class StageSizes:
 
 
 def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
-    """The sizes that `training` asks for; one that is None is the whole step, `prompts_per_step` prompts.
+    """Return the stage sizes that `training` sets; None means the whole step, `prompts_per_step` prompts.
 
     A size that does not divide the step is legal: its last slice is short.
 
     Raises:
-        RecipeError: a size below 1 or above the step; all of them at once, each with its arithmetic.
+        RecipeError: sizes are below 1 or above the step; one error lists them all, each with its arithmetic.
     """
     step = training.prompts_per_step
     given = {stage: getattr(training, f"{stage}_micro_batch_size") for stage in STAGES}
@@ -63,7 +63,7 @@ def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
 
 
 def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """`items` in order, `size` at a time; the last slice may be short.
+    """Yield `items` in order, `size` at a time; the last slice may be short.
 
     >>> list(slices("abcde", 2))
     [['a', 'b'], ['c', 'd'], ['e']]
@@ -75,13 +75,13 @@ def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def service_batches(examples: Iterable[T], sizes: StageSizes) -> Iterator[list[list[T]]]:
-    """The examples of one step as service batches: lists of training micro-batches.
+    """Yield the examples of one step as service batches: lists of training micro-batches.
 
     Micro-batches of `sizes.train` prompts are gathered until they hold at least `sizes.service` prompts, or until the
-    examples end: what remains is handed out too, however little it is, and nothing waits for more.
+    examples end: the remainder is yielded too, however small it is.
 
     Hazard: `examples` must be those of one optimizer step. A service batch that spanned two would sample prompts of the
-    second with the policy from before the first one's update, and the result would depend on the sizes.
+    second with the policy before the first one's update, and the result would depend on the sizes.
 
     >>> [[len(m) for m in service] for service in service_batches(range(8), StageSizes(2, 4, 1, 3))]
     [[3, 3], [2]]
@@ -97,10 +97,10 @@ def service_batches(examples: Iterable[T], sizes: StageSizes) -> Iterator[list[l
 
 
 def merge(micro_batches: Sequence[Any]) -> Any:
-    """Several micro-batches as one: lists are joined, arrays concatenated, mappings merged column by column.
+    """Merge several micro-batches: lists are joined, arrays concatenated, mappings merged column by column.
 
     Raises:
-        DataError: mappings with different columns.
+        DataError: the mappings have different columns.
 
     >>> merge([{"x": [1, 2], "y": np.zeros((2, 3))}, {"x": [3], "y": np.ones((1, 3))}])["y"].shape
     (3, 3)
@@ -115,12 +115,12 @@ def merge(micro_batches: Sequence[Any]) -> Any:
 
 
 def cut(results: Any, counts: Sequence[int], times: int = 1) -> list[Any]:
-    """`results` of a merged batch, cut back where its micro-batches met: the inverse of `merge`.
+    """Split `results` of a merged batch at the boundaries of its micro-batches: the inverse of `merge`.
 
     Args:
         results: a list, an array, or a mapping of those.
-        counts: items in each micro-batch.
-        times: results an item has: G where every prompt was repeated.
+        counts: number of items in each micro-batch.
+        times: number of results per item: G where every prompt was repeated.
 
     >>> cut(["a1", "a2", "b1", "b2", "c1", "c2"], counts=[1, 2], times=2)
     [['a1', 'a2'], ['b1', 'b2', 'c1', 'c2']]
@@ -142,7 +142,7 @@ def _refuse_other_columns(micro_batches: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _misfit(stage: str, size: Any, step: int, num_generations: int) -> RecipeError:
-    """What is wrong with a stage's size, in prompts and in samples, and which sizes would do."""
+    """Return the error for an invalid stage size, in prompts and in completions, with the valid sizes."""
     name, G = f"{stage}_micro_batch_size", num_generations
     if not isinstance(size, int):
         return RecipeError(f"{name} is {size!r}", want="a whole number of prompts", where=f"training.{name}")

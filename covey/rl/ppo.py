@@ -1,7 +1,7 @@
-"""PPO (Schulman et al., 2017) for language models (Ouyang et al., 2022): a critic says what each token was worth.
+"""PPO (Schulman et al., 2017) for language models (Ouyang et al., 2022): a critic estimates the value of each state.
 
-The loop is `learner.Learner.train`; what is said here is how rewards and values become advantages, and that the critic
-learns beside the actor, with an optimizer of its own.
+The loop is `learner.Learner.train`; this module computes advantages from rewards and values, and trains the critic
+beside the actor, with its own optimizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,13 @@ from covey.train.trainer import Metrics
 
 
 class PPOLearner(Learner):
-    """Trains the cluster's actor and critic by PPO.
+    """Train the cluster's actor and critic by PPO.
 
     Args:
-        rl_cluster: the models. Without a critic it makes one: a copy of the actor's base with a new head.
+        rl_cluster: the models. A cluster without a critic makes one: a copy of the actor's base with a new head.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
             ones.
-        ppo_config: the algorithm: a preset with a critic, and what differs from it.
+        ppo_config: the algorithm: a preset with a critic, and the settings that override it.
         others: see `Learner`.
 
     Raises:
@@ -55,13 +55,13 @@ class PPOLearner(Learner):
             )
 
     def estimate(self, experience: Experience, beta: float) -> Experience:
-        """Advantages and returns by GAE."""
+        """Compute advantages and returns by GAE."""
         return gae_advantages(experience, self.algorithm, beta)
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """One optimizer step of the actor and one of the critic; none when the gradient of either is not finite.
+        """Make one optimizer step of the actor and one of the critic; none when the gradient of either is not finite.
 
-        The actor's gradient, a float32 array for each trainable one, is kept while the critic's is computed.
+        The actor's gradient, one float32 array per trainable array, is kept while the critic's is computed.
         """
         seen: list[TrainBatch] = []
         of_actor = self.cluster.actor_gradients(remembered(batches, seen))
@@ -71,7 +71,7 @@ class PPOLearner(Learner):
 
 
 def _explained(batches: Sequence[TrainBatch]) -> Metrics:
-    """How much of the returns the critic's values foretold."""
+    """Compute the explained variance of the returns by the critic's values."""
     inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
     mine = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
     pairs = distributed.all_of(mine, "values")
@@ -79,11 +79,11 @@ def _explained(batches: Sequence[TrainBatch]) -> Metrics:
 
 
 def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experience:
-    """The experience with each token's advantage and return.
+    """Return the experience with each token's advantage and return.
 
-    A token's reward is −β·KL where the KL is in the reward, and the answer's reward comes on top at its last token. An
-    answer that nothing scored earns nothing and teaches nothing: its advantages are 0, its returns its values. So it is
-    with each token that a tool put into an answer; the tokens that count are those which the model drew.
+    A token's reward is −β·KL where the KL is in the reward, plus the completion's reward at its last token. A
+    completion that no function scored gives no gradient: its advantages are 0 and its returns equal its values. The
+    same holds for tokens that a tool inserted; only tokens that the model sampled count.
     """
     assert x.values is not None, "the feeder computes values for an algorithm with a critic"
     penalties = [np.zeros(n) for n in x.lengths]

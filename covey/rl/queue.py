@@ -1,7 +1,7 @@
-"""What stands between the thread that samples and the one that trains: a bounded queue with an end marker.
+"""Bounded queue with an end marker, between the thread that samples and the one that trains.
 
-The producer's last word always arrives: the end marker takes no room, and an error travels with it and is raised where
-the items are read. A reader that is done, or has failed, closes the queue; then nothing blocks on it any more.
+The end marker takes no room, so it never blocks; an error of the producer is attached to it and raised in the reader. A
+reader that is done, or has failed, closes the queue; then nothing blocks on it any more.
 """
 
 import inspect
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 
 class Ended(Exception):  # noqa: N818
-    """`get` at a queue from which nothing will come any more."""
+    """Raised by `get` when the queue has ended."""
 
 
 class Closed(Exception):  # noqa: N818
-    """`put` at a queue that its reader has closed: the producer should stop, quietly."""
+    """Raised by `put` when the reader has closed the queue: the producer should stop without an error."""
 
 
 class DataQueue(Generic[T]):
-    """First in, first out, safe to use from any number of threads.
+    """First-in first-out queue, safe to use from any number of threads.
 
     Args:
-        maxsize: items held; one more `put` blocks. For a pipeline of micro-batches: gradient accumulation steps + 2.
+        maxsize: most items held; `put` to a full queue blocks. For micro-batches: gradient accumulation steps + 2.
 
     Raises:
-        CoveyError: a queue that could hold nothing.
+        CoveyError: `maxsize` is below 1.
     """
 
     def __init__(self, maxsize: int):
@@ -46,11 +46,11 @@ class DataQueue(Generic[T]):
         self._traceback: TracebackType | None = None
 
     def __len__(self) -> int:
-        """Items held now."""
+        """Return the number of items held."""
         return len(self._items)
 
     def put(self, item: T) -> None:
-        """Adds `item`; waits while the queue is full.
+        """Add `item`; wait while the queue is full.
 
         Raises:
             Closed: the queue was closed, before or while waiting.
@@ -64,10 +64,10 @@ class DataQueue(Generic[T]):
             self._changed.notify_all()
 
     def get(self) -> T:
-        """The next item; waits while there is none.
+        """Return the next item; wait while there is none.
 
         Raises:
-            Ended: the end marker, or a closed queue; again at every further call.
+            Ended: the queue has ended or was closed; every further call raises it again.
             BaseException: the producer's error, with its traceback, once all items before it are read.
         """
         held = self._take()
@@ -76,12 +76,12 @@ class DataQueue(Generic[T]):
         return held[0]
 
     def __iter__(self) -> Iterator[T]:
-        """Items up to the end marker; raises the producer's error as `get` does."""
+        """Yield items up to the end marker; raise the producer's error as `get` does."""
         while (held := self._take()) is not None:
             yield held[0]
 
     def end(self, error: BaseException | None = None) -> None:
-        """The end marker, behind the last item; never blocks. `error` is raised at the reader when it gets there."""
+        """Put the end marker after the last item; never block. The reader raises `error` when it reaches the marker."""
         with self._changed:
             self._ended = True
             if error is not None and self._error is None:
@@ -89,7 +89,7 @@ class DataQueue(Generic[T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drops what is held and lets go of everyone who waits: readers see the end, producers get `Closed`."""
+        """Drop all items and wake all waiting threads: readers see the end, producers get `Closed`."""
         with self._changed:
             self._closed = self._ended = True
             self._items.clear()
@@ -97,7 +97,7 @@ class DataQueue(Generic[T]):
 
     @property
     def unseen(self) -> BaseException | None:
-        """The producer's error as long as no reader has been told of it."""
+        """Error of the producer that no reader has raised yet, or None."""
         return None if self._told else self._error
 
     def _take(self) -> tuple[T] | None:
@@ -115,16 +115,16 @@ class DataQueue(Generic[T]):
 
 @contextmanager
 def produce(items: Iterable[T], queue: DataQueue[T]) -> Iterator[DataQueue[T]]:
-    """Fills `queue` from `items` in a thread, as long as the context lasts.
+    """Fill `queue` from `items` in a thread, as long as the context lasts.
 
-    The thread ends with the end marker, whatever happens to it. Leaving the context, with or without an exception,
+    The thread always puts the end marker, also when it fails. Leaving the context, with or without an exception,
     closes the queue and waits for the thread, which stops at its next item. An error of the thread that no reader saw
-    is raised then, or becomes a note at the exception on its way.
+    is raised then, or added as a note to the exception in flight.
 
-    Hazard: what is set for one thread only, as JAX's `with jax.default_device(...)`, does not hold inside `items`.
+    Hazard: thread-local settings, such as JAX's `with jax.default_device(...)`, do not apply inside `items`.
 
     Args:
-        items: iterated in the thread; a generator is closed there when the queue is.
+        items: iterated in the thread; a generator is closed there when the queue is closed.
 
     >>> with produce(range(3), DataQueue(maxsize=2)) as queue:
     ...     print(*queue)

@@ -1,4 +1,4 @@
-"""The roles models play in a run, the mesh each lives on, and the settings they share."""
+"""Roles of the models in a run, the mesh of each, and the settings that they share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,29 +11,29 @@ from covey.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 
 
 class Role(StrEnum):
-    """What a model is for."""
+    """Role of a model."""
 
     ACTOR = "actor"
     """The policy that is trained."""
     ROLLOUT = "rollout"
-    """The policy that samples: the actor's weights, maybe on other devices."""
+    """The policy that samples: the actor's weights, possibly on other devices."""
     REFERENCE = "reference"
     """The frozen policy of the KL."""
     CRITIC = "critic"
-    """Estimates values; trained beside the actor (PPO)."""
+    """The model that estimates values, trained beside the actor (PPO)."""
     REWARD = "reward"
     """A frozen model that scores completions."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig(Config):
-    """Where the roles live and how they work.
+    """Meshes of the roles, and settings of training and sampling.
 
     Attributes:
-        role_to_mesh: a mesh for each role; a role that is not named lives with the actor, and an empty table is one
-            device. Explicit axes, which `jax.make_mesh` makes, are taken as automatic ones.
+        role_to_mesh: mesh of each role; a role that is not named uses the actor's, and an empty table means one
+            device. Explicit axes, which `jax.make_mesh` makes, are treated as automatic ones.
         training_config: steps, batch, optimizers, micro-batches of the stages.
-        rollout_config: sampling.
+        rollout_config: sampling settings.
     """
 
     role_to_mesh: Mapping[Role, Mesh] = field(default_factory=dict)
@@ -41,20 +41,20 @@ class ClusterConfig(Config):
     rollout_config: RolloutConfig = field(default_factory=RolloutConfig)
 
     def mesh(self, role: Role) -> Mesh | None:
-        """The mesh that `role` lives on; None is one device."""
+        """Return the mesh of `role`; None means one device."""
         return self.role_to_mesh.get(role, self.role_to_mesh.get(Role.ACTOR))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The parts of a recipe that a cluster gets, under the names that `recipe.validate` knows."""
+    """Parts of a recipe that a cluster uses, under the names that `recipe.validate` expects."""
 
     rollout: RolloutConfig
     training: RLTrainingConfig
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "Settings":
-        """Those of `config`; an optimizer that is an optax transformation has no ranges to check."""
+        """Return the settings of `config`; an optax transformation is left out, as it has no ranges to check."""
         training, standard = config.training_config, RLTrainingConfig()
         if not isinstance(training.actor_optimizer, OptimizerConfig):
             training = replace(training, actor_optimizer=standard.actor_optimizer)

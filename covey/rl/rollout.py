@@ -1,4 +1,4 @@
-"""The rollout worker: prompts in, groups of completions out."""
+"""Rollout worker, which samples groups of completions for prompts."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
 MAX_TOKENS = 1024
-"""Tokens whose log-probs are computed at a time, about."""
+"""Approximate number of tokens whose log-probs are computed at a time."""
 
 
 class Rollout(list[Group]):
-    """Groups in the order of their prompts, and their completions one after another, as arrays of their true length.
+    """Sampled groups in the order of their prompts; its properties list all completions, unpadded.
 
     Args:
-        groups: what was sampled.
-        pad_id: fills up shorter prompts.
+        groups: the sampled groups.
+        pad_id: pads shorter prompts.
     """
 
     def __init__(self, groups: Iterable[Group], pad_id: int):
@@ -37,22 +37,22 @@ class Rollout(list[Group]):
 
     @property
     def text(self) -> list[str]:
-        """Of each completion."""
+        """Text of each completion."""
         return [c.text for group in self for c in group.completions]
 
     @property
     def tokens(self) -> list[np.ndarray]:
-        """Of each completion."""
+        """Tokens of each completion."""
         return [c.tokens for group in self for c in group.completions]
 
     @property
     def logps(self) -> list[np.ndarray]:
-        """Of each completion's tokens."""
+        """Log-probs of each completion's tokens."""
         return [c.logps for group in self for c in group.completions]
 
     @property
     def prompt_tokens(self) -> np.ndarray:
-        """int32 [B, T]: the prompt of each completion, padded on the left."""
+        """Prompt of each completion, int32 [B, T], padded on the left."""
         prompts = [group.prompt_tokens for group in self for _ in group.completions]
         out = np.full((len(prompts), max(map(len, prompts), default=0)), self._pad_id, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
@@ -61,14 +61,14 @@ class Rollout(list[Group]):
 
 
 class RolloutWorker:
-    """Our own sampler ("vanilla") behind a tokenizer.
+    """Covey's sampler ("vanilla") with a tokenizer.
 
     Args:
-        model: gives the structure and the first weights.
+        model: defines the structure and the initial weights.
         tokenizer: shared by all roles.
         config: lengths, temperature, truncation, slots, seed, tool.
 
-    Errors: RecipeError for a prompt and answer longer than the model has positions, or a tool without its markers.
+    Errors: RecipeError when prompt and completion are longer than the model's positions, or a tool lacks its markers.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig):
@@ -81,22 +81,22 @@ class RolloutWorker:
 
     @property
     def stats(self) -> SamplerStats:
-        """What the last call cost."""
+        """Statistics of the last call."""
         return self.sampler.stats
 
     @property
     def model(self) -> Decoder:
-        """The model with the weights it has now."""
+        """Model with its current weights."""
         return nnx.merge(self.sampler.graph, self.params)
 
     @property
     def pad_id(self) -> int:
-        """The padding token."""
+        """Id of the padding token."""
         return self.tokenizer.pad_id
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a text; `tokenizer.stop_ids` has every token that ends an answer."""
+        """Id of the token that ends a text; `tokenizer.stop_ids` has every token that ends a completion."""
         return self.tokenizer.eos_id
 
     def generate(
@@ -109,13 +109,13 @@ class RolloutWorker:
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Rollout":
-        """Samples each prompt `samples` times.
+        """Sample each prompt `samples` times.
 
         Args:
-            prompts: text or chat messages, or data rows with a prompt, whose other columns travel with the group.
-            step: seeds the noise together with each prompt's number in the step and the sample's number.
+            prompts: text or chat messages, or data rows with a prompt, whose other columns are kept in the group.
+            step: seeds the noise, together with each prompt's number in the step and the completion's number.
             first: number of the first example in the step.
-            config: settings for this call in place of the worker's own; errors as in the constructor.
+            config: settings for this call instead of the worker's; errors as in the constructor.
         """
         tool = self._prepare(config or self.config)
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
@@ -131,7 +131,7 @@ class RolloutWorker:
         return Rollout(groups, self.pad_id)
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
-        """Refuses data with a prompt that cannot be sampled, before anything is spent on the others.
+        """Refuse data with a prompt that cannot be sampled, before any sampling.
 
         Errors: DataError that names the row of `data`.
         """
@@ -141,11 +141,11 @@ class RolloutWorker:
     def get_per_token_logps(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
-        """Log-probs of completions behind their prompts at the rollout's temperature: float32, one array a completion.
+        """Compute log-probs of completions at the rollout's temperature: one float32 array per completion.
 
         Args:
             prompt_ids: the prompt of each completion.
-            completion_ids: one list of tokens a completion.
+            completion_ids: one list of tokens per completion.
         """
         none = np.zeros(0, np.float32)
         groups = [
@@ -157,11 +157,11 @@ class RolloutWorker:
         return self._scorer(self.params, rows, [len(c) for c in completion_ids], size)
 
     def update_params(self, params: Any) -> None:
-        """New weights for the next call: all of them, or some (the adapters alone, say) beside those held."""
+        """Set new weights for the next call: all of them, or some (for example only the adapters)."""
         self.params = nnx.merge_state(self.params, params)
 
     def _prepare(self, config: RolloutConfig) -> Tool | None:
-        """Sees that the model has room for what `config` asks, and finds its tool."""
+        """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
         return tool_of(self.tokenizer, config)
 

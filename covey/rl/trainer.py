@@ -1,4 +1,4 @@
-"""The trainers of actor and critic: the supervised trainer with a loss on rows."""
+"""Trainers of actor and critic: the supervised trainer with a loss on rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from covey.types import Group
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A training micro-batch: some groups as rows, with what the losses need beside them.
+    """Training micro-batch: groups packed into rows, with the other inputs of the losses.
 
     Attributes:
-        groups: what the rows were made of.
-        rows: NumPy.
-        inputs: of the actor's loss.
-        denominator: what these samples add to the denominator of the actor's loss.
-        value_inputs: of the critic's loss; None without a critic. Its denominator is the number of its tokens.
+        groups: the groups in the rows.
+        rows: NumPy arrays.
+        inputs: inputs of the actor's loss.
+        denominator: part of these completions in the denominator of the actor's loss.
+        value_inputs: inputs of the critic's loss; None without a critic. Its denominator is the number of its tokens.
     """
 
     groups: Sequence[Group]
@@ -42,20 +42,20 @@ class TrainBatch:
 
 
 class RowBatch(NamedTuple):
-    """What a loss gets on its devices."""
+    """Rows and inputs of a loss on its devices."""
 
     rows: Rows
     inputs: Any
 
 
 class RLTrainer(Trainer):
-    """Trains the policy on rows.
+    """Train the policy on rows.
 
     Args:
         model: the actor.
         optimizer: any optax transformation.
-        algorithm: the loss.
-        temperature: the rollout's. Log-probs are of the whole distribution at it, as `Completion.logps` are.
+        algorithm: settings of the loss.
+        temperature: the rollout's. Log-probs are of the full distribution at it, as `Completion.logps` are.
         surrogate: replaces the algorithm's surrogate.
     """
 
@@ -71,7 +71,7 @@ class RLTrainer(Trainer):
 
 
 class CriticTrainer(Trainer):
-    """Trains the critic on rows.
+    """Train the critic on rows.
 
     Args:
         model: the critic.
@@ -86,16 +86,14 @@ class CriticTrainer(Trainer):
 
 
 def parts(batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | None, max_tokens: int) -> Iterator[Part]:
-    """A micro-batch on the trainer's devices, cut into pieces of about `max_tokens`; the first carries the
-    denominator.
-    """
+    """Yield a micro-batch on the trainer's devices in pieces of about `max_tokens`; the first has the denominator."""
     for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
         yield Part(put_rows(piece, trainer.trainable), denominator)
         denominator = 0.0
 
 
 def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
-    """Rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
+    """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
     count, length = rows.tokens.shape
     return rows_together(count, length, max_tokens, row_ways(mesh))
 
