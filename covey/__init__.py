@@ -1,6 +1,6 @@
 """Covey: group-relative reinforcement learning for language models, in JAX.
 
-The public names, each imported when it is first asked for, so that `import covey` costs nothing.
+Each public name is imported at its first use, so that `import covey` costs nothing.
 """
 
 from importlib import import_module
@@ -114,4 +114,4 @@ _HOMES = {
     "write_hf": "covey.models.export",
     "write_peft": "covey.models.export",
 }
-"""Public name → the module it lives in."""
+"""Map from public name to the module that defines it."""

@@ -1,4 +1,4 @@
-"""`python -m covey` is the command `covey`."""
+"""Run the command `covey` for `python -m covey`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Text that others see: on the terminal, in logs, in what goes out to trackers and reports.
+"""Make text safe to show: on the terminal, in logs, in trackers and reports.
 
-Models, data and file names are not ours. What is not printable is shown as its escape, so that no text can move the
-cursor, colour the screen or turn the direction of writing; and no secret of the environment is in it.
+Text from models, data and file names is untrusted. Characters that are not printable are shown as escapes, so that no
+text can move the cursor, colour the screen or change the writing direction; secrets of the environment are masked.
 """
 
 import html
@@ -13,16 +13,16 @@ from typing import Any
 from covey.errors import RecipeError
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
-"""Names of environment variables whose values nobody else should see."""
+"""Pattern of the names of environment variables whose values are secret."""
 ADDRESS = re.compile(r"://|www\.|@", re.I)
-"""In words that Markdown makes links of, though nothing marks them (GitHub's extension; `user@host` is one, too)."""
+"""Pattern of words that Markdown turns into links without link syntax (GitHub's autolinks, `user@host` included)."""
 SHORTEST = 8
-"""Characters of a value that can be a secret: `1` is none, and would be masked in every number."""
+"""Minimum length of a secret, in characters: a value such as `1` would be masked in every number."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with control, direction and other invisible characters as escapes, but for those in `keep`; secrets are
-    masked.
+    """Return `text` with secrets masked and control, direction and other invisible characters escaped, except those in
+    `keep`.
 
     >>> printable("red \\x1b[31m")
     'red \\\\x1b[31m'
@@ -32,8 +32,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def in_markdown(text: str) -> str:
-    """`text` as one line of Markdown that means nothing but itself: no tag, no table cell, no heading, no link. An
-    address, which Markdown would make a link of, stands as code.
+    """Escape `text` as one line of literal Markdown: it forms no tag, table cell, heading or link. An address, which
+    Markdown would turn into a link, becomes inline code.
 
     >>> in_markdown("a|b `c`\\n<img src=x> at https://x.example")
     'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt; at `https://x.example`'
@@ -48,12 +48,12 @@ def _without_marks(text: str) -> str:
 
 
 def _as_text(mark: str) -> str:
-    """The first mark of a line, so that it begins no heading, list, rule or block."""
+    """Escape the first mark of a line, so that it begins no heading, list, rule or block."""
     return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
 
 
 def masked(value: Any) -> Any:
-    """`value` with every secret of the environment out of its texts, and lists in place of tuples."""
+    """Return `value` with every secret of the environment masked in its strings; tuples become lists."""
     if isinstance(value, Mapping):
         return {name: masked(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -65,10 +65,10 @@ def masked(value: Any) -> Any:
 
 
 def refuse_secrets(recipe: str) -> None:
-    """Refuse a recipe that holds a secret: it is written into the run folder, and told to trackers.
+    """Refuse a recipe that holds a secret, because recipes are written to the run folder and sent to trackers.
 
     Raises:
-        RecipeError: which names the variable, not its value.
+        RecipeError: a secret was found; the message names the variable, not its value.
     """
     for name, secret in _secrets():
         if secret in recipe:
@@ -80,7 +80,7 @@ def refuse_secrets(recipe: str) -> None:
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """Name and value of each. A path is none: its variable says where a secret lies."""
+    """Yield the name and value of each secret variable. A value that is an existing path is not treated as a secret."""
     for name, value in os.environ.items():
         if SECRET.search(name) and len(value) >= SHORTEST and not os.path.exists(value):
             yield name, value

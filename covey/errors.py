@@ -1,6 +1,6 @@
-"""User errors. Each says what we got, what we wanted, and how to fix it; the command prints them without a traceback.
+"""User errors. Each states what was given, what was expected, and how to fix it; the command prints no traceback.
 
-Anything else that escapes is a defect of ours and keeps its traceback.
+Any other exception that escapes is a bug in Covey and keeps its traceback.
 """
 
 import difflib
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 
 class CoveyError(ValueError):
-    """A mistake in what the user gave us: recipe, path, data, reward function or checkpoint.
+    """A mistake in the user's input: recipe, path, data, reward function or checkpoint.
 
     Args:
         what: what is wrong, in one sentence, with the offending value.
-        want: what would have been right.
-        fix: what to do now.
+        want: what would be valid.
+        fix: how to fix it.
         where: `file`, `file:line` or a dotted recipe key.
     """
 
@@ -34,7 +34,7 @@ class DataError(CoveyError):
 
 
 class RewardError(CoveyError):
-    """A reward function that raised or returned something other than one finite float (or None) a completion."""
+    """A reward function that raised, or did not return one finite float (or None) per completion."""
 
 
 class WeightsError(CoveyError):
@@ -42,19 +42,19 @@ class WeightsError(CoveyError):
 
 
 class ResumeError(CoveyError):
-    """A run that cannot go on from its folder as asked."""
+    """A run that cannot be resumed from its folder as requested."""
 
 
 class NumbersError(CoveyError):
-    """A loss or a gradient that is no finite number."""
+    """A loss or a gradient that is not finite."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was asked to end by a signal, and has ended in order.
+    """Raised when a signal requested a run to stop and it has stopped cleanly.
 
     Args:
         signal: the signal's name.
-        step: the last step that is saved; None when nothing is.
+        step: the last saved step; None when no step was saved.
     """
 
     def __init__(self, signal: str, step: int | None = None):
@@ -63,11 +63,11 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`"did you mean 'x'?"` for the closest of `choices`, or the list of them when nothing is close.
+    """Return `"did you mean 'x'?"` for the closest of `choices`, or a list of all choices when none is close.
 
     >>> nearest("num_generation", ["num_generations", "beta"])
     "did you mean 'num_generations'?"
     """
     names = sorted(choices)
-    close = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)  # a longer word is near to none of them
+    close = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)  # a longer word matches none of them
     return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)

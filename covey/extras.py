@@ -1,4 +1,4 @@
-"""The optional packages of Covey: which are missing, and the command that installs them."""
+"""Find missing optional packages of Covey, and the command that installs them."""
 
 import importlib.metadata
 import re
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def install(extra: str = "") -> str:
-    """The command that installs Covey again, with the packages of `extra`.
+    """Return the command that reinstalls Covey with the packages of `extra`.
 
-    It names the clone that Covey runs from, because no package index has Covey yet.
+    It names the clone that Covey runs from, because Covey is in no package index yet.
     """
     clone = Path(__file__).resolve().parents[1]
     named = f"[{extra}]" if extra else ""
@@ -19,10 +19,10 @@ def install(extra: str = "") -> str:
 
 
 def missing(extra: str) -> list[str]:
-    """The packages of `extra` that are not installed, by what the installed Covey says of itself.
+    """Return the packages of `extra` that are not installed, according to the metadata of the installed Covey.
 
     Raises:
-        PackageNotFoundError: Covey runs from files that were never installed.
+        PackageNotFoundError: Covey itself is not installed.
     """
     marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
     wanted = [line for line in importlib.metadata.requires("covey") or () if marker.search(line)]
@@ -30,7 +30,8 @@ def missing(extra: str) -> list[str]:
 
 
 def _name(requirement: str) -> str:
-    """
+    """Return the package name of a requirement.
+
     >>> _name("jax[cuda12]>=0.10; extra == 'cuda'")
     'jax'
     """

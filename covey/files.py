@@ -1,9 +1,9 @@
-"""Files of a checkpoint that somebody else made, before they are read.
+"""Check the files of an untrusted checkpoint before they are read.
 
-A name in an index may not have parts (`models.loading.weights`), and a link may not lead out of the checkpoint's
-folder: what it leads to would be read, shown in errors and copied by exports. One layout needs such links and gets
-them: the hub's cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder that is itself a link
-is the user's own word, and followed.
+A file name in an index may not contain a path separator (`models.loading.weights`), and a link may not lead out of the
+checkpoint's folder: its target would be read, shown in errors and copied by exports. The one exception is the hub's
+cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder that is itself a link was chosen by
+the user and is followed.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ POINTER = b"version https://git-lfs"
 
 
 def check_given(path: Path) -> None:
-    """Refuse a file that is empty, a pointer of Git LFS in place of its content, or a link out of its folder.
+    """Refuse a file that is empty, is a Git LFS pointer instead of its content, or is a link out of its folder.
 
-    A file that is not there is nobody's concern here.
+    A missing file passes.
 
     Raises:
-        WeightsError: it is one of these.
+        WeightsError: the file is one of these.
     """
     if path.is_symlink() and _leads_out(path):
         raise WeightsError(

@@ -1,8 +1,8 @@
-"""What travels between the rooms: completions and groups on the host, rows on the device.
+"""Data types shared by the packages: completions and groups on the host, rows on the device.
 
 Dimension letters used in every signature:
 
-    P  prompts in a step          G  samples per prompt          B = P·G  samples
+    P  prompts in a step          G  completions per prompt      B = P·G  completions
     R  rows                       L  tokens in a row             M  scored tokens in a row
     T  time in the cache          S  slots of the sampler        V  vocabulary
     D  hidden width               H  query heads                 K  key/value heads      W  head width
@@ -25,29 +25,29 @@ Prompt = str | Sequence[Message]
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
     """The model drew one of its stop tokens; that token is the completion's last."""
     LENGTH = "length"
-    """The budget of new tokens was spent first."""
+    """The completion reached the limit of new tokens."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer.
+    """One completion.
 
     Attributes:
         tokens: int32 [n], the stop token included when there is one.
-        logps: float32 [n], log-softmax(logits / temperature) at each token, of the whole distribution: what the trainer
-            recomputes, so that the ratio of the two is 1 before an update, with top-k and top-p too.
-        sampler_logps: float32 [n], log-probability under the distribution drawn from, which top-k and top-p cut; 0
-            where there was no choice. exp(logps − sampler_logps) is the probability of what they kept: the metric
-            `sampling/mass_kept`. No loss uses it.
+        logps: float32 [n], log-softmax(logits / temperature) at each token over the full distribution. The trainer
+            recomputes the same quantity, so the ratio is 1 before an update, also with top-k and top-p.
+        sampler_logps: float32 [n], log-probability under the sampled distribution, after top-k and top-p; 0 where
+            only one token was possible. exp(logps − sampler_logps) is the probability mass that top-k and top-p
+            keep: the metric `sampling/mass_kept`. No loss uses it.
         finish: why it ended.
-        text: the tokens decoded, stop token left out; what a tool answered is part of it, between its markers.
-        mask: bool [n], True for tokens that the model drew and False for those that a tool put there; None when all
-            were drawn.
+        text: the decoded tokens without the stop token; it includes tool responses between their markers.
+        mask: bool [n], True for tokens that the model generated and False for tokens that a tool inserted; None when
+            the model generated all.
     """
 
     tokens: np.ndarray
@@ -60,14 +60,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt with its G completions, and what scoring adds to them.
+    """One prompt with its G completions and their scores.
 
     Attributes:
-        prompt: the prompt as the reward functions see it.
+        prompt: the prompt as passed to the reward functions.
         prompt_tokens: int32 [n].
-        completions: G of them, of any lengths.
+        completions: G completions of any lengths.
         columns: the other columns of the data row (`answer`, ...).
-        rewards: float64 [G], the weighted total (NaN where no function scored the sample).
+        rewards: float64 [G], the weighted total (NaN where no function scored the completion).
         rewards_by_function: name → float64 [G], NaN where the function returned None.
         advantages: float32 [G].
     """
@@ -82,7 +82,7 @@ class Group:
 
 
 class Mean(NamedTuple):
-    """A metric on its way through a step: sums and counts are added up apart, and divided when the step is whole."""
+    """A metric accumulated over a step: total and count are summed separately and divided at the end of the step."""
 
     total: Any
     count: Any

@@ -1,1 +1,1 @@
-"""Parts of the command line that would make `covey.cli` too long."""
+"""Implementation of the command line."""

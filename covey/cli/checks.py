@@ -1,4 +1,4 @@
-"""What can be known to be wrong before JAX is imported: paths, names of reward functions, a folder that is taken."""
+"""Check what can be checked before JAX is imported: paths, names of reward functions, a run folder that is taken."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +13,7 @@ from covey.train import checksums
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
-    """Refuse a recipe whose model, data or reward functions are not there.
+    """Refuse a recipe whose model, data or reward functions do not exist.
 
     Raises:
         CoveyError: the subclass that fits.
@@ -29,7 +29,7 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 
     rewards = _check_stages(recipe) if isinstance(recipe, Recipe) else ()
 
-    from covey.rewards.score import resolve  # late: it needs NumPy, and what is above does not
+    from covey.rewards.score import resolve  # late: it needs NumPy, and the checks above do not
 
     evaluation = recipe.evaluation
     for name in filter(None, (*rewards, evaluation.accuracy, evaluation.partial, evaluation.format)):
@@ -37,7 +37,7 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 
 
 def _check_stages(recipe: Recipe) -> tuple[str, ...]:
-    """What only an RL run has; the names of its reward functions are handed back."""
+    """Check the settings that only an RL run has; return the names of its reward functions."""
     for source in filter(None, (recipe.critic, recipe.reward_model)):
         sources.check(source)
 
@@ -48,7 +48,7 @@ def _check_stages(recipe: Recipe) -> tuple[str, ...]:
 
 
 def check_source(source: str) -> None:
-    """Refuse what is neither a model nor a run that has a checkpoint."""
+    """Refuse a source that is neither a model nor a run with a checkpoint."""
     if not is_run(source):
         if not Path(source).exists() and (command := _maker(source)):
             raise WeightsError("this run is not there yet", fix=command, where=source)
@@ -58,7 +58,7 @@ def check_source(source: str) -> None:
 
 
 def _maker(source: str) -> str:
-    """What leaves a run at `source` when nobody says --out: the command of a built-in recipe, or nothing."""
+    """Return the command of the built-in recipe whose default run folder is `source`, or ""."""
     for name in names():
         written = strict_yaml.read(find(name).read_text(encoding="utf-8"), name).value
         if "out" in written and written["out"].value == source:
@@ -67,17 +67,17 @@ def _maker(source: str) -> str:
 
 
 def has_checkpoint(run: str | Path) -> bool:
-    """Whether there is something to go on from in a run folder."""
+    """Return whether a run folder has a checkpoint to resume from."""
     return any((Path(run) / "checkpoints").glob("*[0-9]"))
 
 
 def resume_command(run: str | Path) -> str:
-    """What goes on with the run at `run`."""
+    """Return the command that resumes the run at `run`."""
     return f"{COMMANDS[kind_of(run).method]} --resume {run}"
 
 
 def new_run_folder(recipe: AnyRecipe) -> Path:
-    """Where the run goes: `out`, or runs/<name>-<n> with the first n that is free.
+    """Return the folder of a new run: `out`, or runs/<name>-<n> with the first n that is free.
 
     Raises:
         CoveyError: something is already there.
@@ -95,11 +95,11 @@ def new_run_folder(recipe: AnyRecipe) -> Path:
 
 @contextmanager
 def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
-    """Make the folder that `new_run_folder` names, for what is done inside. Where the recipe leaves the choice, and
-    another process has just taken the number, the next free one is made. An empty folder is removed again at the end.
+    """Create the folder that `new_run_folder` names, for the duration of the context. If the recipe sets no folder and
+    another process has just taken the number, the next free one is used. An empty folder is removed at the end.
 
     Raises:
-        CoveyError: something is already there, or it cannot be made.
+        CoveyError: something is already there, or the folder cannot be created.
     """
     out = new_run_folder(recipe)
     while not (made := checksums.make(out.absolute())) and recipe.out is None:

@@ -1,4 +1,4 @@
-"""`covey doctor`: what this machine has for a run. One line a finding, ok or warn; a warning says what to do."""
+"""Implement `covey doctor`: check this machine. One line per finding, ok or warn; a warning names the fix."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ GIGABYTE = 1e9
 
 
 class Finding(NamedTuple):
-    """What was looked at, what was found, and what to do about it (nothing when all is well)."""
+    """Subject of a check, its result, and the fix (empty when all is well)."""
 
     subject: str
     found: str
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> int:
-    """Print all findings. The exit code is 0 whatever they are, unless JAX does not work: then 2."""
+    """Print all findings. Return exit code 2 if JAX does not work, otherwise 0 whatever they are."""
     console, works = Console(highlight=False), True
     for check in CHECKS:
         for finding in check():
@@ -73,7 +73,7 @@ def _jax() -> Iterator[Finding]:
         import jax.numpy as jnp
 
         devices = jax.devices()
-    except Exception as error:  # whatever keeps JAX from starting is the finding
+    except Exception as error:  # any error that keeps JAX from starting is the finding
         yield Finding("jax", f"does not work: {error}", f"{install()} --force-reinstall")
         return
     yield Finding("jax", f"{jax.__version__}, {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
@@ -81,7 +81,7 @@ def _jax() -> Iterator[Finding]:
         try:
             one = jnp.ones((8, 8), name)
             right = float(jnp.matmul(one, one, preferred_element_type=jnp.float32)[0, 0]) == 8.0
-        except Exception as error:  # an unsupported type is a finding, whatever its exception is called
+        except Exception as error:  # an unsupported type is a finding, whatever exception it raises
             yield Finding(name, f"not supported: {error}", f"do not set model.dtype {name}")
         else:
             yield Finding(name, "works" if right else "wrong result", "" if right else "another version of jax")
@@ -112,6 +112,6 @@ EXTRAS = {
     "tfds": "GSM8K and others from TensorFlow Datasets",
     "track": "experiment trackers",
 }
-"""Extra → its purpose. The packages are those that the installed Covey names."""
+"""Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _extras)

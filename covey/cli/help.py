@@ -1,4 +1,4 @@
-"""What `--help` and `covey recipes` print. The settings and their explanations come from the config classes."""
+"""Print `--help` and `covey recipes`. The settings and their explanations come from the config classes."""
 
 import ast
 import inspect
@@ -125,12 +125,12 @@ and how to get what is missing.
 
 
 def overview() -> str:
-    """The text of `covey --help`."""
+    """Return the text of `covey --help`."""
     return OVERVIEW
 
 
 def show(command: str, words: Sequence[str] = ()) -> int:
-    """Print the help of `command`; with the values of a built-in recipe when `words` names one."""
+    """Print the help of `command`, with the values of a built-in recipe if `words` names one."""
     text, settings = PAGES[command]
     print(_with_forms(text) if command == "sft" else text, end="")
     if settings:
@@ -169,7 +169,7 @@ def _read(name: str) -> strict_yaml.Item:
 
 
 def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> None:
-    """The settings directly in a dataclass instance, then those of each section in it."""
+    """Print the settings directly in a dataclass instance, then those of each section in it."""
     kinds, docs = get_type_hints(type(settings)), _explanations(type(settings))
     sections = [name for name, kind in kinds.items() if is_dataclass(kind)]
     console.print(f"\n[bold]{title}[/]  [dim]{escape(_summary(type(settings)))}[/]", highlight=False, soft_wrap=True)
@@ -185,13 +185,13 @@ def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> 
 
 
 def _explain(kind: Any, doc: str) -> str:
-    """The field's own words, and what it takes where the value shown does not tell."""
+    """Return the field's docstring, with its accepted values where the shown value does not make them clear."""
     words = describe(kind)
     return doc if words in PLAIN else f"{doc} ({words})".strip()
 
 
 def _shown(value: Any) -> str:
-    """The value as it would be written in a recipe, cut when it is long."""
+    """Return the value as it would be written in a recipe, truncated when long."""
     text = strict_yaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
     return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"
 
@@ -201,7 +201,7 @@ def _summary(cls: type) -> str:
 
 
 def _explanations(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, inherited ones included."""
+    """Return the string under each field of a dataclass, inherited ones included."""
     found: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def _explanations(cls: type) -> dict[str, str]:
 
 
 COLUMN = 36
-"""Where explanations begin."""
+"""Column at which explanations begin."""
 
 PLAIN = ("a whole number", "a finite number", "true or false", "text")
 PAGES: dict[str, tuple[str, type | None]] = {
@@ -229,4 +229,4 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),
 }
-"""Command → its text, and the settings listed below it."""
+"""Map from command to its text and the settings listed below it."""

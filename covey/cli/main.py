@@ -1,9 +1,9 @@
-"""The command `covey`: words in, a call of `covey.run` out.
+"""Implement the command `covey`: arguments in, a call of `covey.run` out.
 
-`parse` turns the words into a call without making it, reading recipes but nothing that needs JAX; so help and mistakes
-are answered at once. Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a mistake in what was given,
-75 a run was stopped by a signal and can go on from a checkpoint, 130 stopped with Ctrl-C, 143 by SIGTERM, with nothing
-to go on from.
+`parse` turns the arguments into a call without making it; it reads recipes but imports nothing that needs JAX, so help
+and errors appear at once. Exit codes: 0 done, 1 a bug in Covey (with its traceback), 2 a mistake in the user's input,
+75 a run was stopped by a signal and can resume from a checkpoint, 130 stopped with Ctrl-C, 143 by SIGTERM, without a
+checkpoint to resume from.
 """
 
 import errno
@@ -39,17 +39,17 @@ OUTSIDE: dict[int | None, str] = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
 }
-"""What to do about errors of the system that no defect of ours causes; the others keep their traceback."""
+"""Fixes for system errors that are not caused by a bug in Covey; the others keep their traceback."""
 
 STOPPED = 75
-"""Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, try again later."""
+"""Exit code of a run that was stopped by a signal: EX_TEMPFAIL of sysexits.h, try again later."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line `words` (the process's own when not given); returns the exit code."""
+    """Run the command line `words` (the process's own when not given); return the exit code."""
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # a terminal without some letter shows its escape: no crash over an arrow
+    ):  # characters that the terminal's encoding lacks are escaped instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = parse(sys.argv[1:] if words is None else words)()
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return _left(130) if words is None else 130
-    except BrokenPipeError:  # the reader has gone, as in `covey recipes | head`; the flush at exit must not fail again
+    except BrokenPipeError:  # the pipe was closed, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -78,10 +78,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _left(code: int) -> int:
-    """Ends the process with `code`, without taking down the interpreter: a program that JAX is compiling when a signal
-    comes is compiled on in a thread, which crashes when JAX is taken down under it.
+    """End the process with `code` without interpreter shutdown: a program that JAX is compiling when a signal comes
+    continues to compile in a thread, which would crash when JAX is torn down.
 
-    Of several processes each ends in order, for they wait for each other; there `code` is handed back.
+    With several processes each shuts down normally, because they wait for each other; there `code` is returned.
     """
     with suppress(BrokenPipeError):
         sys.stdout.flush()
@@ -91,10 +91,10 @@ def _left(code: int) -> int:
 
 
 def parse(words: Sequence[str]) -> Action:
-    """The call that `words` ask for, not yet made.
+    """Return the call that `words` describe, without making it.
 
     Raises:
-        CoveyError: an unknown command, recipe or setting, or a word too few or too many.
+        CoveyError: an unknown command, recipe or setting, or a missing or extra argument.
     """
     if not words or words[0] in ("-h", "--help", "help"):
         return partial(_say, help.overview())
@@ -110,12 +110,12 @@ def parse(words: Sequence[str]) -> Action:
 
 
 def train(words: Sequence[str]) -> Action:
-    """`covey train NAME_OR_YAML [settings]`, `covey train --resume RUN [settings]`."""
+    """Parse `covey train NAME_OR_YAML [settings]` and `covey train --resume RUN [settings]`."""
     return _training(recipe.Recipe, words)
 
 
 def sft(words: Sequence[str]) -> Action:
-    """`covey sft NAME_OR_YAML [settings]`, `covey sft --resume RUN [settings]`."""
+    """Parse `covey sft NAME_OR_YAML [settings]` and `covey sft --resume RUN [settings]`."""
     return _training(recipe.SFTRecipe, words)
 
 
@@ -133,7 +133,7 @@ def _training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
 
 
 def evaluate(words: Sequence[str]) -> Action:
-    """`covey eval RUN_OR_MODEL [--recipe NAME] [settings]`."""
+    """Parse `covey eval RUN_OR_MODEL [--recipe NAME] [settings]`."""
     (source,), pairs = _exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
     chosen = dict(pairs).get("--recipe")
     tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
@@ -142,19 +142,19 @@ def evaluate(words: Sequence[str]) -> Action:
 
 
 def generate(words: Sequence[str]) -> Action:
-    """`covey generate RUN_OR_MODEL "prompt" [settings]`."""
+    """Parse `covey generate RUN_OR_MODEL "prompt" [settings]`."""
     (source, prompt), pairs = _exactly(2, words, 'covey generate RUN_OR_MODEL "PROMPT"')
     return partial(_generate, source, prompt, _options(GenerateOptions, source, pairs))
 
 
 def chat(words: Sequence[str]) -> Action:
-    """`covey chat RUN_OR_MODEL [settings]`."""
+    """Parse `covey chat RUN_OR_MODEL [settings]`."""
     (source,), pairs = _exactly(1, words, "covey chat RUN_OR_MODEL")
     return partial(_chat, source, _options(ChatOptions, source, pairs))
 
 
 def export(words: Sequence[str]) -> Action:
-    """`covey export RUN_OR_MODEL --out FOLDER [settings]`."""
+    """Parse `covey export RUN_OR_MODEL --out FOLDER [settings]`."""
     usage = "covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf]"
     (source,), pairs = _exactly(1, words, usage)
     options = strict_yaml.build(ExportOptions, apply(ExportOptions, strict_yaml.Item({}, source), _tokens(pairs)))
@@ -166,7 +166,7 @@ def export(words: Sequence[str]) -> Action:
 
 
 def recipes(words: Sequence[str]) -> Action:
-    """`covey recipes [NAME]`."""
+    """Parse `covey recipes [NAME]`."""
     names, pairs = split(words, 1)
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
@@ -176,7 +176,7 @@ def recipes(words: Sequence[str]) -> Action:
 
 
 def doctor(words: Sequence[str]) -> Action:
-    """`covey doctor`."""
+    """Parse `covey doctor`."""
     _exactly(0, words, "covey doctor")
 
     def examine() -> int:
@@ -211,7 +211,7 @@ def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
 
 
 def _tell_how_to_go_on(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
-    """Says what goes on with `run`, which is named from `here`, the working directory when the command began."""
+    """Print the command that resumes `run`, with a path relative to `here`, the working directory at the start."""
     if has_checkpoint(here / run):
         command = f"{recipe.COMMANDS[kind.method]} --resume {run}"
         print(printable(f"\ngo on with: {command}", keep="\n"), file=sys.stderr)
@@ -284,7 +284,7 @@ def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) ->
 
 
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
-    """`cls` with the rollout settings of the run at `source`, if it is one, and `pairs` over them."""
+    """Build `cls` with the rollout settings of the run at `source`, if it is one, overridden by `pairs`."""
     item = strict_yaml.Item({}, source)
     if recipe.is_run(source):
         item = recipe.section_of(source, "rollout")

@@ -1,4 +1,4 @@
-"""The settings of the commands that use a model: trees like a recipe's, with the parts those commands need."""
+"""Settings of the commands that use a model: trees like a recipe's, with the parts those commands need."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -48,10 +48,10 @@ class ExportOptions:
 
     @property
     def shard_bytes(self) -> int:
-        """`shard_size` as a number.
+        """Return `shard_size` in bytes.
 
         Raises:
-            CoveyError: it is none.
+            CoveyError: it is not a size.
         """
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)?", self.shard_size.strip(), re.IGNORECASE)
         size = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0

@@ -1,4 +1,4 @@
-"""Whole runs from their recipes, and what uses a finished one. This file only hands names on."""
+"""Execute whole runs from their recipes, and use finished ones. This file only re-exports names."""
 
 from covey.run.export import export
 from covey.run.inference import chat, evaluate, generate

@@ -1,6 +1,6 @@
-"""What a run says when its numbers tell that it learns nothing: what was seen, and what to try where that tells it.
+"""Warn when a run learns nothing: report what was observed and, where that shows the cause, what to try.
 
-The same numbers have many causes. A cause is named only where the completions and rewards of the steps show it.
+The same metrics can have many causes. A cause is named only if the completions and rewards of the steps show it.
 """
 
 from collections import deque
@@ -12,15 +12,15 @@ from covey.rl.learner import StepRecord
 from covey.types import FinishReason, Group
 
 PATIENCE = 5
-"""Steps in a row without anything to learn before it is said."""
+"""Number of consecutive steps without a learning signal before the warning."""
 
 Finding = tuple[str, str]
-"""What was seen, and what to do about it."""
+"""Pair of an observation and the advice on it."""
 
 
 class TiedGroups:
-    """An observer: where all samples of every group are scored alike, all advantages are 0 and nothing is learnt. After
-    `PATIENCE` such steps in a row it says so, once until a group differs again.
+    """Observer of steps in which all completions of every group have equal rewards: all advantages are 0 and nothing is
+    learnt. After `PATIENCE` such steps in a row it warns, once until the rewards in a group differ again.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -41,9 +41,9 @@ class TiedGroups:
 
 
 def findings(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> list[Finding]:
-    """What the steps of `tied` show, after steps with the metrics `before`, from some of which something was learnt.
+    """Return findings about the steps `tied`, given the metrics `before` of earlier steps, some of which had a signal.
 
-    What the updates have changed comes alone: what else the completions are like now may follow from that.
+    A change that the updates caused is reported alone: the other observations may be its consequences.
     """
     groups = [group for record in tied for group in record.groups]
     if before and (changed := _fell(tied, before) or _narrowed(groups)):
@@ -53,8 +53,8 @@ def findings(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]
 
 
 def _fell(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> Finding | None:
-    """The mean reward is below that of the steps before by more than twice its standard error. A step's error is not
-    taken to be less than if all its samples were of one group: two groups may have one mean by chance.
+    """Report that the mean reward fell below that of the earlier steps by more than twice its standard error. A step's
+    error is at least that of all its completions as one group: two groups may have equal means by chance.
     """
     samples = sum(len(group.completions) for group in tied[0].groups)
     was, rate = (float(np.mean([metrics[name] for metrics in before])) for name in ("reward", "learning_rate"))
@@ -109,7 +109,7 @@ def _constant(groups: Sequence[Group]) -> Finding | None:
 
 
 def _texts(group: Group) -> int:
-    """How many different completions a group has."""
+    """Count the distinct completions of a group."""
     return len({completion.tokens.tobytes() for completion in group.completions})
 
 
@@ -121,4 +121,4 @@ NO_REASON = (
     "scores differ between groups, and not within one",
     "The completions are in samples.jsonl: see what would tell better from worse there.",
 )
-"""What is said where the steps show no reason."""
+"""Finding for steps that show no cause."""

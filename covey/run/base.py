@@ -1,11 +1,11 @@
-"""What runs of either method have in common: a folder, and a way through it that can be stopped and taken up again.
+"""Base of RL and supervised runs: a run folder, and a loop that can be stopped and resumed.
 
-The run folder is the run: `recipe.yaml` says what was asked, `metrics.jsonl` what happened, `before.jsonl` and
-`after.jsonl` what it answered to held-out prompts, `checkpoints/` how to go on, `summary.json` what came of it. While
-it runs, `heartbeat.json` says where it is. Of several processes the first writes, and shows progress; all read to go
-on. One lock, that of `checkpoints/`, keeps a second writer out.
+The run folder holds the whole run: `recipe.yaml` its settings, `metrics.jsonl` the metrics, `before.jsonl` and
+`after.jsonl` the answers to held-out prompts, `checkpoints/` the state to resume from, `summary.json` the result.
+During the run, `heartbeat.json` holds the current phase. With several processes the first writes and shows progress;
+all read when resuming. One lock, that of `checkpoints/`, keeps a second writer out.
 
-What a run trains, and how, is said by `rl` and `sft`.
+The modules `rl` and `sft` define what a run trains, and how.
 """
 
 import json
@@ -42,7 +42,7 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 
 class Step(Protocol):
-    """What a run must know of a step; the records of both learners tell it."""
+    """Interface of a step's record; both learners implement it."""
 
     @property
     def step(self) -> int: ...
@@ -55,15 +55,15 @@ class Run(ABC, Generic[RecipeT]):
     """One run in its folder.
 
     Args:
-        ready: what to do; checked.
-        out: the folder; it stays the same one when a reward function changes the working directory.
-        resuming: go on with what is there.
+        ready: the checked recipe.
+        out: the run folder; made absolute, because a reward function may change the working directory.
+        resuming: continue from the state in the folder.
     """
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
     rows: ClassVar[tuple[str, ...]] = (METRICS, SAMPLES)
-    """The files that get a row at each step."""
+    """Names of the files that get rows at each step."""
     loader: PromptLoader
     origin: str
 
@@ -78,39 +78,39 @@ class Run(ABC, Generic[RecipeT]):
 
     @abstractmethod
     def prepare(self) -> int:
-        """Loads all that is needed, `loader` and `origin` among it; hands back the steps of the whole run."""
+        """Load all that the run needs, including `loader` and `origin`; return the number of steps of the whole run."""
 
     @abstractmethod
     def judged(self, name: str) -> dict[str, Any]:
-        """The evaluation `name`, shown and written down."""
+        """Run the evaluation `name`, show it and write it to the folder."""
 
     @abstractmethod
     def beginning(self) -> dict[str, Any]:
-        """What the summary says of model and data."""
+        """Return the summary's entries on model and data."""
 
     @abstractmethod
     def steps(self) -> None:
-        """Trains to the end; `after_step` hears of each step."""
+        """Train to the end; call `after_step` after each step."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Optimizer updates made."""
+        """Number of optimizer updates made."""
 
     @abstractmethod
     def state(self) -> Any:
-        """The arrays of a checkpoint."""
+        """Return the arrays of a checkpoint."""
 
     def remembers(self) -> dict[str, Any]:
-        """What a checkpoint holds beside arrays, model and data; JSON-able."""
+        """Return the JSON values of a checkpoint other than those on model and data."""
         return {}
 
     @abstractmethod
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        """Takes up a checkpoint."""
+        """Restore a checkpoint."""
 
     def begin(self) -> dict[str, Any]:
-        """Runs in the new folder; returns what `summary.json` says."""
+        """Run in the new folder; return the content of `summary.json`."""
         text = recipes.to_yaml(self.recipe)
         refuse_secrets(text)
         made = self.writes and claim(self.out, CHECKPOINTS)
@@ -121,21 +121,21 @@ class Run(ABC, Generic[RecipeT]):
                 return self._run()
             except CoveyError:
                 if self.saves.holds() and not self._worth_keeping():
-                    give_back(self.out, made)  # the corrected command will want the name
+                    give_back(self.out, made)  # so that the corrected command can use the name
                 raise
 
     def take_up(self) -> dict[str, Any]:
-        """Goes on in the folder of an earlier run; returns what `summary.json` says."""
+        """Resume in the folder of an earlier run; return the content of `summary.json`."""
         with self._checkpointer() as self.saves:
             return self._run()
 
     def _checkpointer(self) -> Checkpointer:
-        """The checkpoints, locked by the process that writes."""
+        """Open the checkpoints; the process that writes locks them."""
         keep = self.recipe.training.max_to_keep
         return Checkpointer(self.out / CHECKPOINTS, keep, read_only=not self.writes)
 
     def _run(self) -> dict[str, Any]:
-        """Runs, or goes on, to the end."""
+        """Run, or resume, to the end."""
         training = self.recipe.training
         with ExitStack() as stack:
             self.opened = opened = stack.enter_context
@@ -189,13 +189,13 @@ class Run(ABC, Generic[RecipeT]):
         return summary
 
     def phase(self, name: str) -> None:
-        """The run begins `name`: shown, watched, and charged with what is compiled."""
+        """Begin the phase `name` in the progress display, the watchdog and the compile counter."""
         self.progress.phase(name)
         self.watchdog.phase(name)
         self.programs.phase(name)
 
     def write(self, record: Step) -> None:
-        """A step's metrics go to the folder and to the trackers."""
+        """Write a step's metrics to the folder and to the trackers."""
         self._metrics = record.metrics
         record.metrics["time/compile"] = self.programs.step(record.step)
         if self.writer is not None:
@@ -204,7 +204,7 @@ class Run(ABC, Generic[RecipeT]):
             self.trackers.log(record.step, record.metrics)
 
     def after_step(self, record: Step) -> None:
-        """Saves when it is time to, and ends the run when a signal asked for it. The last to hear of a step."""
+        """Save if a checkpoint is due, and end the run if a signal requested it. Called last in each step."""
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
         if asked := self.stopper.asked():
             self.save()
@@ -216,13 +216,13 @@ class Run(ABC, Generic[RecipeT]):
     def keep_bad_batch(
         self, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
     ) -> None:
-        """Writes the batch of an update that was not finite into `bad/`, for study, and says so."""
+        """Write the batch of a non-finite update into `bad/` for debugging, and report it."""
         if self.writes:
             place = write_bad_batch(self.out, step, groups, arrays)
             self.progress.say(f"{error.what}; its batch is kept: {place}.jsonl")
 
     def save(self) -> None:
-        """Starts writing a checkpoint."""
+        """Start writing a checkpoint."""
         self._saved = self.step
         if self.writer is None:
             return
@@ -234,10 +234,10 @@ class Run(ABC, Generic[RecipeT]):
         self.saves.save(self.step, self.state(), extra, score=self._score())
 
     def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
-        """Refuses a checkpoint that other settings, or other weights at the beginning, have led to.
+        """Refuse a checkpoint that was made with other settings, or from other initial weights.
 
         Args:
-            extra: what it holds beside its arrays.
+            extra: the JSON values of the checkpoint.
         """
         self._refuse_other_settings(extra)
         refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
@@ -254,10 +254,10 @@ class Run(ABC, Generic[RecipeT]):
         self.loader.restore(extra["data"])
 
     def _is_finished(self, total: int) -> bool:
-        """Whether the run that is gone on with has made all of the `total` steps, and evaluated what came of them.
+        """Return whether the resumed run has made all of the `total` steps, and evaluated the result.
 
         Args:
-            total: 0 when it is not known yet.
+            total: 0 when not known yet.
         """
         done = self.written or {}
         return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
@@ -269,7 +269,7 @@ class Run(ABC, Generic[RecipeT]):
         return dict(self.written or {})
 
     def _keep_recipe(self) -> None:
-        """Writes down what was changed beside --resume, now that it is accepted."""
+        """Write the recipe with the overrides given with --resume, once they are accepted."""
         if self.writes and self.resuming and recipes.load_any(self.out) != self.recipe:
             text = recipes.to_yaml(self.recipe)
             refuse_secrets(text)
@@ -288,14 +288,14 @@ class Run(ABC, Generic[RecipeT]):
             )
 
     def _before(self) -> dict[str, Any] | None:
-        """The evaluation before training; None when it is lost, and the weights are trained by now."""
+        """Return the evaluation before training; None when it was lost and the weights are already trained."""
         if not self.step:
             return self.judged("before")
         self.progress.say(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return None
 
     def _written(self) -> dict[str, Any] | None:
-        """The summary of the run that is gone on with, if it came so far."""
+        """Return the summary of the resumed run, if it has written one."""
         path = self.out / SUMMARY
         if not (self.resuming and path.is_file()):
             return None
@@ -319,22 +319,22 @@ class Run(ABC, Generic[RecipeT]):
             write_summary(self.out, summary)
 
     def _score(self) -> float | None:
-        """How good the weights are, by the metric that the recipe names; None where this step has no such metric."""
+        """Return the score of the weights by the metric that the recipe names; None if this step has no such metric."""
         name = self.recipe.training.keep_best
         value = self._metrics.get(name)
         return None if value is None else -value if name.rpartition("/")[2] in LOWER_IS_BETTER else value
 
     def _worth_keeping(self) -> bool:
-        """Whether a step was made, or a batch kept for study. What the folder has lost meanwhile tells nothing."""
+        """Return whether a step was made, even if its files were lost since, or a bad batch was kept."""
         return bool(self._metrics) or (self.out / BAD).exists()
 
     def _seconds(self) -> float:
-        """That the run has taken, those before it was taken up again included."""
+        """Return the seconds that the run has taken, those before a resume included."""
         return time.monotonic() - self.started
 
 
 def _unlike_a_summary(found: Any) -> str:
-    """Says why JSON that was read cannot be the summary of a run, as far as it is used; empty when it can."""
+    """Explain why JSON is not a valid summary of a run, as far as it is used; empty when it is."""
     if not isinstance(found, dict) or not isinstance(found.get("before", ""), dict | None):
         return "it is no mapping with the figures under before"
     figures = found["before"] or {}
@@ -343,9 +343,9 @@ def _unlike_a_summary(found: Any) -> str:
 
 
 Figure = int | float | None
-"""A figure of an evaluation; None where nothing was measured."""
+"""Value of an evaluation metric; None where nothing was measured."""
 
 RECIPE = "recipe.yaml"
 
 LOWER_IS_BETTER = {"loss", "perplexity", "kl"}
-"""Last parts of the names of metrics of which the least is the best."""
+"""Last name components of the metrics for which lower is better."""

@@ -1,8 +1,8 @@
-"""The programs that a run compiles, counted by JAX itself.
+"""Count the programs that a run compiles, from JAX's own events.
 
-Each new shape is a program more: seconds on a large model. Shapes come in few sizes by design, so that after some steps
-nothing is compiled any more. A run tells how many programs each of its phases took, and says so when it does not stop.
-A program that the cache on disk held counts too: it was fetched, not compiled, and takes its place in memory.
+Each new shape costs one more program: seconds on a large model. Shapes come in few sizes by design, so that after some
+steps nothing is compiled any more. A run reports how many programs each of its phases compiled, and warns when
+compilation does not stop. A program from the cache on disk counts too: it takes up memory although not compiled.
 """
 
 import threading
@@ -15,16 +15,17 @@ import jax
 READY = "/jax/core/compile/backend_compile_duration"
 PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
 BESIDE = "beside"
-"""What is not in a step: loading, and the evaluations before and after."""
+"""Name for everything outside a step: loading, and the evaluations before and after."""
 WARM, LOOK_BACK = 20, 10
-"""Steps in which new shapes are nothing to speak of, and those that are then looked at."""
+"""Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
 
 
 class Programs:
-    """Counts from enter to exit. A phase belongs to the thread that begins it: one may sample while another trains.
+    """Count programs between enter and exit. A phase belongs to the thread that begins it: one may sample while another
+    trains.
 
     Attributes:
-        counts: programs by phase.
+        counts: number of programs by phase.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -35,11 +36,11 @@ class Programs:
         self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
 
     def phase(self, name: str) -> None:
-        """The run begins `name` now."""
+        """Begin the phase `name` in this thread."""
         self._own.phase = name if name in PHASES else BESIDE
 
     def step(self, number: int) -> float:
-        """Seconds that compiling took since the last step; says once when most of the last steps still compiled."""
+        """Return the seconds of compilation since the last step; warn once if most of the last steps still compiled."""
         seconds, new = self._seconds, self._new
         self._seconds, self._new = 0.0, Counter()
         self._last.append(new)

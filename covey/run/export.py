@@ -1,4 +1,4 @@
-"""A run or a model in the formats of others, read back and compared before it is in place."""
+"""Export a run or a model to other formats; the result is read back and compared before it is renamed into place."""
 
 import shlex
 from pathlib import Path
@@ -15,16 +15,16 @@ from covey.text.tokenizer import Tokenizer
 
 
 def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int) -> None:
-    """Writes the run or model at `source` to the new folder `out`, and says how well it agrees with what is in memory.
+    """Write the run or model at `source` to the new folder `out`, and report how well it agrees with the one in memory.
 
     Args:
         kind: hf, peft or gguf.
-        dtype: float32 or bfloat16; as the run held its weights when None, float32 for a model that is no run's.
-        shard_size: hf: most bytes in a file of weights.
+        dtype: float32 or bfloat16; None for the run's own, or float32 for a model that is not a run.
+        shard_size: hf: maximum size of a weights file in bytes.
 
     Raises:
-        CoveyError: `out` is taken; the run has no adapters, or they belong on what another run left (peft); the family
-            has no such format (gguf).
+        CoveyError: `out` is taken; the run has no adapters, or their base is the result of another run (peft); the
+            family does not support the format (gguf).
     """
     formats.check_new(out)
     history = History.of(source)
@@ -53,7 +53,7 @@ def _write(
 
 
 def _check_adapters(history: History, source: str, out: Path) -> None:
-    """Refuse a run whose adapters others cannot use: it has none, or their base is the model of another run."""
+    """Refuse a run whose adapters are not usable elsewhere: it has none, or their base is the model of another run."""
     trained = recipes.load_any(source).model if history.runs else ModelOptions()
     if not (trained.adapter or trained.lora.rank):
         raise formats.no_adapters()
@@ -68,7 +68,7 @@ def _check_adapters(history: History, source: str, out: Path) -> None:
 
 
 def _base(history: History) -> str:
-    """What adapter_config.json calls the base: its repository, or the name of a local one without its path."""
+    """Return the base's name for adapter_config.json: its repository, or the name of a local one without its path."""
     if repository := history.repository():
         return repository
     local = Path(history.base).expanduser()

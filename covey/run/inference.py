@@ -1,4 +1,4 @@
-"""What uses a model or a finished run: evaluate, generate, chat."""
+"""Use a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
 import io
@@ -28,7 +28,7 @@ from covey.types import Group
 
 
 def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
-    """Evaluates the model or run at `source` on the held-out prompts of `ready`, prints and returns the figures."""
+    """Evaluate the model or run at `source` on the held-out prompts of `ready`; print and return the metrics."""
     held_out = data_source.load(ready.data).test
     check_columns((*ready.rewards, *judges(ready.evaluation)), held_out)
     with Progress(0) as progress:
@@ -43,7 +43,7 @@ def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
-    """`samples` answers of the model or run at `source` to one user message."""
+    """Generate `samples` completions of one user message with the model or run at `source`."""
     model, tokenizer = open_model(source, say=_quiet, mesh=_mesh_of(source, _aside))
     worker = RolloutWorker(model, tokenizer, rollout)
     (group,) = worker.generate([{"prompt": _as_chat(tokenizer, prompt)}], samples)
@@ -51,12 +51,12 @@ def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> 
 
 
 def chat(source: str, rollout: RolloutConfig) -> None:
-    """A conversation on the terminal; an empty line or end of input leaves it."""
+    """Hold a conversation on the terminal; an empty line or end of input ends it."""
     model, tokenizer = open_model(source, say=_say, mesh=_mesh_of(source, _say))
     limit = max(1, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
-    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are read as U+FFFD: no crash over an accent
+    if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are read as U+FFFD instead of raising
         sys.stdin.reconfigure(errors="replace")
     print("Say something; an empty line ends the chat.", flush=True)
     while text := _read_line():
@@ -69,11 +69,11 @@ def chat(source: str, rollout: RolloutConfig) -> None:
 
 
 def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
-    """The conversation `before` with `text` and an answer to it, without its oldest turns where it is longer than
+    """Return the conversation `before` with `text` and the model's reply, without its oldest turns if it is longer than
     `limit` tokens.
 
     Raises:
-        DataError: the text cannot be asked: it is too long by itself, or the chat template refuses it.
+        DataError: the text cannot be a prompt: it is too long by itself, or the chat template refuses it.
     """
     tokenizer = worker.tokenizer
     size = len(tokenizer.encode_prompt(_as_chat(tokenizer, text)))
@@ -89,21 +89,21 @@ def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str
 
 
 def fitting(rows: Sequence[Row], tokenizer: Tokenizer, ready: Recipe) -> FittedPrompts:
-    """The rows with prompts that are not too long, as the recipe says."""
+    """Leave out or cut prompts that are too long, according to the recipe."""
     return fit_prompts(rows, tokenizer, ready.rollout.max_prompt_length, ready.training.too_long)
 
 
 def judge_held_out(
     model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress, runner: RewardRunner
 ) -> Evaluation:
-    """The evaluation that the recipe `ready` asks for."""
+    """Run the evaluation that the recipe `ready` configures."""
     weights = ready.grpo.reward_weights
     return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress.advance, runner)
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:
-    """A worker for the answers to held-out examples: a prompt may be as long as the model and its cache have room for
-    beside an answer, whatever `max_prompt_length` says.
+    """Build a worker for answers to held-out examples: a prompt may be as long as the model and its cache allow beside
+    an answer, whatever `max_prompt_length` is.
     """
     positions = model.config.max_positions
     answer = min(rollout.max_new_tokens, positions - 1)
@@ -114,9 +114,7 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
 
 
 def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int, say: Say) -> list[Row]:
-    """The first `count` of `examples` that have a prompt with room for an answer behind it; `say` is told of those
-    that have none.
-    """
+    """Return the first `count` of `examples` whose prompt leaves room for an answer; report the others to `say`."""
     chosen: list[Row] = []
     too_long: list[int] = []
     for row in (row for row in examples if row["prompt"]):
@@ -144,7 +142,7 @@ def _not_answered(tokens: Sequence[int], config: RolloutConfig) -> str:
 def answer_examples(
     worker: RolloutWorker, asked: Sequence[Row], ready: SFTRecipe, progress: Progress
 ) -> tuple[dict[str, Any], Sequence[Group]]:
-    """Answers to the examples `asked`, and how they were judged; nothing when there are none."""
+    """Generate answers to the examples `asked` and score them; the result is empty when there are none."""
     if not asked:
         return {}, ()
     every = dataclasses.replace(ready.evaluation, prompts=0)
@@ -153,7 +151,7 @@ def answer_examples(
 
 
 def _mesh_of(source: str, say: Say) -> Mesh | None:
-    """The mesh that the run at `source` was trained on; a model that is no run's is on one device."""
+    """Return the mesh that the run at `source` was trained on; a model that is not a run uses one device."""
     return mesh_at_hand(recipes.load_any(source).model.mesh, say) if is_run(source) else None
 
 
@@ -173,9 +171,9 @@ def _say(text: str) -> None:
 
 
 def _aside(text: str) -> None:
-    """For commands whose output is the answer alone."""
+    """Print a message apart from the output, for commands whose output is the answer alone."""
     print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def _quiet(text: str) -> None:
-    """The same, for what nobody needs to know."""
+    """Drop a message that no user needs."""

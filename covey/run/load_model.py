@@ -1,4 +1,4 @@
-"""The model of a run: from any source, or from a run folder with what that run learnt."""
+"""Load the model of a run: from any model source, or from a run folder with its trained weights."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ LOCAL = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
     re.DOTALL,
 )
-"""The origin of weights at a path. Runs made before they were known by content noted no digest."""
+"""Pattern of the origin of weights at a path. Older runs recorded no digest."""
 Say = Callable[[str], None]
 
 
@@ -42,16 +42,16 @@ def open_model(
     say: Say = log.info,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer]:
-    """The model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source.
+    """Load the model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source.
 
     Args:
-        source: see `ModelOptions.source`, which it takes the place of.
-        options: how a model that is no run's is held and computed; a run brings its own.
-        say: is told about slow steps.
-        mesh: the devices to divide it over; the default device when not given.
+        source: see `ModelOptions.source`, which it replaces.
+        options: storage and compute options of a model that is not a run; a run has its own.
+        say: called with messages about slow steps.
+        mesh: the devices to shard it over; the default device when not given.
 
     Raises:
-        WeightsError: the source cannot be had, is incomplete, or is not a model that we compute.
+        WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
     if is_run(source):
         return _trained(Path(source), recipes.load_any(source).model, say, mesh)[:2]
@@ -59,8 +59,8 @@ def open_model(
 
 
 def mesh_at_hand(config: MeshConfig, say: Say) -> Mesh | None:
-    """The mesh that a recipe asks for. To use a model needs none: where devices are missing it is on one of them, and
-    `say` is told.
+    """Return the mesh of a recipe. Inference does not need it: if devices are missing, fall back to one device and
+    report it through `say`.
     """
     wanted, there = config.data * config.fsdp * config.tp, len(jax.local_devices())
     if wanted <= there:
@@ -72,11 +72,11 @@ def mesh_at_hand(config: MeshConfig, say: Say) -> Mesh | None:
 def load_source(
     options: ModelOptions, source: str, say: Say, seed: int = 0, mesh: Mesh | None = None
 ) -> tuple[Decoder, Tokenizer, str]:
-    """The model at `source`, with the adapter that `options` name or new ones when they ask for some; and where its
-    weights came from.
+    """Load the model at `source`, with the adapter that `options` name or with new ones if they configure some; return
+    it with the origin of its weights.
 
-    Of a run folder: what it learnt, its adapters merged into the base. Weights are read straight into their places on
-    `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
+    A run folder gives its trained model with adapters merged into the base. Weights are read directly into their shards
+    on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
     """
     use_compilation_cache()
     if is_run(source):
@@ -91,30 +91,30 @@ def load_source(
 
 
 def decoder_options(options: ModelOptions) -> dict[str, Any]:
-    """How a decoder is held and computed, as the loaders take it (`weights.DecoderOptions`)."""
+    """Return the storage and compute options of a decoder, as arguments of the loaders (`weights.DecoderOptions`)."""
     return {"param_dtype": options.dtype, **_computed(options)}
 
 
 def _computed(options: ModelOptions) -> dict[str, Any]:
-    """How a model is computed, whatever its weights are."""
+    """Return the compute options of a model, which do not depend on its weights."""
     return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
 def with_digest(origin: str) -> str:
-    """`origin`, and for a path the digest of what lies there (`LOCAL`)."""
+    """Return `origin`; for a path, add the digest of its content (`LOCAL`)."""
     if not os.path.isabs(origin):
         return origin
     return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
 
 
 def refuse_other_weights(then: str, now: str, where: Path, say: Say, role: str = "") -> None:
-    """Refuse to go on in the run at `where`, begun with the weights `then`, with the weights `now`.
+    """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
 
-    Weights at a path are compared by content, wherever they lie. Of a run that noted their path alone the path is
-    compared, and `say` is told.
+    Weights at a path are compared by content, whatever the path. If the run recorded only their path, the path is
+    compared, and `say` reports it.
 
     Args:
-        role: the setting that names the weights, where they are not those of the policy.
+        role: the setting that names the weights, when they are not those of the policy.
     """
     if then != now and not _same_local(then, now, say):
         what = f"{role} with the weights" if role else "the weights"
@@ -136,8 +136,8 @@ def _same_local(then: str, now: str, say: Say) -> bool:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR says where, empty
-    is off.
+    """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
+    empty value disables the cache.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -158,13 +158,13 @@ def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None)
 
 
 def _placed(model: Decoder, mesh: Mesh) -> Decoder:
-    """`model` with what was made beside its weights, adapters and sums with them, in its place on `mesh` too."""
+    """Place the arrays of `model` that were created after its weights, such as adapters, on `mesh` too."""
     graph, params = nnx.split(model)
     return nnx.merge(graph, reshard(params, shardings(params, mesh)))
 
 
 def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
-    """A run as a source: computed as `options` say, and without adapters of its own."""
+    """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
     theirs = recipes.load_any(folder).model
     held_as = replace(theirs, **_computed(options))
     model, tokenizer, origin = _trained(Path(folder), held_as, say, mesh)
@@ -172,7 +172,7 @@ def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> 
 
 
 def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
-    """The run's model at its last checkpoint. The origin names the checkpoint by its digest, wherever the run lies."""
+    """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
     model, tokenizer, base = load_source(options, options.source, say, recipes.load_any(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)

@@ -1,6 +1,6 @@
-"""The model card of an export: which runs made a model, out of what, how, and what was measured.
+"""Write the model card of an export: the runs that made a model, its base, the settings, and the results.
 
-A run may begin with another run's model; the card tells them all, the first one first.
+A run may begin with another run's model; the card lists all of them, the first one first.
 """
 
 import json
@@ -29,7 +29,7 @@ class History:
 
     @classmethod
     def of(cls, source: str) -> "History":
-        """Follows `model.source` from run to run."""
+        """Follow `model.source` from run to run."""
         runs: list[Path] = []
         while is_run(source):
             runs.append(Path(source))
@@ -37,12 +37,12 @@ class History:
         return cls(tuple(runs), source)
 
     def folder(self) -> Path | None:
-        """The Hugging Face folder on this disk that the base came from; None when it came from a GGUF file."""
+        """Local Hugging Face folder of the base; None when it came from a GGUF file."""
         path = sources.resolve(self.base, say=lambda _: None).path
         return path if path.is_dir() else None
 
     def repository(self) -> str | None:
-        """The base on the hub, `org/name`; None when it is a path."""
+        """Repository of the base on the hub, `org/name`; None when it is a path."""
         if self.base in sources.NAMED:
             return sources.NAMED[self.base].repo
         found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
@@ -50,12 +50,12 @@ class History:
 
 
 def model_card(history: History, library: str) -> str:
-    """README.md of an export: base, recipe, algorithm, and the results in summary.json.
+    """Return README.md of an export: base, recipe, algorithm, and the results in summary.json.
 
     Args:
-        library: what reads the export; a row of `USES`.
+        library: the library that reads the export; a key of `USES`.
 
-    Paths of this machine stay out of it.
+    It contains no local paths.
     """
     repository = history.repository()
     front = ["library_name: " + library, *([f"base_model: {repository}"] if repository else []), "tags: [covey]"]
@@ -71,7 +71,7 @@ def model_card(history: History, library: str) -> str:
 
 
 def _weights(history: History) -> str:
-    """Which numbers the base had, where others can have them too: a name may stand for several."""
+    """Identify the exact weights of the base, where they are public: one name may stand for several versions."""
     origin = str(_summary(history.runs[-1]).get("model", "")) if history.runs else history.base
     return f", with the weights of {_code(origin)}" if origin.startswith(("hf:", "pypi:")) else ""
 
@@ -81,7 +81,7 @@ def _code(text: str) -> str:
 
 
 def _training(run: Path) -> Iterator[str]:
-    """A heading and a table: what was trained, and how."""
+    """Yield a heading and a table of what was trained, and how."""
     ready = recipes.load_any(run)
     yield from [f"## Recipe {ready.name}", "", *([in_markdown(ready.description), ""] if ready.description else [])]
     yield from ["| setting | value |", "|---|---|"]
@@ -126,7 +126,7 @@ def _what(options: ModelOptions) -> Iterator[tuple[str, Any]]:
 
 
 def _results(run: Path) -> Iterator[str]:
-    """A table of what was measured on held-out data before and after; nothing while there is none."""
+    """Yield a table of the held-out results before and after training; nothing if there are none."""
     summary = _summary(run)
     before, after = (summary.get(name) or {} for name in ("before", "after"))
     shown = [name for name in {**before, **after} if _is_number(after.get(name, before.get(name)))]

@@ -1,6 +1,6 @@
-"""A whole RL run from its recipe: load, evaluate, train, evaluate, write down. The way through it is `base.Run`'s.
+"""Execute an RL run from its recipe: load, evaluate, train, evaluate, write the results. `base.Run` has the loop.
 
-Beside the files of every run, `samples.jsonl` holds each completion with its scores.
+In addition to the files of every run, `samples.jsonl` holds each completion with its scores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +40,13 @@ from covey.types import Group
 
 
 def train(ready: Recipe, out: Path) -> dict[str, Any]:
-    """Runs `ready` in the new folder `out`; returns what `summary.json` says."""
+    """Run `ready` in the new folder `out`; return the content of `summary.json`."""
     return RLRun(ready, out).begin()
 
 
 def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
-    never stopped. `overrides` change its recipe, where that may change (`settings`).
+    """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
+    uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
     """
     ready = recipes.load(folder, overrides)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
@@ -118,8 +118,8 @@ class RLRun(Run[Recipe]):
         return RLCluster(actor=model, critic=critic, reward=reward, tokenizer=tokenizer, cluster_config=config), origin
 
     def _critic(self, actor: Decoder) -> ValueModel:
-        """The critic that the recipe names, or the actor's base with a new head; with adapters where the actor has
-        some.
+        """Return the critic that the recipe names, or the actor's base with a new value head; with adapters if the
+        actor has some.
         """
         ready, options = self.recipe, self.recipe.model
         if ready.critic:
@@ -130,7 +130,7 @@ class RLRun(Run[Recipe]):
         return with_lora(base, options.lora, seed=ready.seed + 1) if options.lora.rank else base
 
     def _value_model(self, role: str, source: str, **how: Any) -> ValueModel:
-        """The model that the recipe names for `role`; noted, so that the run is not gone on with by another."""
+        """Load the model that the recipe names for `role`; record its origin, so that no resume uses another model."""
         loaded = load_value_model(source, say=self.phase, **how)
         self._other_models[role] = with_digest(loaded.origin)
         return loaded.model
@@ -151,11 +151,11 @@ class RLRun(Run[Recipe]):
         return GRPOLearner(grpo_config=ready.grpo, **common)
 
     def _advisers(self) -> list[Observer]:
-        """Who looks at the steps. A critic learns from single samples too, which are tied with nobody."""
+        """Return the observers of the steps. With a critic, groups of equal rewards still give a learning signal."""
         return [] if algorithm_of(self.recipe.grpo).has_critic else [TiedGroups(self.progress.say)]
 
     def _fit_prompts(self, cluster: RLCluster) -> None:
-        """Leaves out or cuts prompts that are too long, where the recipe says so, and counts them."""
+        """Leave out or cut prompts that are too long, if the recipe allows it, and count them."""
         train, test = (fitting(rows, cluster.tokenizer, self.recipe) for rows in (self.data.train, self.data.test))
         self._unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
         if any(self._unfit.values()):
@@ -199,14 +199,14 @@ class RLRun(Run[Recipe]):
 
 
 def _arrays(batch: TrainBatch) -> dict[str, np.ndarray | None]:
-    """The rows of a micro-batch and what the losses need beside them; the critic's begin with `critic.`."""
+    """Return the rows of a micro-batch and the other inputs of the losses; the critic's names begin with `critic.`."""
     of_critic = batch.value_inputs._asdict() if batch.value_inputs is not None else {}
     named = {f"critic.{name}": array for name, array in of_critic.items()}
     return batch.rows._asdict() | batch.inputs._asdict() | named
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:
-    """Scored completions as the terminal shows them."""
+    """Convert scored completions to the lines that the terminal shows."""
     return [
         SampleLine(prompt_text(g.prompt), c.text, float(r))
         for g in groups

@@ -1,11 +1,11 @@
-"""A run goes on with the recipe in its folder, which somebody may have edited since. What makes it another run is
-refused with a diff; what merely changes its course is told.
+"""Compare the settings of a resumed run with those it was saved with. The recipe in its folder may have been edited: a
+change that makes it another run is refused with a diff; other changes are reported.
 
-Another mesh, and other sizes of stages and rows, give the same run to rounding.
+Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
-The run may be older than this version of Covey. A setting that it does not know had its default, so the default of a
-new setting must be what was done before there was one, or `as_begun` sets it. A setting that is there no more refuses
-no run: it is told.
+The run may be older than this version of Covey. A setting that it lacks had its default, so the default of a new
+setting must match the earlier behaviour, or `as_begun` sets it. A setting that no longer exists does not refuse the
+run: it is reported.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ Settings = dict[str, Any]
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
-    """Dotted name → value of every setting but those that change nothing (`FREE`); JSON-able."""
+    """Return the JSON value of every setting by dotted name, except those that do not affect the run (`FREE`)."""
     return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, FREE)}
 
 
 def as_begun(recipe: Recipe, then: Settings) -> Recipe:
-    """The recipe of a run that was saved with the settings `then`, with what was done where its version of Covey did
-    not know a setting whose default is something else now: under a loaded adapter the reference was the base.
+    """Return the recipe of a run saved with the settings `then`, with the earlier behaviour for settings that its
+    version of Covey lacked and whose default differs now: under a loaded adapter the reference was the base.
     """
     if REFERENCE in then or recipe.model.adapter is None or not algorithm_of(recipe.grpo).beta:
         return recipe
@@ -35,8 +35,8 @@ def as_begun(recipe: Recipe, then: Settings) -> Recipe:
 
 
 def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], None]) -> None:
-    """Refuse to go on with settings `now` in the run at `folder`, saved with the settings `then`, where they make
-    another run of it; tell the other differences. What `then` lacks had its default.
+    """Refuse to resume the run at `folder`, saved with the settings `then`, with settings `now` that make it another
+    run; report the other differences. A setting that `then` lacks had its default.
 
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
@@ -62,7 +62,7 @@ def _told(name: str, then: Settings, now: Settings) -> str:
 
 
 def _defaults(then: Settings, now: Settings) -> Settings:
-    """The default of every setting; that of the rollout's seed is the run's seed."""
+    """Return the default of every setting; that of the rollout's seed is the run's seed."""
     return settings_of(METHODS[now["method"]](seed=then.get("seed", AnyRecipe.seed)))
 
 
@@ -90,7 +90,7 @@ DECISIVE = (
     "model.lora", "training.prompts_per_step", "training.batch_size", "grpo.algorithm", "grpo.num_generations",
     "grpo.num_iterations",
 )  # fmt: skip
-"""Settings, and sections of them, without which a run is another one."""
+"""Settings, and sections of settings, that may not change when a run is resumed."""
 
 FREE = (
     "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "model.source", "model.adapter",
@@ -98,4 +98,4 @@ FREE = (
     "training.watchdog_seconds", "training.show", "training.max_to_keep",
     "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
 )  # fmt: skip
-"""What may change without a word. What lies at a path is compared by its digest, wherever it lies."""
+"""Settings that may change without a report. Content at a path is compared by digest, whatever the path."""

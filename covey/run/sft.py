@@ -1,5 +1,5 @@
-"""A whole run of supervised training from its recipe: load, evaluate, train, evaluate, write down. The way through it
-is `base.Run`'s.
+"""Execute a supervised run from its recipe: load, evaluate, train, evaluate, write the results. `base.Run` has the
+loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,19 @@ from covey.types import Group
 
 
 def train(ready: SFTRecipe, out: Path) -> dict[str, Any]:
-    """Runs `ready` in the new folder `out`; returns what `summary.json` says."""
+    """Run `ready` in the new folder `out`; return the content of `summary.json`."""
     return SFTRun(ready, out).begin()
 
 
 def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Goes on from the last checkpoint in `folder` (from the start when there is none); the result is that of a run
-    never stopped. `overrides` change its recipe, where that may change (`settings`).
+    """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
+    uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
     """
     return SFTRun(recipes.load(folder, overrides, SFTRecipe), folder, resuming=True).take_up()
 
 
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
-    """The held-out loss of the model or run at `source` and some of its answers; prints and returns the figures."""
+    """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics."""
     held_out = _data(ready).test
     with Progress(0) as progress:
         mesh = mesh_at_hand(ready.model.mesh, progress.phase)

@@ -1,8 +1,8 @@
-"""Signals that end a run in order: the first lets the step end and saves, the second leaves at once.
+"""Handle signals that end a run: after the first the step finishes and is saved, the second exits at once.
 
-A machine that is taken away says so with SIGTERM, a user with Ctrl-C (SIGINT). While steps are trained, a signal is
-only noted, and the run looks at it behind each step and behind the last save; several processes then agree, so that all
-stop at the same step. Before and after, when there is nothing to save, it ends the run where it stands.
+A preempted machine sends SIGTERM, a user's Ctrl-C SIGINT. During training a signal is only recorded, and the run checks
+for it after each step and after the last save; several processes then agree, so that all stop at the same step.
+Before and after training, when there is nothing to save, a signal ends the run immediately.
 """
 
 import os
@@ -20,8 +20,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopper:
-    """Listens to `SIGNALS` as a context manager; in another thread than the main one, where Python has no signals, it
-    hears none.
+    """Handle `SIGNALS` as a context manager; outside the main thread, where Python allows no signal handlers, it does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Stopper:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, a signal is noted for `asked`; it ends the run at the latest behind what is inside.
+        """Record a signal inside this context for `asked`; it ends the run at the exit of the context at the latest.
 
         Raises:
-            Stopped: a signal came, and nothing inside has ended the run for it.
+            Stopped: a signal came, and the body has not ended the run for it.
         """
         self._deferring = True
         try:
@@ -53,14 +53,14 @@ class Stopper:
             raise Stopped(self._asked)
 
     def asked(self) -> str:
-        """The name of the signal that this process or another has heard, or nothing. All processes have to call it."""
+        """Return the name of the signal that any process has received, or "". All processes must call it."""
         return next(filter(None, distributed.gathered(self._asked, "stop")), "")
 
     def leave_if_asked(self) -> None:
-        """Ends the run when any process has heard a signal. All processes have to call it.
+        """End the run if any process has received a signal. All processes must call it.
 
         Raises:
-            Stopped: one has.
+            Stopped: a process has received one.
         """
         if asked := self.asked():
             raise Stopped(asked)

@@ -1,8 +1,8 @@
-"""The watchdog of a run: it says which phase the run is in, and looks inside when one takes too long.
+"""Watchdog of a run: records the current phase, and writes stack traces when a phase takes too long.
 
-`heartbeat.json` in the run folder tells a monitor outside what the run does, and since when. When a phase exceeds the
-limit, the stacks of all threads are written to `stacks.txt`: what hangs can be seen although nobody was there. The run
-itself goes on: slow and stuck look alike from here.
+`heartbeat.json` in the run folder shows an external monitor the current phase, and its start. When a phase exceeds the
+limit, the stacks of all threads are written to `stacks.txt`, so that a hang can be diagnosed afterwards. The run itself
+continues: a watchdog cannot tell slow from stuck.
 """
 
 import faulthandler
@@ -18,13 +18,13 @@ HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 
 
 class Watchdog:
-    """A thread beside the run; a context manager.
+    """Thread that watches the run; a context manager.
 
     Args:
-        folder: of the run; None writes nothing and watches nothing.
+        folder: the run folder; None disables the watchdog.
         limit: seconds that a phase may take; 0 is no limit.
-        say: is told, in the watchdog's thread, that stacks were written.
-        every: seconds between two looks.
+        say: called in the watchdog's thread when stacks were written.
+        every: seconds between two checks.
     """
 
     def __init__(self, folder: Path | None, limit: float, say: Callable[[str], None], every: float = 5.0):
@@ -35,7 +35,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def phase(self, name: str) -> None:
-        """The run begins `name` now."""
+        """Begin the phase `name`."""
         self._phase, self._since, self._reported = name, time.time(), False
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class Watchdog:
     def _watch(self) -> None:
         assert self.folder is not None
         ended = False
-        while not ended:  # at once, so that the shortest run has told
+        while not ended:  # at once, so that even the shortest run writes it
             phase, since = self._phase, self._since
             self._beat(self.folder / HEARTBEAT, phase, since)
             if self.limit and time.time() - since > self.limit and not self._reported:
@@ -60,7 +60,7 @@ class Watchdog:
             ended = self._ended.wait(min(self._every, self.limit or self._every))
 
     def _beat(self, file: Path, phase: str, since: float) -> None:
-        """A reader sees the old file or the new one. What is in the way is told once, until it is something else."""
+        """Write the heartbeat atomically. A failure is reported once, until its reason changes."""
         told = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
         draft = file.with_name(f".{file.name}")
         try:

@@ -1,1 +1,1 @@
-"""Optimizers, checkpoints, and what a run writes and shows."""
+"""Trainer, optimizers, checkpoints, and the metrics that a run writes and shows."""

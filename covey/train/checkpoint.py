@@ -1,14 +1,14 @@
-"""Checkpoints a run can trust: written aside, digested, put in place at once, and checked before they are used.
+"""Save and restore verified checkpoints: written aside, digested, renamed into place, and checked before use.
 
     folder/00000500/arrays/       Orbax; every leaf under its dotted path, so that no class name is stored
-                    meta.json     the step, type and shape of each leaf, and the caller's `extra`
-                    SHA256SUMS    digest of every file; `sha256sum -c SHA256SUMS` checks it by hand
+                    meta.json     the step, dtype and shape of each leaf, and the caller's `extra`
+                    SHA256SUMS    digest of every file; `sha256sum -c SHA256SUMS` checks them by hand
     folder/lock                   held by the one writer
 
-A step is written in `00000500.partial`. SHA256SUMS is the last file to appear in it and makes it whole; a rename puts
-it in place. Killed at any moment, the folder holds whole steps, and leftovers that the next writer finishes or
-removes. Orbax casts and reads flipped bytes without a word: what does not match its digest or its target is refused
-here.
+A step is written to `00000500.partial`. SHA256SUMS is written last and marks the step complete; a rename puts it in
+place. If the process is killed at any moment, the folder holds complete steps, and leftovers that the next writer
+finishes or removes. Orbax silently casts dtypes and reads corrupted bytes, so this module refuses files that do not
+match their digest and leaves that do not match the target.
 """
 
 import json
@@ -37,19 +37,18 @@ ARRAYS, META = "arrays", "meta.json"
 
 
 class Checkpointer:
-    """The checkpoints of one run. Of several processes one writes, and each reads by itself: their arrays are copies
-    (`parallel.distributed`).
+    """Save and restore the checkpoints of one run. With several processes one writes, and each reads for itself: their
+    arrays are replicas (`parallel.distributed`).
 
-    Close it, best by `with`: a save still being written when the program just ends is lost (the steps before it are
-    not).
+    Close it, preferably with `with`: a save still in progress when the program exits is lost (earlier steps are not).
 
     Args:
-        folder: where they lie; made when it is not there.
-        max_to_keep: how many of the latest steps stay, beside the one with the best score.
-        read_only: only restore: no lock is taken, nothing is removed, and a run may be writing meanwhile.
+        folder: the folder of the checkpoints; created when missing.
+        max_to_keep: how many of the latest steps are kept, besides the one with the best score.
+        read_only: only restore: no lock is taken, nothing is removed, and a run may be writing at the same time.
 
     Raises:
-        ResumeError: another writer holds the folder, or it cannot be written.
+        ResumeError: another writer holds the folder, or it is not writable.
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False):
@@ -66,44 +65,43 @@ class Checkpointer:
             self._tidy(self._lock)
 
     def holds(self) -> bool:
-        """Whether the folder is still the one that was locked: not when somebody has removed or replaced it."""
+        """Return whether the folder is still the locked one; False when it was removed or replaced."""
         return self._lock is not None and is_held(self._lock, self.folder)
 
     def steps(self) -> list[int]:
-        """The steps in the folder, in order. A step still being written is not among them."""
+        """Return the steps in the folder in ascending order, without a step that is still being written."""
         found = (path.name for path in self.folder.glob("*") if path.is_dir())
         return sorted(int(name) for name in found if re.fullmatch(r"\d{8,}", name))
 
     def latest(self) -> int | None:
-        """The last step, None when there is none."""
+        """Return the last step, or None when there is none."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the highest score, the later of equals; None when no step has one."""
+        """Return the step with the highest score (the latest on a tie), or None when no step has a score."""
         scores = {step: score for step in self.steps() if (score := self._score(step)) is not None}
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def save(
         self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None, *, score: float | None = None
     ) -> None:
-        """Start writing `state`; returns as soon as it is copied, so that the caller may go on training or donate it.
+        """Start writing `state`; return as soon as it is copied, so that the caller may continue training or donate it.
 
-        An earlier save is waited for first, and its failure raised. A step that is there already is replaced.
+        First wait for an earlier save and raise its failure. A step that already exists is replaced.
 
         Args:
-            step: optimizer updates done.
+            step: number of optimizer updates done.
             state: arrays in any nesting, typed random keys included.
-            extra: what else the run needs to go on; comes back as JSON does (tuples as lists, every key as text).
-            score: how good the step is; the best stays however old it is. A score that is not finite is none.
+            extra: other values needed to resume; they make a JSON round trip (tuples become lists, keys strings).
+            score: score of the step; the best step is kept however old it is. A non-finite score is ignored.
 
         Raises:
-            ResumeError: there is no room; or the folder holds a later step, which this run did not go back from with
+            ResumeError: the disk is full; or the folder holds a later step that this run did not roll back with
                 `restore`.
-            CoveyError: a leaf is no array.
-            TypeError: `extra` is not JSON.
+            CoveyError: a leaf is not a JAX array.
+            TypeError: `extra` cannot be encoded as JSON.
 
-        A disk that fills up meanwhile is found while writing: the next `save`, `wait` or `close` raises it, as a
-        ResumeError.
+        If the disk fills up during writing, the next `save`, `wait` or `close` raises a ResumeError.
         """
         if self._lock is None:
             raise CoveyError("these checkpoints were opened to be read, or are closed", want="an open Checkpointer")
@@ -131,18 +129,18 @@ class Checkpointer:
         subset: bool = False,
         check: Callable[[Mapping[str, Any]], None] = lambda extra: None,
     ) -> tuple[PyTree, dict[str, Any]]:
-        """The state of `step` and its `extra`, after checking every file against its digest.
+        """Return the state of `step` and its `extra`, after checking every file against its digest.
 
         Args:
-            step: the latest when not set. After going back to an earlier one, the next save removes the ones after it.
-            target: arrays, or `jax.ShapeDtypeStruct` with shardings (without: the first device), in the nesting wanted.
+            step: default is the latest. After restoring an earlier step, the next save removes the later ones.
+            target: arrays, or `jax.ShapeDtypeStruct` with shardings (default: the first device), in the wanted nesting.
                 Devices and layout may differ from those at saving. When not set: nested dicts on the first device.
-            subset: leave out what `target` does not ask for (only the parameters, say); otherwise that is an error.
-            check: may refuse `extra` in words of its own, before a leaf is found not to fit.
+            subset: skip saved leaves that are not in `target` (to load only the parameters, say); otherwise an error.
+            check: called with `extra` before the leaves are compared; it may raise its own error.
 
         Raises:
-            ResumeError: no such step; a file that is damaged, with the last step that is whole; or a leaf that is
-                missing or of another type or shape than in `target`.
+            ResumeError: the step does not exist; a file is damaged (the message names the last intact step); or a leaf
+                is missing or differs in dtype or shape from `target`.
         """
         self.wait()
         step = self._existing(step)
@@ -160,13 +158,13 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(target), list(loaded.values())), meta["extra"]
 
     def wait(self) -> None:
-        """Until the last save is in place; raises what made it fail."""
+        """Wait until the last save is in place; raise its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, then let go of the folder."""
+        """Wait for the last save, then release the lock of the folder."""
         lock, self._lock = self._lock, None
         try:
             self.wait()
@@ -194,7 +192,7 @@ class Checkpointer:
         return self.folder / f"{step:08d}"
 
     def _finish(self, partial: Path, meta: str, wait: Callable[[], Any] | None, needed: int) -> None:
-        """In the worker's thread: wait for Orbax, seal, put in place, and remove what is no longer kept."""
+        """Run in the worker thread: wait for Orbax, seal, rename into place, and remove steps no longer kept."""
         try:
             partial.mkdir(exist_ok=True)
             (partial / META).write_text(meta)
@@ -208,7 +206,7 @@ class Checkpointer:
         self._drop_old(int(partial.stem))
 
     def _drop_old(self, step: int) -> None:
-        """Remove what `step` leaves behind: the steps this run went back from, and those beyond `max_to_keep`."""
+        """Remove the steps made obsolete by `step`: those this run rolled back, and those beyond `max_to_keep`."""
         for abandoned in self._abandoned - {step}:
             remove(self._path(abandoned))
         self._abandoned = set()
@@ -227,7 +225,7 @@ class Checkpointer:
     def _score(self, step: int) -> float | None:
         try:
             score: float | None = json.loads((self._path(step) / META).read_text()).get("score")
-        except (OSError, ValueError):  # damaged: `restore` says so
+        except (OSError, ValueError):  # damaged: `restore` raises the error
             return None
         return score
 
@@ -271,10 +269,10 @@ class Checkpointer:
 
 
 def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
-    """Hands copies of the arrays to Orbax; what comes back waits until they are written.
+    """Hand copies of the arrays to Orbax; return a function that waits until they are written.
 
-    Where there are other processes, `v1` would wait for them to save too, and take no arrays of this one alone. So
-    there the same files are written from host arrays by Orbax's older API, which does neither.
+    With several processes, `v1` would wait for the others to save too and would refuse arrays of one process alone. So
+    there Orbax's older API, which does neither, writes the same files from host arrays.
     """
     if jax.process_count() == 1:
         wait: Callable[[], Any] = ocp.save_async(path, arrays).result
@@ -294,12 +292,12 @@ def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _not_raised_here(record: logging.LogRecord) -> bool:
-    """False for the traceback that Orbax logs from each of its threads when a save fails: `wait` raises that error."""
+    """Filter out the traceback that Orbax logs in each of its threads when a save fails: `wait` raises that error."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _entry(name: str, leaf: Any) -> dict[str, Any]:
-    """What meta.json says of a leaf."""
+    """Return the entry of a leaf in meta.json."""
     if not isinstance(leaf, jax.Array):
         kind = type(leaf).__name__
         raise CoveyError(
@@ -314,12 +312,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_stored(leaf: jax.Array) -> jax.Array:
-    """Random keys are stored as their uint32 data."""
+    """Return the array to store for a leaf: random keys are stored as their uint32 data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _abstract(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """A target on the first device for everything that was saved."""
+    """Build a target on the first device for every saved leaf."""
 
     def one(entry: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
         dtype = jax.random.key(0, impl=entry["key"]).dtype if "key" in entry else jnp.dtype(entry["dtype"])
@@ -329,7 +327,7 @@ def _abstract(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The leaves of `target` from Orbax, in its order and on its shardings."""
+    """Load the leaves of `target` from Orbax, in the order and with the shardings of `target`."""
 
     def stored(leaf: Any) -> jax.ShapeDtypeStruct:
         plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -360,7 +358,7 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
 
 
 def _refuse_misfit(target: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool, path: Path) -> None:
-    """Name every leaf that the checkpoint lacks, has too many, or holds in another type or shape."""
+    """Refuse a target with leaves that are missing, superfluous, or of another dtype or shape; name each of them."""
     wrong = [f"{name} is not in the checkpoint" for name in target if name not in leaves]
     wrong += [f"{name} is not in the target" for name in leaves if name not in target and not subset]
     for name, leaf in target.items():

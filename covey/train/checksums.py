@@ -1,8 +1,8 @@
-"""Folders that are whole or not there: sealed with digests, put in place by a rename, written by one process.
+"""Write folders atomically: sealed with digests, renamed into place, written by one process.
 
-A folder is filled under the name `X.partial`. `seal` writes its SHA256SUMS, the last file to appear; from then on it
-is whole, and `put_in_place` renames it to `X`. `X.old` is a folder on its way out. `tidy` finishes what a kill
-interrupted. A file or link that stands where one of these folders goes is somebody else's: it is named and kept.
+A folder is filled under the name `X.partial`. `seal` writes its SHA256SUMS last; from then on it is complete, and
+`put_in_place` renames it to `X`. `X.old` is a folder being removed. `tidy` finishes operations that a kill
+interrupted. A file or link in the place of one of these folders is not ours: an error names it, and it is kept.
 """
 
 import errno
@@ -24,7 +24,7 @@ SUMS, LOCK = "SHA256SUMS", "lock"
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every file under `folder` but SHA256SUMS, by its relative name. Hidden ones are not ours."""
+    """Return every file under `folder` except SHA256SUMS, by relative name. Hidden files are ignored."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
     return {str(path.relative_to(folder)): path for path in paths if path != folder / SUMS}
 
@@ -39,7 +39,7 @@ def _digests(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def seal(folder: Path) -> None:
-    """Put everything on the disk, then the digests, which make the folder whole."""
+    """Sync all files to disk, then write the digests, which mark the folder complete."""
     draft = folder / f".{SUMS}"
     draft.write_text("".join(f"{digest}  {name}\n" for name, digest in _digests(_files(folder)).items()))
     for path in [*folder.rglob("*"), folder]:
@@ -49,7 +49,7 @@ def seal(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,7 +58,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(file: Path, data: bytes) -> None:
-    """Write a file; a reader sees the old one or the new one, never a part."""
+    """Write a file atomically: a reader sees the old one or the new one, never a part."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with temporary.open("wb") as draft:
         draft.write(data)
@@ -68,7 +68,7 @@ def replace_file(file: Path, data: bytes) -> None:
 
 
 def damage_in(folder: Path) -> str:
-    """What is wrong with the files of a checkpoint, in words; empty when nothing is."""
+    """Describe the damage to the files of a checkpoint; empty when they are intact."""
     try:
         lines = (folder / SUMS).read_text().splitlines()
         listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -83,16 +83,16 @@ def damage_in(folder: Path) -> str:
 
 
 def put_in_place(partial: Path) -> None:
-    """Rename a sealed folder `X.partial` to `X`, in place of an older `X`."""
+    """Rename a sealed folder `X.partial` to `X`, replacing an older `X`."""
     final = partial.with_suffix("")
     if free_for_folder(final).exists():
-        remove(final)  # killed here, `tidy` finds the sealed folder and goes on
+        remove(final)  # after a kill here, `tidy` finds the sealed folder and continues
     partial.rename(final)
     sync(final.parent)
 
 
 def remove(folder: Path) -> None:
-    """Take a folder away at once: half removed, it must not pass for whole."""
+    """Remove a folder atomically: a half-removed folder must not be taken for a complete one."""
     old = free_for_folder(folder.with_suffix(".old"))
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
@@ -110,7 +110,7 @@ def tidy(folder: Path) -> None:
 
 
 def free_for_folder(path: Path) -> Path:
-    """Return `path`, at which a folder of ours lies or may be made.
+    """Return `path`, where a folder exists or may be created.
 
     Raises:
         ResumeError: a file or a link is there.
@@ -126,10 +126,10 @@ def free_for_folder(path: Path) -> Path:
 
 
 def make(folder: Path) -> bool:
-    """Make a folder and its parents. Returns False where something of that name is there.
+    """Create a folder and its parents. Return False when something of that name exists.
 
     Raises:
-        ResumeError: it cannot be made.
+        ResumeError: it cannot be created.
         OSError: its name is longer than the system allows.
     """
     try:
@@ -146,12 +146,12 @@ def make(folder: Path) -> bool:
 
 
 def claim(folder: Path, inner: str) -> bool:
-    """Take a new or empty folder for one run, before anything is written in it, by making the folder `inner` inside.
+    """Claim a new or empty folder for one run, before anything is written in it, by creating the folder `inner` inside.
 
-    Of several processes that try at one moment one succeeds: no folder can be made twice.
+    If several processes try at the same time, one succeeds: no folder can be created twice.
 
     Returns:
-        whether `folder` itself was made.
+        whether `folder` itself was created.
 
     Raises:
         ResumeError: it is not empty, or another run was faster.
@@ -169,7 +169,7 @@ def claim(folder: Path, inner: str) -> bool:
 
 
 def give_back(folder: Path, made: bool) -> None:
-    """Empty a folder that this process has claimed and locked, and remove it where it was `made`."""
+    """Empty a folder that this process has claimed and locked, and remove it if this process `made` it."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -181,12 +181,12 @@ def give_back(folder: Path, made: bool) -> None:
 
 
 def is_held(lock: TextIO, folder: Path) -> bool:
-    """Whether `lock` is still the lock of `folder`: not when the folder was removed, or replaced by another."""
+    """Return whether `lock` is still the lock of `folder`; False when the folder was removed or replaced."""
     return is_open_at(lock, folder / LOCK)
 
 
 def is_open_at(file: IO[Any], path: Path) -> bool:
-    """Whether the open `file` is the one at `path`: not when that was removed or replaced since."""
+    """Return whether the open `file` is the one at `path`; False when that was removed or replaced since."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +194,9 @@ def is_open_at(file: IO[Any], path: Path) -> bool:
 
 
 def take_lock(folder: Path) -> TextIO:
-    """The folder's lock, held until the file is closed. The system drops it with the process, so none is ever stale."""
+    """Take the folder's lock and hold it until the file is closed. The system releases it when the process ends, so no
+    lock is ever stale.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")

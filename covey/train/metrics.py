@@ -1,9 +1,9 @@
-"""What a run writes down: `metrics.jsonl`, one row a step; `samples.jsonl`, every completion; `summary.json`.
+"""Write the records of a run: `metrics.jsonl`, one row per step; `samples.jsonl`, every completion; `summary.json`.
 
-In: names and numbers, and scored groups. Out: strict JSON, one object a line, numbers at full precision; what JSON has
-no number for (NaN, infinities) is null. Rows reach the operating system as they are written, so a killed run leaves
-whole lines, and the disk before a checkpoint counts them. A resumed run first cuts away what lies beyond its
-checkpoint, and then writes the same rows again.
+In: names and numbers, and scored groups. Out: strict JSON, one object per line, numbers at full precision; NaN and
+infinities, which JSON lacks, are null. Rows reach the operating system as they are written, so a killed run leaves
+complete lines, and they are synced to disk before a checkpoint that includes them. A resumed run first cuts the rows
+after its checkpoint, and then writes the same rows again.
 """
 
 import json
@@ -26,25 +26,27 @@ METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json
 ACTED_ON = re.compile(
     r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
 )
-"""What a terminal obeys or hides: control, direction and invisible characters. JSON has escapes for them."""
+"""Pattern of characters that a terminal interprets or hides: control, direction and invisible characters. They are
+written as JSON escapes.
+"""
 
 
 class MetricsWriter:
-    """Appends to the metrics and samples of one run folder. A context manager; not for several threads.
+    """Append to the metrics and samples of one run folder. A context manager; not thread-safe.
 
-    Write a step's rows, and `sync` them, before its checkpoint: then a checkpoint never lacks a row.
+    Write a step's rows and `sync` them before saving its checkpoint, so that no row of a checkpoint is missing.
     """
 
     def __init__(self, folder: Path, *, resume_at: int | None = None, reaching: Collection[str] = ()):
-        """Open the files in `folder`, which is made when missing.
+        """Open the files in `folder`, which is created when missing.
 
         Args:
             folder: the run folder.
-            resume_at: the checkpoint's step: rows of later steps are cut away. None for a new run.
-            reaching: names of the files whose last row has to be of that step, for a step above 0.
+            resume_at: the checkpoint's step: rows of later steps are cut. None for a new run.
+            reaching: names of the files whose last row must belong to that step, for a step above 0.
 
         Raises:
-            ResumeError: a new run where rows exist, a row that is not ours, or rows that end before the checkpoint.
+            ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / METRICS, folder / SAMPLES]
@@ -59,7 +61,7 @@ class MetricsWriter:
         self._metrics, self._samples = (file.open("ab", buffering=0) for file in files)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Append one row of metrics; `row["step"]` is its step, never below the row before it."""
+        """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
         self._append(self._metrics, line(row))
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
@@ -69,7 +71,7 @@ class MetricsWriter:
     def _append(self, file: IO[bytes], rows: bytes) -> None:
         with self._writing(file, f"{len(rows):,} bytes"):
             left = memoryview(rows)
-            while left:  # a disk without room takes a part, and refuses the next
+            while left:  # a full disk accepts a part, and refuses the next
                 left = left[file.write(left) :]
         if not is_open_at(file, Path(file.name)):
             raise ResumeError(
@@ -92,14 +94,14 @@ class MetricsWriter:
             ) from error
 
     def sync(self) -> None:
-        """Bring the rows to the disk, and the names of their files."""
+        """Sync the rows and the directory entries of their files to disk."""
         for file in (self._metrics, self._samples):
             with self._writing(file, "the last rows"):
                 os.fsync(file.fileno())
         sync(self._folder)
 
     def close(self) -> None:
-        """Bring the rows to the disk and close the files."""
+        """Sync the rows to disk and close the files."""
         for file in (self._metrics, self._samples):
             if not file.closed:
                 os.fsync(file.fileno())
@@ -119,8 +121,8 @@ def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
 
 
 def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray]) -> Path:
-    """Keep the batch of an update that was not finite, for study: `bad/<step>.jsonl` as in `samples.jsonl`, and
-    `bad/<step>.npz` with what the losses got. Returns the first without its ending.
+    """Keep the batch of a non-finite update for debugging: `bad/<step>.jsonl` in the form of `samples.jsonl`, and
+    `bad/<step>.npz` with the inputs of the losses. Return their common path without a suffix.
     """
     place = folder / BAD / f"{step:08d}"
     place.parent.mkdir(exist_ok=True)
@@ -131,7 +133,7 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
 
 
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
-    """One row a completion: what was asked, what came, how it was scored, how it ended."""
+    """Yield one row per completion: prompt, completion, scores, and how it ended."""
     for number, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
             yield {
@@ -150,33 +152,33 @@ def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for the eye: the text itself, or its chat messages with their roles."""
+    """Return a prompt as readable text: the text itself, or its chat messages with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`; a reader sees the old file or the new one, never a part."""
+    """Write `summary.json` atomically: a reader sees the old file or the new one, never a part."""
     replace_file(folder / SUMMARY, _json(summary, indent=2).encode("utf-8") + b"\n")
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without a last line that was never finished."""
+    """Yield the rows of a file, without an unfinished last line."""
     with file.open("rb") as lines:
         yield from (json.loads(text) for text in lines if text.endswith(b"\n"))
 
 
 def cut(file: Path, step: int, reaching: bool = False) -> None:
-    """Shorten `file` to the rows of steps up to `step`; a missing file is empty.
+    """Shorten `file` to the rows of steps up to `step`; a missing file counts as empty.
 
-    One system call does it, so it happens in full or not at all.
+    This is one system call, so it happens completely or not at all.
 
     Args:
-        reaching: whether the last row that is kept has to be of `step`, when that is not 0.
+        reaching: whether the last row that is kept must belong to `step`, when that is not 0.
 
     Raises:
-        ResumeError: a line inside the file that is no row of ours; or the rows end before `step`.
+        ResumeError: a line inside the file is not a valid row; or the rows end before `step`.
     """
     keep = last = 0
     with file.open("rb") if file.exists() else nullcontext(()) as lines:
@@ -201,7 +203,7 @@ def _too_short(file: Path, last: int, step: int) -> ResumeError:
 
 
 def line(row: Mapping[str, Any]) -> bytes:
-    """`row` as one line of strict JSON in UTF-8; `ACTED_ON` stands as \\u escapes, which read back as it was."""
+    """Encode `row` as one line of strict JSON in UTF-8; `ACTED_ON` characters become \\u escapes."""
     return (_json(row) + "\n").encode("utf-8")
 
 
@@ -211,7 +213,7 @@ def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own types in place of array scalars, null in place of what is no finite number."""
+    """Convert array scalars to Python's own types, and non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

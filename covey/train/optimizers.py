@@ -1,18 +1,18 @@
-"""The optimizer of a run: clip, AdamW or Muon, and the learning rate of every step.
+"""Build the optimizer of a run: gradient clipping, AdamW or Muon, and the learning rate of every step.
 
 `OptimizerConfig` comes in, an optax transformation goes out. Each parameter is of one of four kinds (`kind_of`), and
-each kind may have a learning rate of its own. Matrices are AdamW's or Muon's; Muon is optax's, whose momentum differs
-from Jordan's and nanochat's in the first updates alone, where it is corrected for its start at zero.
+each kind may have a learning rate of its own. AdamW or Muon updates the matrices; Muon is optax's, whose momentum
+differs from Jordan's and nanochat's only in the first updates, where its bias from starting at zero is corrected.
 
-What differs from a bare `optax.adamw`:
+Differences from a bare `optax.adamw`:
 
-- no update is wasted: the warm-up starts above 0 and the decay reaches 0 just behind the last update;
-- the learning rate follows the number of the step where the trainer gives it, so that a step whose update was left out
-  counts there too. The counts of the moments are those of the updates made;
+- no update is wasted: the warm-up starts above 0 and the decay reaches 0 just after the last update;
+- the learning rate follows the step number that the trainer passes, so that a step whose update was skipped counts for
+  the schedule too. The moments count only the updates made;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
   Under LoRA only matrices are trained and the two agree;
-- the arithmetic is float32 whatever the parameters are. Narrower ones keep a float32 copy in the optimizer's state: a
-  step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4), so without it they would never move.
+- the arithmetic is float32 whatever the dtype of the parameters. Narrower ones have a float32 copy in the optimizer's
+  state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be rounded away.
 """
 
 import math
@@ -33,11 +33,11 @@ from covey.parallel.reshard import dotted
 def make_optimizer(
     config: OptimizerConfig | optax.GradientTransformation, total_steps: int
 ) -> optax.GradientTransformation:
-    """Clip of the global norm, then AdamW (Loshchilov & Hutter, 2019, algorithm 2) or Muon, at the rates of
-    `learning_rate`.
+    """Build the optimizer: clip the global norm, then apply AdamW (Loshchilov & Hutter, 2019, algorithm 2) or Muon with
+    the schedule of `learning_rate`.
 
     Args:
-        config: the settings; or a transformation of the caller's, which is returned as it is.
+        config: the settings; or an optax transformation, which is returned unchanged.
         total_steps: optimizer updates of the whole run, resumed parts included.
 
     Raises:
@@ -50,7 +50,7 @@ def make_optimizer(
 
 
 def _at_step(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner`, its schedules at the `step` that `update` is given; without one, at their own count."""
+    """Make the schedules of `inner` follow the `step` passed to `update`; without one, they follow their own count."""
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree = None, *, step: Int[ArrayLike, ""] | None = None, **_: Any
@@ -68,7 +68,7 @@ def _of_a_schedule(path: tuple[Any, ...], leaf: Any) -> bool:
 
 
 def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """One AdamW for everything, or one transformation for each kind of parameter."""
+    """Build one AdamW for all parameters, or one transformation for each kind of parameter."""
     if config.kind == "adamw" and not any(getattr(config, name) is not None for name in KINDS.values() if name):
         return _adamw(config, total_steps)
     each = {kind: _adamw(_of_kind(config, kind), total_steps) for kind in KINDS}
@@ -84,19 +84,19 @@ def _adamw(config: OptimizerConfig, total_steps: int) -> optax.GradientTransform
 
 
 def _of_kind(config: OptimizerConfig, kind: str) -> OptimizerConfig:
-    """The settings with the learning rate of `kind`."""
+    """Return the settings with the learning rate of `kind`."""
     own = getattr(config, KINDS[kind]) if KINDS[kind] else None
     return config if own is None else replace(config, learning_rate=own)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate of update 0, 1, ..., total_steps − 1, as a function of that number; of the matrices where the
-    others have their own. The peak is `learning_rate` times `initial_fraction`.
+    """Return the learning rate as a function of the update number 0, 1, ..., total_steps − 1; where other kinds have
+    their own rates, it is that of the matrices. The peak is `learning_rate` times `initial_fraction`.
 
-    W = warmup_ratio · total_steps, to the nearest whole number. Update n < W gets peak · (n + 1) / (W + 1), update W
-    the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, the update that no longer
-    happens. From W on these are the numbers of optax, Tunix and Hugging Face, whose warm-up starts at 0: their first
-    update does nothing.
+    W = warmup_ratio · total_steps, rounded to the nearest integer. Update n < W gets peak · (n + 1) / (W + 1), update
+    W the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, one past the last update. From W
+    on the values equal those of optax, Tunix and Hugging Face, whose warm-up starts at 0, so that their first update
+    does nothing.
 
     >>> rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.25, schedule="linear"), 4)
     >>> [round(float(rate(n)), 4) for n in range(5)]
@@ -115,14 +115,14 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def decayed(params: PyTree) -> PyTree:
-    """True for each parameter that weight decay shrinks: matrices and embeddings, not biases and norm scales. The name
-    counts as well as the rank: scales of stacked layers are [layers, D].
+    """Return True for each parameter with weight decay: matrices and embeddings, not biases and norm scales. The name
+    decides as well as the rank: scales of stacked layers are [layers, D].
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: kind_of(path, leaf) != VECTOR, params)
 
 
 def kind_of(path: tuple[Any, ...], leaf: jax.Array) -> str:
-    """Which of `KINDS` the parameter at a key path is, adapters being matrices."""
+    """Return which of `KINDS` the parameter at a key path is; adapters count as matrices."""
     *modules, name = dotted(path).split(".")
     if leaf.ndim < 2 or name in ("bias", "scale"):
         return VECTOR
@@ -136,11 +136,11 @@ class Float32State(NamedTuple):
 
     inner: optax.OptState
     master: PyTree
-    """The parameters in float32 where they are stored narrower, None elsewhere."""
+    """Float32 copies of the parameters that are stored narrower, None elsewhere."""
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` on float32 gradients and parameters; narrow parameters follow their float32 copy, rounded."""
+    """Run `inner` on float32 gradients and parameters; narrow parameters are their float32 copy, rounded."""
 
     def init(params: PyTree) -> Float32State:
         return Float32State(inner.init(jax.tree.map(_widen, params)), jax.tree.map(_copy_if_narrow, params))
@@ -169,7 +169,7 @@ def _copy_if_narrow(x: jax.Array) -> jax.Array | None:
 
 
 def _update_to(param: jax.Array, moved: jax.Array, update: jax.Array) -> jax.Array:
-    """What `optax.apply_updates` must add so that a narrow `param` becomes `moved` rounded to its type."""
+    """Return the update with which `optax.apply_updates` turns a narrow `param` into `moved` rounded to its dtype."""
     return moved.astype(param.dtype).astype(moved.dtype) - param if _is_narrow(param) else update
 
 
@@ -214,7 +214,7 @@ KINDS = {
     UNEMBEDDING: "unembedding_learning_rate",
     VECTOR: "vector_learning_rate",
 }
-"""Kind of parameter → the setting with its own learning rate, "" for the one that all follow."""
+"""Map from kind of parameter to the setting of its own learning rate; "" for the shared one."""
 
 _RANGES = {
     "learning_rate": (0.0, math.inf, "a number, 0 or more"),

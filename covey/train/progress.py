@@ -1,9 +1,9 @@
-"""What a run shows on the terminal.
+"""Show the progress of a run on the terminal.
 
-In: phases, one row of metrics and its samples a step, evaluations, a summary. Out: a live panel on a terminal; one
-plain line a step anywhere else, so that a log file tells the same story. In reinforcement learning reward leads, since
-the loss of a step with one update is 0 by construction; in supervised training the loss does. Text of the model is
-untrusted: what is not printable is shown as its escape.
+In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: a live panel on a terminal; one
+plain line per step elsewhere, so that a log file has the same information. The headline metric is the reward in
+reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
+training. Text of the model is untrusted: characters that are not printable are shown as escapes.
 """
 
 import math
@@ -29,11 +29,11 @@ from covey.display import printable
 from covey.train.metrics import SAMPLES
 
 HEARTBEAT = 15.0
-"""Seconds of silence in a log file before a long phase says how far it is."""
+"""Interval in seconds between the progress lines of a long phase in a log file."""
 SHOW_SAMPLES_EVERY = 5
-"""Steps."""
+"""Number of steps between two displays of samples."""
 SAMPLE_WIDTH = 160
-"""Characters of a prompt or completion that are shown."""
+"""Maximum number of characters of a prompt or completion that are shown."""
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
@@ -47,7 +47,7 @@ class SampleLine:
 
 
 class Progress:
-    """The run's face: a context manager with the same calls for a terminal and for a log file."""
+    """Progress display of a run: a context manager with the same methods for a terminal and for a log file."""
 
     def __init__(
         self,
@@ -58,13 +58,14 @@ class Progress:
         show: Sequence[str] = ("kl",),
         answers: str = SAMPLES,
     ):
-        """
+        """Create the display.
+
         Args:
             total_steps: optimizer steps of the whole run, those before a resume included.
-            console: where to; standard output when not given.
-            headline: the metric that leads, and is drawn over the steps.
-            show: further metrics on the line of a step, where it has them.
-            answers: the file of the run folder that is worth reading at the end.
+            console: where to print; standard output when not given.
+            headline: the metric that is shown first and plotted over the steps.
+            show: further metrics on the line of a step, where the row has them.
+            answers: the file in the run folder that the final message points to.
         """
         self.total, self.headline, self._show, self._answers = total_steps, headline, show, answers
         self.console = console or Console(highlight=False)
@@ -87,7 +88,7 @@ class Progress:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Say what begins now: loading, compiling, evaluating. A log hears of each once between two evaluations."""
+        """Show the phase that begins (loading, compiling, ...). A log file lists each once between two evaluations."""
         self._phase, self._count = printable(text), ""
         if self._live.is_started:
             self._refresh()
@@ -96,11 +97,11 @@ class Progress:
             self._stamp()
 
     def say(self, text: str) -> None:
-        """A line that stays, whatever is shown: something happened that the user should know of."""
+        """Print a line that stays on the screen, about something that the user should know."""
         self._print(f"[{time.monotonic() - self._started:6.1f}s] {text}")
 
     def advance(self, done: int, total: int) -> None:
-        """How far the phase is; a log file hears of it every `HEARTBEAT` seconds."""
+        """Show the progress of the phase; in a log file, every `HEARTBEAT` seconds."""
         self._count = f" {done}/{total}"
         if self._live.is_started:
             self._refresh()
@@ -108,11 +109,11 @@ class Progress:
             self._stamp()
 
     def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = (), updates: int = 1) -> None:
-        """A step is done.
+        """Show a finished step.
 
         Args:
             row: its metrics by their usual names (`reward`, `frac_reward_zero_std`, ...); missing ones are left out.
-            samples: its completions; the best and the worst are shown now and then.
+            samples: its completions; the best and the worst are shown every `SHOW_SAMPLES_EVERY` steps.
             updates: optimizer steps that the row stands for.
         """
         self._rows.append(row)
@@ -131,7 +132,7 @@ class Progress:
                 self._print(line)
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
-        """Show what an evaluation found, and its best and its worst answer; `name` says which (`before`, `after`)."""
+        """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer."""
         self._announced.clear()
         self._print(f"{name}: {_figures(result)}")
         for under in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
@@ -141,7 +142,7 @@ class Progress:
             self._print(line)
 
     def done(self, summary: Mapping[str, Any], folder: Path | str = "") -> None:
-        """Show before → after, where the run lies, and what to do next; the live view ends here."""
+        """Show before → after, the run folder, and what to do next; end the live view."""
         if self._live.is_started:
             self._live.stop()
         body = Text(printable("\n".join(self._closing(summary, str(folder))), keep="\n"))
@@ -166,7 +167,7 @@ class Progress:
         return lines
 
     def _columns(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Name → text of everything the row tells, in the order shown."""
+        """Return the row as a map from name to text, in the order shown."""
         columns = {"step": f"{int(row['step'])}/{self.total}"}
         if self.headline in row:
             error = f" ±{row[f'{self.headline}_error']:.3f}" if f"{self.headline}_error" in row else ""
@@ -178,7 +179,7 @@ class Progress:
         return columns
 
     def _seconds_left(self) -> float:
-        """The median of the last rows times those to come: the first, which compiles, soon stops counting."""
+        """Estimate the seconds left: the median time of the last rows (so compilation drops out) times those left."""
         times = [row["step_time"] for row in self._rows[-5:] if "step_time" in row]
         to_come = math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
         return statistics.median(times) * to_come if times else 0.0
@@ -207,7 +208,7 @@ class Progress:
 
 
 def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> str:
-    """`values` as a row of marks from their lowest to their highest, averaged into at most `width` of them.
+    """Draw `values` as a row of at most `width` marks, averaged and scaled from their lowest to their highest.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -223,7 +224,7 @@ def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> 
 
 
 def in_unit(name: str, value: float) -> str:
-    """The value of the metric `name` in a few characters, by the unit that the table of metrics gives it.
+    """Format the value of the metric `name` in a few characters, in the unit given by the table of metrics.
 
     >>> in_unit("completions/clipped_ratio", 0.125), in_unit("time/reward", 0.5), in_unit("kl", 0.01)
     ('12.5%', '0.5s', '0.0100')
@@ -233,7 +234,7 @@ def in_unit(name: str, value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """A number of any size in a few characters.
+    """Format a number of any size in a few characters.
 
     >>> brief(0.01), brief(12.345678), brief(1e-7), brief(123456.0)
     ('0.0100', '12.3457', '1.00e-07', '1.23e+05')
@@ -242,13 +243,13 @@ def brief(value: float) -> str:
 
 
 def excerpt(text: str, width: int = SAMPLE_WIDTH) -> str:
-    """The printable beginning of `text`; the end of a prompt matters too, so a long one loses its middle."""
+    """Shorten `text` to about `width` printable characters by cutting the middle: the end of a prompt matters too."""
     shown = printable(text.strip())
     return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
 
 
 def _extremes(samples: Sequence[SampleLine]) -> list[str]:
-    """The best and the worst of `samples`, a line each."""
+    """Return the best and the worst of `samples`, one line each."""
     if not samples:
         return []
     both = (("best ", max(samples, key=_rank)), ("worst", min(samples, key=_rank)))
@@ -282,13 +283,13 @@ def _clock(seconds: float) -> str:
 
 
 ALWAYS = ("frac_reward_zero_std", "completions/mean_length")
-"""Metrics that the line of a step has after its headline, where they are measured."""
+"""Metrics shown after the headline on the line of a step, where they are measured."""
 FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
-"""What an evaluation is shown by, in this order."""
+"""Metrics shown for an evaluation, in this order."""
 UNITS: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{100 * value:.3g}%",
     "tokens": lambda value: f"{value:.0f}",
     "tokens/s": lambda value: f"{value:.0f}",
     "s": lambda value: f"{value:.3g}s",
 }
-"""How numbers are written, by unit; others as `brief` does."""
+"""Map from unit to the formatter of its numbers; other units use `brief`."""

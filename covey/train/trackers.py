@@ -1,11 +1,11 @@
-"""Metrics for those who watch from elsewhere: TensorBoard, Weights & Biases, trackio.
+"""Send metrics to experiment trackers: TensorBoard, Weights & Biases, trackio.
 
-A recipe names them (`tracking`), and each package is optional. A tracker that is missing or fails is said so once and
-left out from then on: none of them stops a run. What goes out is the metrics and the recipe; no sample, no output of
-the terminal, nothing of the environment. The values of variables that look like secrets are masked wherever they occur.
+A recipe names them (`tracking`), and each package is optional. A tracker that is missing or fails is reported once and
+disabled: none of them stops a run. Only the metrics and the recipe are sent; no samples, no terminal output, no
+environment. The values of variables that look like secrets are masked wherever they occur.
 
-Weights & Biases has given up anonymous runs: without a login the metrics stay in the run folder, and `wandb sync` sends
-them later.
+Weights & Biases no longer has anonymous runs: without a login the metrics stay in the run folder, and `wandb sync`
+sends them later.
 """
 
 import math
@@ -23,7 +23,7 @@ from covey.extras import install
 
 PROJECT = "covey"
 ID = "tracking-id"
-"""The file in the run folder that tells trackers which run to go on with."""
+"""Name of the file in the run folder with the identifier under which trackers resume the run."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Tracked:
     """The run that is tracked.
 
     Attributes:
-        folder: where it lies; its name is the run's.
+        folder: the run folder; its name is the name of the run.
         settings: the recipe, as nested dicts.
-        resume_at: the step it goes on from; None for a new one.
+        resume_at: the step it resumes from; None for a new run.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Tracked:
     resume_at: int | None = None
 
     def identity(self) -> str:
-        """The same for every part of a run that was stopped and resumed, and for no other run."""
+        """Return an identifier unique to this run, which stays the same when the run is stopped and resumed."""
         file = self.folder / ID
         if not file.exists():
             file.write_text(secrets.token_hex(4), encoding="utf-8")
@@ -49,19 +49,19 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """What a tracker must offer; any of it may raise."""
+    """Interface of a tracker; any method may raise."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class Trackers:
-    """The trackers a run asked for, as one. A context manager.
+    """The trackers of a run behind one interface. A context manager.
 
     Args:
         names: keys of `TRACKERS`.
-        run: what is tracked.
-        say: is told what cannot be tracked, and where to look.
+        run: the run to track.
+        say: called with messages about what cannot be tracked, and where to find the metrics.
     """
 
     def __init__(self, names: Iterable[str], run: Tracked, say: Callable[[str], None]):
@@ -71,7 +71,7 @@ class Trackers:
             self._attempt(name, partial(self._start, name))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The finite numbers of `metrics` at optimizer step `step`."""
+        """Log the finite numbers of `metrics` at optimizer step `step`."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -81,7 +81,7 @@ class Trackers:
             self._attempt(name, partial(tracker.log, step, numbers))
 
     def close(self) -> None:
-        """Lets every tracker finish what it has to send."""
+        """Close every tracker, after it has sent its remaining data."""
         for name, tracker in list(self._open.items()):
             self._attempt(name, tracker.close)
         self._open.clear()
@@ -92,7 +92,7 @@ class Trackers:
     def _attempt(self, name: str, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception as error:  # other people's services: none of their troubles is worth a run
+        except Exception as error:  # a failure of an external service must not stop a run
             self._open.pop(name, None)
             reason = masked(next(iter(str(error).splitlines()), ""))
             fix = f"; {install('track')} brings it" if isinstance(error, ImportError) else ""
@@ -106,7 +106,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Scalars in the folder `tensorboard` of the run."""
+    """Tracker that writes scalars to the folder `tensorboard` of the run."""
 
     def __init__(self, run: Tracked, say: Callable[[str], None]):
         again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
@@ -121,7 +121,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project `covey`: online after `wandb login`, else kept in the run folder. WANDB_MODE overrules."""
+    """Tracker for W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
 
     def __init__(self, run: Tracked, say: Callable[[str], None]):
         wandb = import_module("wandb")
@@ -147,7 +147,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of the project `covey` in trackio's own folder."""
+    """Tracker for the trackio project `covey`, in trackio's own folder."""
 
     def __init__(self, run: Tracked, say: Callable[[str], None]):
         name = f"{run.folder.name}-{run.identity()}"
@@ -167,4 +167,4 @@ TRACKERS: dict[str, Callable[[Tracked, Callable[[str], None]], Tracker]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
-"""Name in a recipe → tracker."""
+"""Map from the name in a recipe to the tracker."""

@@ -1,9 +1,9 @@
-"""The trainer: gradients summed over micro-batches, one update a step. Supervised and RL training share it and differ
-in their loss.
+"""Trainer: sums gradients over micro-batches and makes one update per step. Supervised and RL training share it and
+differ in their loss.
 
-A micro-batch's loss is a plain sum, and its denominator travels beside it. Both are added up over the step, and the
-gradient is divided once, before the update: it does not depend on how a step is cut, and training may begin before the
-step's last sample exists.
+A micro-batch's loss is a plain sum, returned with its denominator. Both are summed over the step, and the gradient is
+divided once, before the update: it does not depend on how a step is split into micro-batches, and training may begin
+before the step's last completion exists.
 """
 
 import math
@@ -25,12 +25,12 @@ from covey.parallel.placement import optimizer_shardings
 from covey.types import Mean
 
 Shares = dict[str, Mean | Array]
-"""A micro-batch's part of each metric: totals and counts are added up; bare arrays, whose names end in `/min` and
-`/max`, compared.
+"""A micro-batch's contribution to each metric: totals and counts are summed; bare arrays, whose names end in `/min` or
+`/max`, are reduced by minimum or maximum.
 """
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Shares]]
-"""(graph, params, micro-batch) → the sum of the micro-batch's losses, and its part of each metric."""
+"""Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""
 
 Metrics = dict[str, float]
 
@@ -38,7 +38,7 @@ LOSS = "loss"
 
 
 class Part(NamedTuple):
-    """A micro-batch on its devices, and what its sum of losses adds to the step's denominator."""
+    """A micro-batch on its devices, and its contribution to the step's denominator."""
 
     batch: Any
     denominator: float
@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
     """The gradients of a step, which are finite and not applied yet.
 
     Attributes:
-        sums: over the step's micro-batches, float32, one array for each trainable one.
+        sums: sums over the step's micro-batches, float32, one array per trainable array.
         scale: 1 / the step's denominator.
         metrics: see `Trainer.update`.
     """
@@ -59,29 +59,29 @@ class Gradients(NamedTuple):
 
 
 class Trainer:
-    """Owns the trainable weights of one model and their optimizer.
+    """Own the trainable weights of one model and their optimizer.
 
     Args:
-        model: with adapters, only those are trained; else everything. The trainer takes the trainable arrays over:
-            their buffers are reused at each update, so nothing else may hold them.
+        model: with adapters, only those are trained; else everything. The trainer takes ownership of the trainable
+            arrays: their buffers are donated at each update, so nothing else may hold them.
         optimizer: any optax transformation.
         loss_fn: see `LossFn`.
 
     Attributes:
-        trainable, frozen: the model's state, split. `params` is both together.
-        opt_state: the optimizer's.
-        step: updates made or left out. The schedule of the learning rate and the dropout of the next one follow it.
+        trainable, frozen: the two parts of the model's state. `params` is both together.
+        opt_state: the optimizer's state.
+        step: updates made or skipped. The learning-rate schedule and the dropout of the next update follow it.
     """
 
     whose = ""
-    """Behind "update 7" in errors, where a run trains two models."""
+    """Suffix to "update 7" in errors of runs that train two models."""
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
         self.graph: nnx.GraphDef[Any]
         self.graph, self.trainable, self.frozen = split_trainable(model)
         self.optimizer, self.loss_fn, self.step = optimizer, loss_fn, 0
-        # Without out_shardings the moments of sharded weights would all land on one device, and replicated gradients
-        # and weights would come back in another place: everything that takes them would be compiled again.
+        # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
+        # gradients and weights would come back with another sharding: every function of them would be compiled again.
         where = optimizer_shardings(optimizer, self.trainable)
         places = jax.tree.map(lambda x: x.sharding, self.trainable)
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
@@ -95,22 +95,22 @@ class Trainer:
 
     @property
     def params(self) -> nnx.State[Any, Any]:
-        """The whole state, as the decoder's graph takes it."""
+        """Full state (trainable and frozen) of the decoder's graph."""
         return nnx.merge_state(self.trainable, self.frozen)
 
     def update(self, parts: Iterable[Part]) -> Metrics:
-        """One optimizer step on the micro-batches of `parts`, which may still be made while the first are trained on.
+        """Make one optimizer step on the micro-batches of `parts`, which may be produced lazily during training.
 
         Returns:
-            the means of the loss's metrics over the step, `loss`, and `grad_norm` before the clip.
+            the means of the loss's metrics over the step, `loss`, and `grad_norm` before clipping.
 
         Raises:
-            NumbersError: `loss` or `grad_norm` is not finite; nothing moved.
+            NumbersError: `loss` or `grad_norm` is not finite; nothing was updated.
         """
         return self.apply(self.gradients(parts))
 
     def gradients(self, parts: Iterable[Part]) -> Gradients:
-        """The first half of `update`, with its errors: nothing is changed."""
+        """Compute the gradients of `update`, with its errors; nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
         totals: Shares = {}
         denominator = 0.0
@@ -125,17 +125,17 @@ class Trainer:
         return Gradients(grads, scale, metrics)
 
     def apply(self, found: Gradients) -> Metrics:
-        """The second half of `update`: one optimizer step."""
+        """Apply the gradients of `update`: one optimizer step."""
         self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, found.sums, found.scale, self.step)
         self.step += 1
         return found.metrics
 
     def skip(self) -> None:
-        """Counts an update that is left out: its weights and moments stay, its learning rate and dropout are spent."""
+        """Count a skipped update: weights and moments stay; the learning-rate schedule and the dropout seed advance."""
         self.step += 1
 
     def _refuse_what_is_not_finite(self, metrics: Metrics) -> None:
-        """The weights are still those of the last good update, and stay so."""
+        """Refuse a non-finite loss or gradient norm before the weights are changed."""
         bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
         if bad:
             raise NumbersError(
@@ -155,23 +155,23 @@ class Trainer:
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as nested dicts of arrays."""
+        """Return the state for a checkpoint, as nested dicts of arrays."""
         return {"params": nnx.to_pure_dict(self.trainable), "opt_state": self.opt_state}
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
-        """Takes up a checkpoint's `state()` at `step`."""
+        """Restore a checkpoint's `state()` at `step`."""
         nnx.replace_by_pure_dict(self.trainable, state["params"])
         self.opt_state, self.step = state["opt_state"], step
 
 
 class Skips:
-    """Updates that are not finite and are left out, as long as a budget of them lasts.
+    """Skip non-finite updates, up to a budget.
 
-    One that is left out moves no weight and no moment, and counts as a step: of the loop, the schedule of the learning
-    rate, the dropout and the checkpoint alike.
+    A skipped update changes no weight and no moment, but counts as a step of the loop, the learning-rate schedule, the
+    dropout and the checkpoint.
 
     Attributes:
-        made: how many were left out so far.
+        made: number of updates skipped so far.
     """
 
     def __init__(self, budget: int):
@@ -180,8 +180,8 @@ class Skips:
     def guard(
         self, update: Callable[[], Metrics], keep: Callable[[NumbersError], None], skip: Callable[[], None]
     ) -> Metrics:
-        """What `update` hands back; `keep` is told of one that is not finite. While the budget lasts, `skip` counts it;
-        then it is raised.
+        """Return the metrics of `update`. If it is not finite, call `keep` with the error; then call `skip` while the
+        budget lasts, and raise the error after that.
 
         Raises:
             NumbersError: see `Trainer.update`.
@@ -198,7 +198,7 @@ class Skips:
 
 
 def _added(totals: Shares, shares: Shares) -> Shares:
-    """The metrics of the step so far. Either side may have none: before the first, or where all groups were tied."""
+    """Add a micro-batch's metrics to those of the step. Either may be empty: at the start or if all groups tied."""
     return _sums(totals, shares) if totals and shares else totals or shares
 
 
@@ -212,7 +212,7 @@ def _sums(totals: Shares, shares: Shares) -> Shares:
 
 
 def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[Any, Shares, float]:
-    """A step's sums over all processes; with one, what was given."""
+    """Sum a step's gradients, metrics and denominator over all processes; with one process, return them unchanged."""
     if distributed.count() == 1:
         return grads, totals, denominator
     everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
@@ -223,7 +223,7 @@ def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[A
 
 
 def _metrics(totals: Shares, scale: float) -> Metrics:
-    """The step's metrics; those that nothing counted for, as of a step whose completions were all masked, are 0."""
+    """Compute the step's metrics; those with a count of 0, as when all completions were masked, are 0."""
     host = jax.device_get(totals)
     loss = float(host.pop(LOSS, 0.0)) * scale
     means = {
