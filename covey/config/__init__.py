@@ -1,1 +1,1 @@
-"""Settings: their schema, recipes, and how both are read."""
+"""Settings: their schema, recipes, and the readers of both."""

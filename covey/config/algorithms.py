@@ -1,8 +1,8 @@
-"""The algorithms of the family as points in one table: advantage × ratio × surrogate × aggregate × KL.
+"""Policy-gradient algorithms as combinations of advantage × ratio × surrogate × aggregate × KL.
 
-`PRESETS` holds the points that have a name; a `GRPOConfig` names one and moves single coordinates, and `algorithm_of`
-gives the result. The functions that the coordinates stand for are in `losses.advantages` and `losses.policy`. No JAX
-here.
+`PRESETS` holds the combinations that have a name; a `GRPOConfig` names one and overrides single settings, and
+`algorithm_of` returns the result. The functions behind the settings are in `losses.advantages` and `losses.policy`.
+This module does not import JAX.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from covey.errors import RecipeError, nearest
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Everything the loss and the advantages need to know, with no setting left open. See `docs/algorithms.md`.
+    """Complete settings of the loss and the advantages. See `docs/algorithms.md`.
 
-    The settings are those of `GRPOConfig`, whose docstrings tell what each does.
+    The settings are those of `GRPOConfig`, whose docstrings describe each of them.
 
     Attributes:
-        paper: where it was published.
-        deviations: what ours does otherwise; empty when nothing.
-        when: what it is good for.
+        paper: the publication.
+        deviations: differences from the paper; empty if there are none.
+        when: use cases.
     """
 
     paper: str
@@ -58,25 +58,25 @@ class Algorithm:
 
     @property
     def high(self) -> float:
-        """The clip range above 1: `epsilon_high`, or `epsilon` when it is not set."""
+        """Clip range above 1: `epsilon_high`, or `epsilon` if that is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages come from a critic's values."""
+        """Whether advantages are computed from a critic's values."""
         return self.advantage == "gae"
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether an advantage depends on samples of other groups, so that the step's samples must be there first."""
+        """Whether advantages depend on other groups, so that all completions of the step must be sampled first."""
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
 
 def algorithm_of(config: GRPOConfig) -> Algorithm:
-    """The preset that `config` names, with the settings that it moves.
+    """Return the preset that `config` names, with the settings that `config` overrides.
 
     Raises:
-        RecipeError: there is no preset of that name.
+        RecipeError: there is no preset with that name.
     """
     if config.algorithm not in PRESETS:
         raise RecipeError(
@@ -90,14 +90,14 @@ def algorithm_of(config: GRPOConfig) -> Algorithm:
 
 
 Problem = tuple[str, str, str]
-"""A setting's name, what is wrong with it, and what would be right."""
+"""Name of a setting, description of its problem, and values that would be valid."""
 
 
 def problems(config: GRPOConfig) -> Iterator[Problem]:
-    """Settings of `config` that contradict each other, or that its algorithm has no use for.
+    """Yield problems of settings that contradict each other, or that the algorithm of `config` does not use.
 
     Raises:
-        RecipeError: there is no such algorithm.
+        RecipeError: the algorithm does not exist.
     """
     a = algorithm_of(config)
     for names, used, by in _uses(config, a):
@@ -135,7 +135,7 @@ def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
 
 
 def _uses(config: GRPOConfig, a: Algorithm) -> Iterator[tuple[tuple[str, ...], bool, str]]:
-    """Settings, whether `a` uses them, and what would make it so."""
+    """Yield names of settings, whether `a` uses them, and the setting that would make it use them."""
     yield ("ratio",), a.surrogate != "reinforce", "a grpo.surrogate with a ratio"
     yield ("epsilon", "epsilon_high"), a.surrogate in ("clip", "dual_clip"), "grpo.surrogate clip or dual_clip"
     yield ("delta",), a.surrogate in ("clip", "dual_clip"), "grpo.surrogate clip or dual_clip"
@@ -242,4 +242,4 @@ PRESETS: dict[str, Algorithm] = {
         whiten=True,
     ),
 }
-"""Name → algorithm."""
+"""Algorithms by name."""

@@ -1,20 +1,21 @@
-"""Names that users bring from TRL, PEFT, Tunix and verl, and what the same is called here.
+"""Names of settings in TRL, PEFT, Tunix and verl, and their equivalents in Covey.
 
-They are met where a setting or a keyword is unknown: in a recipe, on the command line, in Python. Each of these writes
-our names in its own way (`Spell`), so the answers below hold them in braces: `{rollout.max_new_tokens}`, or
-`{training.prompts_per_step|training.batch_size}` for the first of several that exists there.
+The tables are used for the error about an unknown setting or keyword: in a recipe, on the command line, in Python. Each
+of these spells our names in its own way (`Spell`), so the entries below have them in braces:
+`{rollout.max_new_tokens}`, or `{training.prompts_per_step|training.batch_size}` for the first that exists there.
 """
 
 import re
 from collections.abc import Callable
 
 Spell = Callable[[str], str | None]
-"""How a setting, by its dotted name in a recipe, is written at some place; None where it does not exist."""
+"""Function from a setting's dotted name in a recipe to its spelling elsewhere; None if it does not exist there."""
 
 
 def answer(name: str, spell: Spell) -> str:
-    """What to do about the setting `name` of another library; "" when it is not known, or nothing of ours exists at
-    that place.
+    """Return advice for the setting `name` of another library.
+
+    It is "" if the name is not known, or if none of its equivalents exists in that place.
     """
     text = SETTINGS.get(name) or next((text for part, text in PREFIXES.items() if name.startswith(part)), "")
     spelt = {group: next(filter(None, map(spell, group.split("|"))), "") for group in OURS.findall(text)}
@@ -24,12 +25,12 @@ def answer(name: str, spell: Spell) -> str:
 
 
 def advice(text: str) -> str:
-    """An entry of the tables below as a sentence."""
+    """Convert an entry of the tables below to a sentence."""
     return text if not text or text.startswith(_NO_USE) else f"write {text}"
 
 
 OURS = re.compile(r"\{([^}]+)\}")
-"""Finds our names in an entry."""
+"""Pattern of our names in an entry."""
 
 _NO_USE = "leave it out"
 
@@ -170,10 +171,10 @@ SETTINGS = {
     "reward_funcs": "{rewards}",
     "reward_fns": "{rewards}",
 }
-"""Name elsewhere → what to write here."""
+"""Equivalents in Covey, by the name in another library."""
 
 PREFIXES = {"vllm_": _NO_ENGINE, "rollout_vllm_": _NO_ENGINE, "rollout_sglang_": _NO_ENGINE}
-"""Beginnings of names elsewhere, for those that are not in `SETTINGS`."""
+"""Equivalents by name prefix, for names that are not in `SETTINGS`."""
 
 _CONFIGS = "GRPOLearner(grpo_config=GRPOConfig(...)) or PPOLearner(ppo_config=PPOConfig(...))"
 _TRAIN = "learner.train(train_ds, eval_ds)"
@@ -212,4 +213,4 @@ ARGUMENTS = {
     "output_dir": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
     "checkpoint_root_directory": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
 }
-"""Keyword of another library's trainer, cluster or config → what to write in Python, before `SETTINGS`."""
+"""Python code by keyword of another library's trainer, cluster or config; takes precedence over `SETTINGS`."""

@@ -1,9 +1,9 @@
-"""Keywords of the Python API, answered as the command answers its words.
+"""Checks of the Python API's keywords, with the same errors as on the command line.
 
-A class that derives from `Keywords` refuses a keyword that it does not have and names the right one: the nearest, the
-class that has it, or what a name of TRL or Tunix is called here (`foreign`). A dataclass that derives from `Config`
-also refuses values of a wrong type or out of the range that a recipe has for them (`ranges`). Both before anything is
-made, all mistakes at once.
+A class that derives from `Keywords` refuses an unknown keyword and names the right one: the nearest, the class that has
+it, or the equivalent of a name from TRL or Tunix (`foreign_names`). A dataclass that derives from `Config` also refuses
+values of a wrong type or out of the range that recipes have for them (`ranges`). One error reports all mistakes, before
+the object is made.
 """
 
 import difflib
@@ -20,19 +20,19 @@ from covey.config.ranges import misplaced
 from covey.errors import RecipeError, nearest
 
 CLASSES: list[type["Keywords"]] = []
-"""The public classes that answer, as far as they are imported."""
+"""Public classes derived from `Keywords`, as far as they are imported."""
 
 
 class Keywords:
-    """A class whose constructor answers unknown keywords."""
+    """Base class whose constructor refuses unknown keywords and suggests the right ones."""
 
     def __new__(cls, *args: Any, **keywords: Any) -> Self:
-        """Refuses what the constructor cannot take.
+        """Refuse arguments that the constructor does not accept.
 
         Raises:
-            RecipeError: every mistake at once.
+            RecipeError: arguments are invalid; the error lists all of them.
         """
-        if not strict_yaml.building.get():  # a file's mistakes are told with their lines
+        if not strict_yaml.building.get():  # mistakes in a file are reported with their lines
             strict_yaml.raise_together(list(cls._mistakes(args, keywords)))
         return super().__new__(cls)
 
@@ -54,16 +54,16 @@ class Keywords:
 
     @classmethod
     def _misfits(cls, name: str, kind: Any, value: Any) -> Iterator[RecipeError]:
-        """What is wrong with `value` for the keyword `name`, of type `kind`: here only settings of the wrong sort."""
+        """Yield errors of `value` for the keyword `name` of type `kind`: here only a wrong settings class."""
         if any(map(_is_settings, (kind, *get_args(kind)))) and not fits(kind, value):
             yield _misfit(cls, name, kind, value)
 
 
 class Config(Keywords):
-    """A dataclass of settings.
+    """Base class for dataclasses of settings.
 
     Attributes:
-        section: where its settings stand in a recipe.
+        section: dotted name of the recipe section with these settings.
     """
 
     section = ""
@@ -83,8 +83,9 @@ class Config(Keywords):
 
 
 def taken(cls: type) -> dict[str, Any] | None:
-    """The keywords that the constructor of `cls` takes and their types, in order, with those that it hands on to the
-    class it derives from. None when it takes any: a class of a user's own, with `**others`.
+    """Return the keywords of the constructor of `cls` and their types, in order, with those passed to a base class.
+
+    The result is None if it takes any keyword: a user's own class with `**others`.
     """
     kinds: dict[str, Any] = {}
     for one in (one for one in cls.__mro__ if "__init__" in vars(one)):
@@ -98,7 +99,7 @@ def taken(cls: type) -> dict[str, Any] | None:
 
 
 def _answer(cls: type[Keywords], name: str, known: Sequence[str]) -> str:
-    """What to write instead of the keyword `name` of `cls`."""
+    """Return advice about the unknown keyword `name` of `cls`."""
     if found := foreign_names.advice(foreign_names.ARGUMENTS.get(name, "")) or foreign_names.answer(
         name, lambda path: _spelt(path, cls)
     ):
@@ -113,13 +114,13 @@ def _answer(cls: type[Keywords], name: str, known: Sequence[str]) -> str:
 
 
 def _owners(name: str) -> Iterator[type[Keywords]]:
-    """The classes that take the keyword `name`, without those that derive from another of them."""
+    """Return the classes that take the keyword `name`, except subclasses of another of them."""
     having = [cls for cls in CLASSES if name in (taken(cls) or ())]
     return (cls for cls in having if not any(cls is not other and issubclass(cls, other) for other in having))
 
 
 def _spelt(path: str, asked: type[Keywords]) -> str | None:
-    """The setting at `path` of a recipe as a keyword: of the class that was asked, where the section is its own."""
+    """Return a recipe's setting `path` as a keyword, of the class `asked` if the section is its own."""
     section, _, name = path.rpartition(".")
     of_section = [cls for cls in CLASSES if issubclass(cls, Config) and cls.section == section]
     owners = [asked] if asked in of_section else of_section
@@ -135,8 +136,10 @@ def _misfit(cls: type, name: str, kind: Any, value: Any) -> RecipeError:
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Whether a field of type `kind` may hold `value`. Scalars of NumPy are numbers, lists will do for tuples, paths
-    for text. A field for settings takes an object in their place, such as an optax transformation.
+    """Return whether `value` is valid for a field of type `kind`.
+
+    NumPy scalars are valid as numbers, lists as tuples and paths as text. A field for settings also takes objects
+    such as an optax transformation.
     """
     value = _scalar(value)
     origin, inner = get_origin(kind), get_args(kind)
@@ -154,10 +157,10 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    """An array without axes as the number that it holds."""
+    """Convert an array without axes to the number that it holds."""
     try:
         return value.item() if getattr(value, "ndim", None) == 0 else value
-    except Exception:  # an array of something else, such as a key of JAX
+    except Exception:  # an array that holds no number, such as a JAX key
         return value
 
 
@@ -185,6 +188,6 @@ def _shown(value: Any) -> str:
 
 
 def _nearest_choice(kind: Any, value: Any) -> str:
-    """The nearest choice, where the field has some."""
+    """Return the choice nearest to `value`; "" if the field has no choices."""
     choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
     return nearest(value, choices) if choices and isinstance(value, str) else ""

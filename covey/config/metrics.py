@@ -1,8 +1,8 @@
-"""The table of metrics: what a run measures at each step, under which name, in which unit.
+"""Table of metrics: name, unit and meaning of every value that a run logs per step.
 
-In: a name, in a recipe or on a row of `metrics.jsonl`. Out: what the table says of it. Recipes are checked against the
-table, the progress line writes each number by its unit, and docs/metrics.md has the same rows. A name has one form
-everywhere: on the screen, in files, for trackers. No JAX here.
+Recipes are checked against the table, the progress line formats each number by its unit, and docs/metrics.md has the
+same rows. A metric has the same name on the screen, in `metrics.jsonl` and in trackers. This module does not import
+JAX.
 """
 
 import re
@@ -17,10 +17,10 @@ class Metric(NamedTuple):
     """One row of the table.
 
     Attributes:
-        name: as it is logged; `<function>` stands for a reward function's name, `<k>` for a number.
-        unit: "share" is a number from 0 to 1; "" is a number without a unit.
-        meaning: in a clause or two.
-        methods: the methods of training that log it.
+        name: name in the logs; `<function>` stands for a reward function's name, `<k>` for a number.
+        unit: unit of the value; "share" is a number from 0 to 1, "" a number without a unit.
+        meaning: short description.
+        methods: training methods that log the metric.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Metric(NamedTuple):
 
 
 def metric(name: str) -> Metric | None:
-    """The row of the metric `name`; None when there is no such metric.
+    """Return the row of the metric `name`; None if there is no such metric.
 
     >>> metric("rewards/sentence/mean").unit
     'reward'
@@ -39,10 +39,10 @@ def metric(name: str) -> Metric | None:
 
 
 def is_logged(name: str, method: str, functions: Iterable[str]) -> bool:
-    """Whether a run by `method` with these reward functions may log `name`.
+    """Return whether a run by `method` with these reward functions may log `name`.
 
     Args:
-        functions: as recipes name them. What a function `module:name` calls itself is not known before it is imported.
+        functions: names as in recipes. The own name of a function `module:name` is not known before it is imported.
     """
     row, functions = metric(name), list(functions)
     if row is None or method not in row.methods:
@@ -52,7 +52,7 @@ def is_logged(name: str, method: str, functions: Iterable[str]) -> bool:
 
 
 def names(method: str, functions: Iterable[str]) -> Iterator[str]:
-    """The names of all metrics of `method`, to find the nearest among them."""
+    """Yield the names of all metrics of `method`, as candidates for the nearest name."""
     functions = [function.rpartition(":")[2] for function in functions]
     for row in TABLE:
         if method in row.methods:
@@ -133,7 +133,7 @@ TABLE = (
     Metric("eval/mean_length", "tokens", "their mean length"),
     Metric("eval/clipped_ratio", "share", "those of them that were cut at `rollout.max_new_tokens`"),
 )
-"""Every metric of a row, in the order of docs/metrics.md."""
+"""All metrics, in the order of docs/metrics.md."""
 
 _EXACT = {row.name: row for row in TABLE if "<" not in row.name}
 _PATTERNS = [

@@ -1,7 +1,7 @@
-"""Settings given on the command line, put over those of a recipe.
+"""Settings from the command line, which override those of a recipe.
 
-`--grpo.beta 0.1`, `--grpo.beta=0.1` and `grpo.beta=0.1` mean the same; `-` and `_` too. The end of a dotted name is
-enough where only one setting ends so: `--max-steps 3`, `--lora.rank 8`.
+`--grpo.beta 0.1`, `--grpo.beta=0.1` and `grpo.beta=0.1` mean the same, and so do `-` and `_`. The end of a dotted
+name is enough if only one setting ends so: `--max-steps 3`, `--lora.rank 8`.
 """
 
 import difflib
@@ -14,16 +14,16 @@ from covey.errors import RecipeError
 
 
 def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str] | None = None) -> Item:
-    """`item` with the settings in `tokens` put over it.
+    """Return `item` with its settings overridden by those in `tokens`.
 
     Args:
         cls: the dataclass tree whose settings may be named.
-        item: what a recipe file gave, as `strict_yaml.read` returns it.
+        item: tree of a recipe file, as `strict_yaml.read` returns it.
         tokens: words of the command line; every one must belong to a setting.
-        hidden: dotted names of `cls` that may not be named, and why.
+        hidden: dotted names of `cls` that may not be set, each with the reason.
 
     Raises:
-        RecipeError: an unknown or ambiguous name, or a name without a value.
+        RecipeError: a name is unknown or ambiguous, or has no value.
     """
     positionals, pairs = split(tokens, 0)
     assert not positionals
@@ -38,9 +38,9 @@ def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str
 
 
 def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words that are not settings, at most `positionals` of them, and (flag, value) pairs as written.
+    """Split a command line into positional words, at most `positionals`, and (flag, value) pairs as written.
 
-    After a bare `--` every word is of the first kind. A word with `=` is a setting once the others are there.
+    After a bare `--` every word is positional. A word with `=` is a setting once all positional words are read.
     """
     words: list[str] = []
     pairs: list[tuple[str, str]] = []
@@ -63,10 +63,10 @@ def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tupl
 
 
 def resolve(flag: str, paths: Collection[str]) -> str:
-    """The dotted name among `paths` that `flag` means.
+    """Return the dotted name among `paths` that `flag` means.
 
     Raises:
-        RecipeError: none, or more than one.
+        RecipeError: `flag` matches no name, or more than one.
     """
     name = _name(flag)
     if name in paths:
@@ -80,13 +80,14 @@ def resolve(flag: str, paths: Collection[str]) -> str:
 
 
 def _in_second(path: str, name: str) -> bool:
-    """Whether `path` lies in a section that a shortened `name` does not reach."""
+    """Return whether `path` is in a section of `SECOND` that the shortened `name` does not include."""
     return any(part in SECOND for part in path.removesuffix(name).split("."))
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
-    """What a name of another library is here; else the nearest name: in the section named, when there is one, or among
-    all names and their ends.
+    """Suggest the equivalent of another library's name, or else the nearest name.
+
+    The nearest name is searched in the section that `name` includes, or else among all names and their ends.
     """
     section, _, last = name.rpartition(".")
     if known := foreign_names.answer(last, {path: _flag(path) for path in paths}.get):
@@ -116,4 +117,4 @@ def _value(flag: str, rest: list[str]) -> str:
 
 
 SECOND = ("critic_optimizer",)
-"""Sections with the settings of a more common one, which a name without its section means."""
+"""Sections that repeat the settings of a more common section; a name without a section means the latter."""

@@ -1,4 +1,4 @@
-"""In which interval each number of a recipe lies."""
+"""Valid range of each number in a recipe."""
 
 from collections.abc import Iterator
 from operator import attrgetter
@@ -6,17 +6,17 @@ from operator import attrgetter
 from covey.config import strict_yaml
 
 Problem = tuple[str, str, str]
-"""A setting's dotted name, what is wrong with it, and what would be right."""
+"""Dotted name of a setting, description of its problem, and values that would be valid."""
 
 
 def out_of_range(tree: object) -> Iterator[Problem]:
-    """The numbers of `tree`, a recipe or a dataclass with some of its parts, that do not lie where they should."""
+    """Yield a problem for each out-of-range number of `tree`: a recipe, or a dataclass with some of its parts."""
     for key in (k for k in strict_yaml.leaves(type(tree)) if k in RANGES):
         yield from misplaced(key, attrgetter(key)(tree))
 
 
 def misplaced(key: str, value: float | None) -> Iterator[Problem]:
-    """What is wrong with `value` for the setting `key`; nothing when it lies where it should."""
+    """Yield a problem if `value` is out of the range of the setting `key`."""
     if key in RANGES and value is not None and not _inside(value, RANGES[key]):
         yield key, f"{key} is {value}", _in_words(RANGES[key])
 
@@ -118,4 +118,4 @@ RANGES = {
     "evaluation.top_p": "(0, 1]",
     "evaluation.top_k": "[0, inf)",
 }
-"""Dotted name → the interval its value lies in."""
+"""Interval of valid values for each dotted name."""

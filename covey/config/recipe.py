@@ -1,8 +1,8 @@
-"""`Recipe` and `SFTRecipe`: everything a run needs to know, as one frozen tree of settings.
+"""`Recipe` and `SFTRecipe`: all settings of a run, as one frozen tree.
 
-In: the name of a built-in recipe or a YAML file, and overrides from the command line. Out: a checked tree, which
-`to_yaml` writes in full, so that the file in a run folder repeats the run. The recipe's `method` says which of the two
-it is. No JAX here.
+`load` reads a built-in recipe or a YAML file, applies overrides from the command line and returns a checked tree.
+`to_yaml` writes it in full, so that the file in a run folder repeats the run. The recipe's `method` selects one of the
+two classes. This module does not import JAX.
 """
 
 import re
@@ -36,7 +36,7 @@ BUILT_IN = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True)
 class AnyRecipe(Config):
-    """What every run needs to know."""
+    """Settings that every run has."""
 
     name: str = "custom"
     """Names the run folder when --out is not given."""
@@ -100,16 +100,16 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 
 def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
-    """The built-in recipes; those of one kind."""
+    """Return the names of the built-in recipes of one kind, by default of both."""
     found = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
     return found if kind is AnyRecipe else [name for name in found if kind_of(name) is kind]
 
 
 def find(source: str | Path) -> Path:
-    """The file of the recipe `source`: a built-in name, a YAML file, or a run folder (its resolved recipe).
+    """Return the file of the recipe `source`: a built-in name, a YAML file, or a run folder (its resolved recipe).
 
     Raises:
-        RecipeError: neither a built-in name nor a file.
+        RecipeError: `source` is neither a built-in name nor a file.
     """
     if str(source) in names():
         return BUILT_IN / f"{source}.yaml"
@@ -127,7 +127,7 @@ def find(source: str | Path) -> Path:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether `folder` is that of a run: it has a resolved recipe."""
+    """Return whether `folder` is a run folder: it has a resolved recipe."""
     return (Path(folder) / "recipe.yaml").is_file()
 
 
@@ -141,11 +141,11 @@ def load(
     Args:
         source: a built-in name, a YAML file, or a run folder.
         overrides: as on the command line: `--grpo.beta 0.1`, `--grpo.beta=0.1`, `grpo.beta=0.1`.
-        kind: what it must be.
+        kind: class that the recipe must have.
 
     Raises:
-        RecipeError: it is of the other kind; or, with file and line, every mistake of the first sort found (reading,
-            names and types, ranges).
+        RecipeError: the recipe is of the other kind; or, with file and line, all mistakes of the first check that fails
+            (reading, names and types, ranges).
     """
     text, name = _text(source)
     if (found := _kind(text, name)) is not kind:
@@ -157,25 +157,25 @@ def load(
 
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
-    """As `load`, of either kind."""
+    """Load a recipe of either kind; arguments and errors are those of `load`."""
     return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
 
 
 def section_of(source: str | Path, section: str) -> strict_yaml.Item:
-    """One section of the recipe at `source` as it is written, not yet checked; empty when the recipe has none."""
+    """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
     item = strict_yaml.read(*_text(source))
     if not isinstance(item.value, dict):
-        return item  # no recipe: `strict_yaml.build` says so
+        return item  # not a recipe: `strict_yaml.build` reports it
     return strict_yaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
 
 
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
-    """Which kind of recipe is at `source`; only its method is looked at."""
+    """Return the class of the recipe at `source`; only its `method` is read."""
     return _kind(*_text(source))
 
 
 def _text(source: str | Path) -> tuple[str, str]:
-    """The text of a recipe, and what to call it in errors."""
+    """Read the text of a recipe; return it with the recipe's name in errors."""
     path = find(source)
     name = str(path) if path.parent != BUILT_IN else path.name
     return strict_yaml.text_of(path, name), name
@@ -196,7 +196,7 @@ def parse(
     name: str = "recipe",
     kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
 ) -> RecipeT:
-    """As `load`, from the YAML text itself; `name` stands for the file in errors."""
+    """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors."""
     item = apply(kind, strict_yaml.read(text, name), overrides, HIDDEN)
     hidden = [
         RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strict_yaml.places(item).items() if key in HIDDEN
@@ -208,19 +208,19 @@ def parse(
 
 
 def to_yaml(recipe: AnyRecipe) -> str:
-    """Every setting of `recipe`, written out; `parse` gives an equal recipe back."""
+    """Write every setting of `recipe` as YAML, from which `parse` makes an equal recipe."""
     return strict_yaml.dump(_plain(asdict(recipe)))
 
 
 def validate(settings: object, where: Mapping[str, str] | None = None) -> None:
-    """Check ranges, and for a whole recipe its settings against each other.
+    """Check ranges, and in a whole recipe also that settings do not contradict each other.
 
     Args:
         settings: a recipe, or a dataclass with some of a recipe's parts under the same names.
-        where: dotted name → place it was given, for the error text.
+        where: file and line, or flag, by dotted name, for the error text.
 
     Raises:
-        RecipeError: all problems at once.
+        RecipeError: settings are invalid; the error lists all problems.
     """
     found = islice(_problems(settings), strict_yaml.MAX_LISTED + 1)
     strict_yaml.raise_together(
@@ -274,7 +274,7 @@ def _unsafe(safety: RewardSafetyConfig) -> Iterator[Problem]:
 
 
 def _unknown_functions(recipe: Recipe) -> Iterator[Problem]:
-    """Functions that a policy is given for and the recipe does not name."""
+    """Yield problems of functions in `on_error_of` that the recipe does not name."""
     judges = (recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format)
     named = {*recipe.rewards, *filter(None, judges), *(["reward_model"] if recipe.reward_model else [])}
     for name in recipe.reward_safety.on_error_of:
@@ -284,7 +284,7 @@ def _unknown_functions(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
-    """Metrics that the recipe shows or compares checkpoints by, and a run of it never logs."""
+    """Yield problems of metrics in `show` and `keep_best` that a run of the recipe never logs."""
     functions = (
         [*recipe.rewards, *(["reward_model"] if recipe.reward_model else [])] if isinstance(recipe, Recipe) else ()
     )
@@ -328,7 +328,7 @@ def _general_contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
 
 
 def unread_settings(data: DataConfig) -> Iterator[Problem]:
-    """Settings of `data` that its task does not read: rows would come from elsewhere than was asked for."""
+    """Yield problems of settings of `data` that its task does not read: they would be silently ignored."""
     unread = {"prompt_column", "completion_column"} if data.task != "jsonl" else set()
     unread |= {"path", "test_path"} if data.task not in DATA_PATHS else set()
     for name in (f.name for f in fields(data) if f.name in unread and getattr(data, f.name) != f.default):
@@ -361,7 +361,7 @@ def _evaluation_contradictions(config: EvalConfig) -> Iterator[Problem]:
 
 
 def _plain(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The tree without hidden settings, tuples as lists."""
+    """Return the tree without hidden settings, with tuples as lists."""
     plain: dict[str, object] = {}
     for name, value in tree.items():
         if prefix + name in HIDDEN:
@@ -373,7 +373,7 @@ def _plain(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 
 HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}
-"""Settings of the config classes that a recipe does not have, and why."""
+"""Settings of the config classes that a recipe cannot set, each with the reason."""
 
 DATA_PATHS = {
     "gsm8k": "--data.path FOLDER with train.jsonl and test.jsonl (or Kaggle's CSV), hf:openai/gsm8k, or tfds:gsm8k",
@@ -382,4 +382,4 @@ DATA_PATHS = {
 
 METHODS: dict[str, type[Recipe] | type[SFTRecipe]] = {"rl": Recipe, "sft": SFTRecipe}
 COMMANDS = {"rl": "covey train", "sft": "covey sft"}
-"""What trains by each method."""
+"""Command that trains by each method."""

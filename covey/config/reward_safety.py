@@ -1,6 +1,6 @@
-"""The settings of what guards a run against its own reward functions (`rewards.sandbox.runner`).
+"""Settings of the sandbox that protects a run from its reward functions (`rewards.sandbox.runner`).
 
-No JAX here, as in `configs`.
+This module does not import JAX.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
-"""YAML without its traps, read straight into dataclasses.
+"""Strict YAML reader that builds dataclasses.
 
-In: text. Out: an instance of a dataclass, or one error that names every mistake with file and line.
-Differs from plain YAML on purpose: `1e-5` is a number (YAML 1.1 reads text), `no` and `1:30` are text (there they are
-false and 90), a key given twice is refused, anchors and custom tags are refused. `override` puts values from the
-command line into the same tree, so that both are checked by the same code. A file may be hostile: its size and the
-number of mistakes that are described are limited.
+The result is an instance of a dataclass, or one error that names every mistake with file and line. The reader differs
+from YAML 1.1 on purpose: `1e-5` is a number (there text), `no` and `1:30` are text (there false and 90). Duplicate
+keys, anchors and custom tags are refused. `override` puts values from the command line into the same tree, so that
+the same code checks both. A file may be hostile: its size and the number of reported mistakes are limited.
 """
 
 import re
@@ -25,23 +24,23 @@ from covey.errors import RecipeError, nearest
 T = TypeVar("T")
 
 building: ContextVar[bool] = ContextVar("building", default=False)
-"""True while `build` makes objects: it gathers their mistakes itself."""
+"""True while `build` makes objects: it collects their mistakes itself."""
 MAX_BYTES = 32_768
-"""Largest file that is read. A recipe with every setting has about 5,000; the parser takes a second for 100,000."""
+"""Largest file size in bytes. A recipe with every setting has about 5,000; parsing 100,000 takes a second."""
 MAX_LISTED = 20
-"""Problems that one error describes."""
+"""Largest number of problems that one error describes."""
 MAX_SHOWN = 200
-"""Characters of a wrong value that an error shows."""
+"""Largest number of characters of a wrong value that an error shows."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A scalar, list or mapping, and where it was written.
+    """A scalar, list or mapping, with its source location.
 
     Attributes:
-        value: None, bool, int, float, str, list of Items, or dict from name to Item.
-        where: `file:line`, or the flag that gave it.
-        key: for an entry of a mapping, `file:line` of its key; `where` otherwise.
+        value: the content: None, bool, int, float, str, list of Items, or dict from name to Item.
+        where: `file:line`, or the command-line flag.
+        key: `file:line` of the key, for an entry of a mapping.
     """
 
     value: Any
@@ -50,7 +49,7 @@ class Item:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """The core schema of YAML 1.2, and nothing beyond it."""
+    """Loader of the core schema of YAML 1.2, without anchors."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
@@ -62,14 +61,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes whatever either YAML 1.1 or the loader above would take for something other than text."""
+    """Dumper that quotes text which YAML 1.1 or the loader above would read as something else."""
 
 
 def text_of(path: Path, name: str) -> str:
     """Read the file at `path`; `name` stands for it in errors.
 
     Raises:
-        RecipeError: it cannot be read, is no UTF-8, or has more than `MAX_BYTES`.
+        RecipeError: the file cannot be read, is not UTF-8, or has more than `MAX_BYTES`.
     """
     try:
         with path.open("rb") as file:
@@ -83,10 +82,10 @@ def text_of(path: Path, name: str) -> str:
 
 
 def read(text: str, name: str) -> Item:
-    """The tree in `text`; an empty document is an empty mapping. `name` stands before the line in errors.
+    """Parse `text` to a tree; an empty document is an empty mapping. `name` stands before the line in errors.
 
     Raises:
-        RecipeError: not YAML, a key given twice, an anchor, or a tag.
+        RecipeError: the text is not YAML, or has a duplicate key, an anchor or a tag.
     """
     try:
         loader = _Loader(text)
@@ -101,16 +100,16 @@ def read(text: str, name: str) -> Item:
 
 
 def dump(tree: Any) -> str:
-    """`tree` (dicts, lists, scalars) as YAML that `read` gives back unchanged; keys keep their order."""
+    """Convert `tree` (dicts, lists, scalars) to YAML that `read` restores unchanged; keys keep their order."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def build(cls: type[T], item: Item) -> T:
-    """An instance of the dataclass `cls` (nested ones included) from `item`; what is not given keeps its default.
+    """Build the dataclass `cls` (nested ones included) from `item`; missing settings keep their defaults.
 
     Raises:
-        RecipeError: every unknown key and every wrong type at once.
+        RecipeError: keys are unknown or types are wrong; the error lists all of them.
     """
     builder = _Builder(list(leaves(cls)))
     token = building.set(True)
@@ -123,9 +122,9 @@ def build(cls: type[T], item: Item) -> T:
 
 
 def override(item: Item, path: str, given: Item) -> Item:
-    """`item` with the value at the dotted `path` replaced by `given`; mappings on the way are made where missing."""
+    """Return `item` with the value at the dotted `path` replaced by `given`; missing mappings on the way are added."""
     if item.value is not None and not isinstance(item.value, dict):
-        return item  # not a section: `build` says so
+        return item  # not a section: `build` reports it
     head, _, rest = path.partition(".")
     entries = dict(item.value or {})
     entries[head] = override(entries.get(head, Item({}, given.where)), rest, given) if rest else given
@@ -133,7 +132,7 @@ def override(item: Item, path: str, given: Item) -> Item:
 
 
 def from_text(kind: Any, text: str, where: str) -> Item:
-    """What `text` on the command line means for a field of type `kind`: text literally, lists also with commas."""
+    """Parse a command-line value for a field of type `kind`: text is taken literally, lists may have commas."""
     inner, optional = _without_none(kind)
     if optional and text.lower() in ("null", "none", "~"):
         return Item(None, where)
@@ -149,7 +148,7 @@ def from_text(kind: Any, text: str, where: str) -> Item:
 
 
 def leaves(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name → type of every setting in the dataclass tree `cls`, in order."""
+    """Return the type of every setting in the dataclass tree `cls` by dotted name, in order."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(cls).items():
         found |= leaves(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
@@ -157,14 +156,14 @@ def leaves(cls: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def places(item: Item, prefix: str = "") -> dict[str, str]:
-    """Dotted name → where it was given, for every value in the tree."""
+    """Return the source location of every value in the tree by dotted name."""
     if not isinstance(item.value, dict) or not item.value:
         return {prefix.rstrip("."): item.where}
     return {k: v for name, entry in item.value.items() for k, v in places(entry, f"{prefix}{name}.").items()}
 
 
 def raise_together(problems: Sequence[RecipeError]) -> None:
-    """Raise the problem, or the first `MAX_LISTED` of them as one error; nothing when there are none."""
+    """Raise the only problem, or the first `MAX_LISTED` of them as one error; do nothing if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -210,7 +209,7 @@ def _relocate(item: Item, where: str) -> Item:
 
 
 class _Builder:
-    """Turns Items into typed values and gathers what does not fit; the value of a misfit means nothing."""
+    """Converter of Items to typed values; it collects problems, and returns no valid value where it found one."""
 
     def __init__(self, paths: Sequence[str]):
         self.paths = paths
@@ -221,7 +220,7 @@ class _Builder:
         value = item.value
         if optional and value is None:
             return None
-        if is_dataclass(inner) and (value is None or isinstance(value, dict)):  # a section with nothing in it is null
+        if is_dataclass(inner) and (value is None or isinstance(value, dict)):  # an empty section is null
             return self.convert_fields(inner, Item(value or {}, item.where), path, default)
         if get_origin(inner) is tuple and isinstance(value, list):
             return tuple(self.convert(get_args(inner)[0], child, path) for child in value)
@@ -237,7 +236,7 @@ class _Builder:
         return None
 
     def convert_fields(self, cls: Any, item: Item, path: str, default: Any = None) -> Any:
-        """An instance of `cls`. What is not given is `default`'s, where the section above has one, or the class's."""
+        """Build `cls`; missing fields are taken from `default`, the parent section's, or else from the class."""
         kinds, before = get_type_hints(cls), len(self.problems)
         defaults = {f.name: _default(f) if default is None else getattr(default, f.name) for f in fields(cls)}
         for name, entry in item.value.items():
@@ -251,7 +250,7 @@ class _Builder:
         return cls(**defaults | given) if len(self.problems) == before else None
 
     def refuse(self, problem: Callable[[], RecipeError]) -> None:
-        """Note a problem. What is not listed is not worded either: the nearest name to each of thousands takes long."""
+        """Record a problem. Beyond `MAX_LISTED` no text is built: the nearest name to each of thousands takes long."""
         self.problems.append(problem() if len(self.problems) < MAX_LISTED else RecipeError("not listed"))
 
     def unknown(self, name: str, choices: Iterable[str], where: str, path: str) -> RecipeError:
@@ -282,7 +281,7 @@ def _shortened(value: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """What a field of type `kind` takes, in words."""
+    """Describe the values that a field of type `kind` takes."""
     inner, optional = _without_none(kind)
     if get_origin(inner) is Literal:
         words = ", ".join(str(a) for a in get_args(inner))
@@ -296,7 +295,7 @@ def describe(kind: Any) -> str:
 
 
 def is_finite(value: float) -> bool:
-    """Whether `value`, which may be an integer of any size, is a finite number that a float can hold."""
+    """Return whether `value`, which may be an integer of any size, is a finite number that a float can hold."""
     return abs(value) <= sys.float_info.max
 
 

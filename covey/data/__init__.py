@@ -1,4 +1,4 @@
-"""Training and test rows or examples, and the batches they come in."""
+"""Training and test rows or examples, and loaders that batch them."""
 
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.loader import PromptLoader

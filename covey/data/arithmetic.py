@@ -1,6 +1,6 @@
 """The arithmetic task: sums to 20 and products of digits, answered with the number alone.
 
-A third of the problems is held out, a + b together with b + a: no test question is asked in training in either order.
+A third of the problems is held out, a + b together with b + a: no test problem is trained on in either order.
 The problems shown in the prompt as examples are in neither set.
 """
 
@@ -18,7 +18,7 @@ HELD_OUT = 1 / 3
 
 
 def make(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and test rows (`prompt`, `answer`, `operation`); the seed picks what is held out.
+    """Return training and test rows (`prompt`, `answer`, `operation`); the seed picks which problems are held out.
 
     Args:
         level: a key of `LEVELS`.
@@ -37,12 +37,12 @@ def make(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], list[di
 
 
 def example(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the completion to learn: the number alone."""
+    """Return `row` with the completion to learn: the number alone."""
     return {**row, "completion": row["answer"]}
 
 
 def solve(operation: str, a: int, b: int) -> int:
-    """The answer.
+    """Return the answer to a problem.
 
     >>> solve("×", 7, 8)
     56
@@ -51,7 +51,7 @@ def solve(operation: str, a: int, b: int) -> int:
 
 
 def _problems(operation: str) -> list[tuple[int, int]]:
-    """The pairs a ≤ b: every sum up to 20, every product of two digits."""
+    """Return the pairs with a ≤ b: every sum up to 20, or every product of two digits."""
     top = 20 if operation == "+" else 9
     return [(a, b) for a in range(top + 1) for b in range(a, top + 1) if operation == "×" or a + b <= top]
 
@@ -81,4 +81,4 @@ def _question(operation: str, a: int, b: int) -> str:
 
 
 LEVELS: dict[str, tuple[str, ...]] = {"sums": ("+",), "products": ("×",), "mixed": ("+", "×")}
-"""Level → operations asked for."""
+"""Operations of each level."""

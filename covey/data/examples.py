@@ -1,7 +1,6 @@
-"""Examples for supervised training: rows with a `prompt` and the `completion` to learn, out of the forms users hold
-theirs in (`forms`).
+"""Examples for supervised training: rows with a `prompt` and the `completion` to learn, read from any form in `forms`.
 
-A completion is kept as text. `Tokenizer.encode_completion` makes tokens of it, the stop token included.
+A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens, including the stop token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +14,13 @@ from covey.types import Prompt
 
 
 def as_examples(data: Any) -> list[Row]:
-    """`data` as rows with a prompt and a completion; other columns stay.
+    """Convert `data` to rows with a prompt and a completion; other columns are kept.
 
     Args:
         data: a sequence, an iterable or a table of rows in one of the forms, or one dict of columns.
 
     Raises:
-        DataError: a row in none of the forms, an empty completion, an empty or endless data set.
+        DataError: a row has none of the forms, a completion is empty, or the data set is empty or endless.
 
     >>> as_examples([{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}])
     [{'prompt': [{'role': 'user', 'content': '2+2?'}], 'completion': '4'}]
@@ -34,10 +33,10 @@ def as_examples(data: Any) -> list[Row]:
 
 
 def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "completion") -> Row:
-    """One row as an example; `prompt` and `completion` name its columns.
+    """Convert one row to an example; `prompt` and `completion` name its columns.
 
     Raises:
-        DataError: it has none of the forms, or something in it is malformed or empty.
+        DataError: the row has none of the forms, or a value in it is malformed or empty.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"is a {type(row).__name__}", want=f"a row with {LISTED}", where=where)
@@ -55,14 +54,14 @@ def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "
 
 
 class ExampleLoader(PromptLoader):
-    """Batches of examples: a `PromptLoader` whose rows have completions."""
+    """Iterator over batches of examples: a `PromptLoader` whose rows have completions."""
 
     unit = "batch_size"
     read = staticmethod(as_examples)
 
 
 def _pair(prompt: Any, completion: Any, where: str) -> tuple[Prompt, str]:
-    """An empty prompt means that the completion is plain text."""
+    """Return prompt and completion of a row; an empty prompt means that the completion is plain text."""
     answer, is_turn = _answer(completion, where)
     if isinstance(prompt, str) and not prompt:
         return "", answer
@@ -71,7 +70,7 @@ def _pair(prompt: Any, completion: Any, where: str) -> tuple[Prompt, str]:
 
 
 def _nothing_to_learn(row: Mapping[str, Any], pair: tuple[str, str], where: str) -> DataError:
-    """The error for a row of no form, which names the column that is missing from the form that it comes closest to."""
+    """Return the error for a row of no form; it names the column missing from the closest form."""
     begun = next((names for names in (pair, *(form.columns for form in FORMS)) if names[0] in row), None)
     lacks = begun[-1] if begun else pair[0]
     fix = nearest(lacks, map(str, row)) if row else ""
@@ -90,7 +89,7 @@ def _chat(messages: Any, where: str) -> tuple[Prompt, str]:
 
 
 def _answer(completion: Any, where: str) -> tuple[str, bool]:
-    """The completion's text, and whether it was a chat turn."""
+    """Return the completion's text, and whether it was a chat message."""
     turns = [completion] if isinstance(completion, Mapping) else completion
     if isinstance(turns, Sequence) and not isinstance(turns, str) and len(turns) == 1:
         (turn,) = turns

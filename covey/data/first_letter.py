@@ -1,16 +1,16 @@
 """The first-letter task: one short sentence about a topic that starts with a given letter.
 
-Every topic meets every letter. A quarter of the topics is held out of training altogether: no (topic, letter) pair of
-the test set, nor any of its topics, was trained on. The topics of the examples in the prompt are in neither set.
-Letters that few English sentences start with are left out. Two worked examples stand in the prompt: without them a
-model of 135M parameters talks about the letter instead of using it, at twice the length.
+Every topic is paired with every letter. A quarter of the topics is held out: training has no (topic, letter) pair of
+the test set and none of its topics. The topics of the examples in the prompt are in neither set. Letters that few
+English sentences start with are left out. The prompt contains two worked examples: without them a model of 135M
+parameters writes about the letter instead of using it, at twice the length.
 """
 
 import random
 from typing import Any
 
 LETTERS = "ABCDEFGHILMNOPRSTW"
-"""All but J, K, Q, U, V, X, Y and Z."""
+"""Letters a sentence may have to start with: all but J, K, Q, U, V, X, Y and Z."""
 
 SYSTEM = "You write one short sentence."
 
@@ -37,7 +37,7 @@ TOPICS = (
 
 
 def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and test rows (`prompt`, `topic`, `letter`), each set shuffled; the seed picks the held-out topics."""
+    """Return shuffled training and test rows (`prompt`, `topic`, `letter`); the seed picks the held-out topics."""
     rng = random.Random(seed)
     topics = rng.sample(TOPICS, len(TOPICS))
     cut = round(len(topics) * HELD_OUT)

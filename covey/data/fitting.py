@@ -1,8 +1,8 @@
-"""Prompts that are longer than the model is to be given: refused later, left out, or cut.
+"""Handling of prompts longer than `rollout.max_prompt_length`: refuse them later, drop them, or truncate them.
 
-A cut prompt keeps its end: what is asked stands there more often than not, and the token after it is the first that
-the model writes. Text loses its beginning. Of a chat only the longest message loses its beginning: the others, every
-role and the template around them stay whole, so that no turn is left without its head.
+A truncated prompt keeps its end, where the question usually is and where the completion continues. Text loses its
+beginning. In a chat only the longest message loses its beginning: the other messages, all roles and the template
+around them stay whole, so that no turn loses its header.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from covey.types import Prompt
 
 
 class FittedPrompts(NamedTuple):
-    """The rows that are used, and how many were left out or cut to fit."""
+    """Rows that are used, and how many were dropped or truncated."""
 
     rows: Sequence[Row]
     dropped: int = 0
@@ -23,10 +23,10 @@ class FittedPrompts(NamedTuple):
 
 
 def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, most: int, policy: str) -> FittedPrompts:
-    """`rows` with prompts of at most `most` tokens; under the policy `error` as they are, to be refused by the sampler.
+    """Return `rows` with prompts of at most `most` tokens; unchanged under the policy `error` (the sampler refuses).
 
     Raises:
-        DataError: nothing is left of the rows, or of a prompt.
+        DataError: every row would be dropped, or a truncated prompt would be empty.
     """
     if policy == "error":
         return FittedPrompts(rows)
@@ -44,10 +44,10 @@ def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, most: int, policy: st
 
 
 def cut(prompt: Prompt, tokenizer: Tokenizer, most: int) -> Prompt:
-    """`prompt` without as much of its beginning as has to go, so that it has at most `most` tokens.
+    """Truncate the beginning of `prompt` so that it has at most `most` tokens.
 
     Raises:
-        DataError: nothing would be left of the text, or of the longest message.
+        DataError: the text, or the longest message, would be empty.
     """
     longest = 0 if isinstance(prompt, str) else max(range(len(prompt)), key=lambda i: len(prompt[i]["content"]))
 

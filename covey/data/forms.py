@@ -1,7 +1,7 @@
-"""The forms in which a row holds a prompt and the answer to it: one table for the readers, errors, help and docs.
+"""Forms in which a row holds a prompt and its completion: one table for the readers, errors, help and docs.
 
-Supervised training learns the answer. Reinforcement learning asks the prompt of a chat form, and has the answer as the
-column `completion`.
+Supervised training learns the completion. Reinforcement learning samples from the prompt of a chat form and keeps the
+given completion as the column `completion`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +18,18 @@ ROLES = {
     "assistant": "assistant",
     "model": "assistant",
 }
-"""Who speaks in ShareGPT's `from` → role."""
+"""Role for each value of ShareGPT's `from`."""
 
 
 class Form(NamedTuple):
-    """One way to hold a prompt and its answer.
+    """One way to hold a prompt and its completion.
 
     Attributes:
-        columns: what a row of this form has.
-        more: what it may have beside them.
+        columns: names of the required columns.
+        more: names of the optional columns.
         holds: the meaning of these columns, for help and docs.
-        chat: makes a chat of a row, which ends with the answer where there is one; the second argument names the row in
-            errors. None where the columns are prompt and completion themselves, or plain text.
+        chat: converts a row to a chat, which ends with the completion if the row has one; the second argument names the
+            row in errors. None if the columns are prompt and completion themselves, or plain text.
     """
 
     columns: tuple[str, ...]
@@ -39,17 +39,17 @@ class Form(NamedTuple):
 
 
 def form_of(row: Mapping[str, Any]) -> Form | None:
-    """The first form whose columns a row has, apart from `PAIR`, whose columns may have other names."""
+    """Return the first form whose columns `row` has; `PAIR` is skipped, since its columns may have other names."""
     return next((form for form in FORMS if form is not PAIR and all(name in row for name in form.columns)), None)
 
 
 def chat_form_of(row: Mapping[str, Any]) -> Form | None:
-    """The chat form of a row whose answer may be missing."""
+    """Return the chat form of a row; its completion may be missing."""
     return next((form for form in FORMS if form.chat and form.columns[0] in row), None)
 
 
 def lines() -> str:
-    """The forms for a terminal, one a line."""
+    """Format the forms for a terminal, one per line."""
     width = max(len(", ".join(form.columns)) for form in FORMS)
     return "\n".join(f"{', '.join(form.columns):{width}}  {form.holds}" for form in FORMS)
 
@@ -59,7 +59,7 @@ def _messages(row: Mapping[str, Any], where: str) -> Any:
 
 
 def _conversations(row: Mapping[str, Any], where: str) -> Any:
-    """ShareGPT's turns as messages; what already is a chat message stays one."""
+    """Convert ShareGPT's turns to chat messages; turns that already are messages stay as they are."""
     turns = row["conversations"]
     turns = turns.tolist() if hasattr(turns, "tolist") else turns
     if isinstance(turns, str) or not isinstance(turns, Sequence):
@@ -77,7 +77,7 @@ def _turn(turn: Any, where: str) -> Any:
 
 
 def _instruction(row: Mapping[str, Any], where: str) -> Any:
-    """Alpaca's instruction with its input below it as the user's message."""
+    """Convert an Alpaca row to a chat: the instruction, with the input below it, is the user's message."""
     if not isinstance(row["instruction"], str) or not row["instruction"].strip():
         raise DataError(f"the instruction is {row['instruction']!r:.80}", want="text that is not empty", where=where)
     asked = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
@@ -108,7 +108,7 @@ FORMS = (
     ),
     Form(("text",), "plain text, all of it learnt"),
 )
-"""All forms. A row that has the columns of several is of the first."""
+"""All forms. A row that has the columns of several is read by the first of them."""
 
 LISTED = "; or ".join(" and ".join(form.columns) for form in FORMS)
-"""The columns of the forms in one line, for errors."""
+"""Columns of all forms in one line, for errors."""

@@ -15,20 +15,20 @@ REASONING = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
     "then the answer, one number, between <answer> and </answer>."
 )
-"""System message for the rewards that read tags: those of `rewards/format.py`, `answer_ratio`, `answer_number`."""
+"""System message for the reward functions that read tags: `rewards/format.py`, `answer_ratio`, `answer_number`."""
 
 MARKER = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
 """System message for `exact_answer`; set it as `data.system`."""
 
 
 def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """A record of the data set as a row: `prompt`, `question`, and `answer`, the text after `####`, None without one.
+    """Convert a record to a row with `prompt`, `question` and `answer`: the text after `####`, or None without `####`.
 
     >>> row({"question": "2+2?", "answer": "2+2 = 4\\n#### 4"})
     {'prompt': '2+2?', 'question': '2+2?', 'answer': '4'}
 
     Raises:
-        DataError: question or solution is no text, or the question is empty.
+        DataError: the question or the solution is not text, or the question is empty.
     """
     question, solution = record["question"], record["answer"]
     for name, text in (("question", question), ("answer", solution)):
@@ -38,14 +38,15 @@ def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def example(record: dict[str, Any], system: str, where: str = "") -> dict[str, Any]:
-    """A record as a row with the completion to learn: the worked solution, without the calculator's annotations, in the
-    layout that `system` asks for: tags, or `####` where it speaks of that.
+    """Convert a record to a row with the completion to learn: the worked solution without calculator annotations.
+
+    The completion ends in `####` and the answer if `system` mentions `####`; otherwise it has tags.
 
     >>> example({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4\\n#### 4"}, MARKER)["completion"]
     '2+2 = 4\\n#### 4'
 
     Raises:
-        DataError: a solution without a final answer.
+        DataError: the solution has no final answer.
     """
     asked, steps = row(record, where), _ANNOTATION.sub("", record["answer"]).partition("####")[0].strip()
     if asked["answer"] is None:
@@ -55,7 +56,7 @@ def example(record: dict[str, Any], system: str, where: str = "") -> dict[str, A
 
 
 def final_answer(solution: str) -> str | None:
-    """The text after `####`, stripped; None when there is no marker or nothing after it."""
+    """Return the stripped text after `####`; None if there is no `####` or no text after it."""
     return solution.partition("####")[2].strip() or None
 
 

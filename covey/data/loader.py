@@ -1,8 +1,8 @@
-"""Batches of prompts without end, in an order that a seed fixes and a checkpoint can return to.
+"""Endless batches of prompts, in an order that depends on a seed and can be restored from a checkpoint.
 
 Each epoch is shuffled anew (by grain, from the seed), and epochs are joined before they are cut into batches: no row is
-dropped, no batch is short, and data smaller than a batch is repeated inside it. The position alone says where the
-stream stands, so the state carries a fingerprint of everything that decides what comes there.
+dropped, no batch is short, and data smaller than a batch is repeated inside it. The position in the stream is the whole
+state; a fingerprint beside it covers everything that determines the rows at that position.
 """
 
 import hashlib
@@ -15,32 +15,34 @@ from covey.data.rows import Row, as_rows
 from covey.errors import DataError, ResumeError
 
 State = dict[str, Any]
-"""JSON-able: `position` in rows, and `fingerprint`."""
+"""State of a loader, JSON-serializable: `position` in rows, and `fingerprint`."""
 
 
 class PromptLoader:
-    """An iterator over batches of rows.
+    """Iterator over batches of rows.
 
     Attributes:
         rows: the data.
-        prompts_per_step: rows in a batch.
-        position: rows handed out so far, over all epochs: the number of the next row in the stream.
+        prompts_per_step: rows per batch.
+        position: rows returned so far, over all epochs: the index of the next row in the stream.
     """
 
     unit = "prompts_per_step"
-    """What the batch size is called in settings and errors."""
+    """Name of the batch size in settings and errors."""
     read = staticmethod(as_rows)
-    """What makes rows of the data."""
+    """Function that converts the data to rows."""
 
     def __init__(
         self, data: Any, prompts_per_step: int, *, seed: int = 0, shuffle: bool = True, num_epochs: int | None = None
     ):
-        """Args:
-        data: any form that `as_rows` takes.
-        prompts_per_step: rows in a batch: P.
-        seed: of the order.
-        shuffle: whether each epoch gets its own order; otherwise all have the data's.
-        num_epochs: ends after so many, with a short batch if need be; endless when not set.
+        """Make a loader at the start of its stream.
+
+        Args:
+            data: any form that `as_rows` takes.
+            prompts_per_step: rows per batch: P.
+            seed: seed of the order.
+            shuffle: whether each epoch is shuffled; otherwise every epoch has the order of the data.
+            num_epochs: epochs after which the loader ends, if need be with a short batch; endless if not set.
         """
         if prompts_per_step < 1:
             raise DataError(f"{self.unit} is {prompts_per_step}", want="at least 1")
@@ -50,7 +52,7 @@ class PromptLoader:
         self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
 
     def __len__(self) -> int:
-        """Batches in one epoch, rounded up."""
+        """Return the number of batches per epoch, rounded up."""
         return -(-len(self.rows) // self.prompts_per_step)
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -63,21 +65,21 @@ class PromptLoader:
         return batch
 
     def take(self, count: int) -> list[Row]:
-        """The next `count` rows; fewer, or none, where the data ends."""
+        """Return the next `count` rows; fewer, or none, at the end of the data."""
         stop = min(self.position + count, len(self._order))
         batch = [self.rows[int(self._order[i])] for i in range(self.position, stop)]
         self.position = stop
         return batch
 
     def state(self) -> State:
-        """Where the stream stands, for a checkpoint."""
+        """Return the state of the stream, for a checkpoint."""
         return {"position": self.position, "fingerprint": dict(self.fingerprint)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`.
+        """Continue from `state`.
 
         Raises:
-            ResumeError: the state is malformed, or data, order or batch size are not those it was taken with.
+            ResumeError: the state is malformed, or was taken with other data, another order or another batch size.
         """
         position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or position < 0 or not isinstance(saved, Mapping):
@@ -91,7 +93,7 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the stream: a digest of the rows, the settings, and the first numbers of the order itself."""
+        """Everything that determines the stream: the settings, and digests of the rows and the start of the order."""
         order = [int(self._order[i]) for i in range(min(64, len(self.rows)))]
         return {
             "rows": len(self.rows),
@@ -104,8 +106,8 @@ class PromptLoader:
 
     @cached_property
     def _order(self) -> Any:
-        """Row numbers of the whole stream, computed where they are asked for."""
-        import grain  # late: it brings JAX with it
+        """Row numbers of the whole stream, computed on access."""
+        import grain  # imported late, because it imports JAX
 
         numbers = grain.MapDataset.range(len(self.rows))
         if self._shuffle:
@@ -119,5 +121,5 @@ def _digest(value: Any) -> str:
 
 
 def _stable(value: Any) -> str:
-    """Text for what JSON has no form for: bytes by their content, anything else by its type alone."""
+    """Convert a value that JSON cannot represent to text: bytes by their content, others by their type alone."""
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__

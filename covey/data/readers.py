@@ -1,11 +1,11 @@
-"""Where records come from: files of four kinds, and two hubs of data sets. What they mean is for `source` to say.
+"""Readers of records: files of four kinds, and two hubs of data sets. `sources` converts the records to rows.
 
     FILE.jsonl, .json, .csv, .parquet   a file; `data.test_path` may name the held-out one
     FOLDER                           train and test of one kind, or main_train.csv and main_test.csv (Kaggle's GSM8K)
     hf:org/name[/config][@revision]  the Hugging Face hub, through `datasets`
     tfds:name[/config]               TensorFlow Datasets, through `tensorflow_datasets`
 
-A record is a dict. The packages of the hubs are optional, and asked for only here.
+A record is a dict. The packages of the hubs are optional and imported only here.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from covey.extras import install
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
 Columns = Sequence[str | tuple[str, ...]]
-"""What each record must have: a column, or one of several."""
+"""Columns that each record must have; of a tuple it needs one."""
 LAYOUTS = (
     ("train.jsonl", "test.jsonl"),
     ("train.json", "test.json"),
@@ -32,28 +32,28 @@ LAYOUTS = (
     ("train.csv", "test.csv"),
     ("main_train.csv", "main_test.csv"),
 )
-"""Names of the training and the test file in a folder."""
+"""File names of the training and the test set in a folder."""
 HELD_OUT = ("test", "validation")
-"""What a hub may call the test split."""
+"""Names that the test split of a hub may have."""
 
 
 class Part(NamedTuple):
-    """Records, and what to call the place they came from."""
+    """Records, and the name of their source in errors."""
 
     name: str
     records: list[Record]
 
 
 def read(config: DataConfig, columns: Columns, wanted: str, hub_config: str | None = None) -> tuple[Part, Part | None]:
-    """The training records and, where there are some, the test records at `config.path`.
+    """Read the training records and, if there are any, the test records at `config.path`.
 
     Args:
-        columns: what each record must have.
+        columns: columns that each record must have.
         wanted: what the path should lead to, for errors.
-        hub_config: of a hub's data set that has several, when the path names none.
+        hub_config: config of a hub's data set, if the path names none.
 
     Raises:
-        DataError: the place is not there or cannot be read, is empty, or a record is malformed.
+        DataError: the path does not exist, cannot be read or is empty, or a record is malformed.
     """
     if not (config.path or "").startswith(HUBS):
         train, test = _files(config, wanted)
@@ -67,10 +67,10 @@ def read(config: DataConfig, columns: Columns, wanted: str, hub_config: str | No
 
 
 def read_jsonl(path: Path, columns: Columns) -> list[Record]:
-    """The objects of a JSON Lines file; blank lines are skipped.
+    """Read the objects of a JSON Lines file; blank lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, is empty, or a line is no JSON object with `columns`.
+        DataError: the file cannot be read, is empty, or a line is not a JSON object with `columns`.
     """
     try:
         with path.open("rb") as file:
@@ -83,10 +83,10 @@ def read_jsonl(path: Path, columns: Columns) -> list[Record]:
 
 
 def read_csv(path: Path, columns: Columns) -> list[Record]:
-    """The rows of a CSV file under the names in its first line.
+    """Read the rows of a CSV file; its first line has the column names.
 
     Raises:
-        DataError: the file cannot be read, is empty, or a row has not one field for each name.
+        DataError: the file cannot be read, is empty, or a row does not have one field per name.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -106,10 +106,10 @@ def read_csv(path: Path, columns: Columns) -> list[Record]:
 
 
 def read_json(path: Path, columns: Columns) -> list[Record]:
-    """The objects of a JSON list; a file that is no list is read as JSON Lines.
+    """Read the objects of a JSON list; a file that is not a list is read as JSON Lines.
 
     Raises:
-        DataError: the file cannot be read, is empty, or an entry is no object with `columns`.
+        DataError: the file cannot be read, is empty, or an entry is not an object with `columns`.
     """
     try:
         text = path.read_bytes()
@@ -125,15 +125,15 @@ def read_json(path: Path, columns: Columns) -> list[Record]:
 
 
 def read_parquet(path: Path, columns: Columns) -> list[Record]:
-    """The rows of a Parquet file, through pyarrow.
+    """Read the rows of a Parquet file, through pyarrow.
 
     Raises:
-        DataError: pyarrow is not installed, the file cannot be read or is empty, or a row has not `columns`.
+        DataError: pyarrow is not installed, the file cannot be read or is empty, or a row lacks `columns`.
     """
     parquet = _package("pyarrow.parquet", install("hub"), str(path))
     try:
         rows = parquet.ParquetFile(path).read().to_pylist()
-    except Exception as error:  # whatever Arrow thinks of an untrusted file
+    except Exception as error:  # whatever Arrow raises for an untrusted file
         reason = next(iter(str(error).splitlines()), "")
         what = f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}"
         raise DataError(what, where=str(path)) from None
@@ -213,13 +213,13 @@ def _hub(path: str, config: str | None) -> Splits:
     try:
         splits: Splits = datasets.load_dataset(match[1], match[2] or config, revision=match[3])
         return splits
-    except Exception as error:  # whatever keeps the package from it is the user's to see
+    except Exception as error:  # whatever the package raises is shown to the user
         fix = "look at its name and config, and at the network; a gated data set wants a login: hf auth login"
         raise _unreadable(path, error, fix) from error
 
 
 def _tfds(path: str, config: str | None) -> Splits:
-    """Through its random access, which needs no TensorFlow."""
+    """Load a data set through TFDS's random access, which needs no TensorFlow."""
     tfds = _package("tensorflow_datasets", install("tfds"), path)
     try:
         splits: Splits = tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
@@ -256,7 +256,7 @@ def _split(path: str, name: str, splits: Mapping[str, Any], columns: Columns) ->
 
 
 def _plain(value: Any) -> Any:
-    """Python's own types in place of bytes and of NumPy's, which TensorFlow Datasets gives."""
+    """Convert the bytes and NumPy values that TensorFlow Datasets returns to text and plain Python values."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return value.decode() if isinstance(value, bytes) else value
 
@@ -266,4 +266,4 @@ FILES: dict[str, Callable[[Path, Columns], list[Record]]] = {
     ".csv": read_csv,
     ".parquet": read_parquet,
 }
-"""Ending of a file → what reads it; any other is read as JSON Lines."""
+"""Reader for each file suffix; files with any other suffix are read as JSON Lines."""

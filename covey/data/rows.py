@@ -1,9 +1,9 @@
-"""Rows: plain dicts with a `prompt` and any other columns, out of whatever form users hold their data in.
+"""Rows: plain dicts with a `prompt` and any other columns, converted from the forms in which users hold their data.
 
-Taken: rows, texts, chats, a dict of columns, a table (pandas, Arrow, Polars), a data set that iterates over rows, and
-batches (dicts of lists or arrays, as other trainers want them), which are taken apart again: Covey makes its own
-batches. Where a row has no prompt but a chat in one of the forms of `forms`, the chat is the prompt, up to the answer
-at its end, which becomes the column `completion`.
+Accepted are rows, texts, chats, a dict of columns, a table (pandas, Arrow, Polars), a data set that iterates over rows,
+and batches (dicts of lists or arrays, as other trainers want them), which are split into rows: Covey makes its own
+batches. If a row has no prompt but a chat in one of the forms of `forms`, the chat is the prompt; an assistant's
+message at its end becomes the column `completion`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,24 +14,26 @@ from covey.errors import DataError, nearest
 from covey.types import Prompt
 
 Row = dict[str, Any]
-"""One example: `prompt` (text or chat messages) and the columns that reward functions ask for (`answer`, ...)."""
+"""One example: `prompt` (text or chat messages) and columns for the reward functions (`answer`, ...)."""
 
 MOST_ROWS = 10_000_000
-"""More than this is taken for an endless data set."""
+"""Largest number of rows; a data set with more is taken to be endless."""
 
 PROMPT_NAMES = ("prompt", "prompts")
 
 
 def as_rows(data: Any) -> list[Row]:
-    """`data` as rows: prompts as text or message lists, NumPy scalars and bytes as plain values. A column that only
-    some rows have is None in the others, so that what a batch holds does not depend on how the data are cut.
+    """Convert `data` to rows: prompts to text or message lists, NumPy scalars and bytes to plain values.
+
+    A column that only some rows have is None in the others, so that every batch has the same columns.
 
     Args:
         data: a sequence or iterable of rows, of prompts, or of batches; a table; or one dict of columns. The prompt is
             in the column `prompt` or `prompts`, or in that of a chat form.
 
     Raises:
-        DataError: no prompt column, columns of different lengths, an empty or endless data set, a malformed prompt.
+        DataError: there is no prompt column, columns differ in length, the data set is empty or endless, or a prompt is
+                malformed.
 
     >>> as_rows({"prompts": ["2+2?", "3+3?"], "answer": ["4", "6"]})
     [{'prompt': '2+2?', 'answer': '4'}, {'prompt': '3+3?', 'answer': '6'}]
@@ -47,10 +49,10 @@ def as_rows(data: Any) -> list[Row]:
 
 
 def as_prompt(value: Any, where: str) -> Prompt:
-    """A prompt in its plain form: text, or a list of `{"role": ..., "content": ...}`.
+    """Convert a prompt to its plain form: text, or a list of `{"role": ..., "content": ...}`.
 
     Raises:
-        DataError: it is neither, or it is empty.
+        DataError: `value` is neither, or is empty.
     """
     value = plain(value)
     if isinstance(value, str) and value.strip():
@@ -64,10 +66,10 @@ def as_prompt(value: Any, where: str) -> Prompt:
 
 
 def as_asked(row: Mapping[str, Any], where: str) -> Row:
-    """A row of a chat form with its chat as `prompt`, and the answer at its end, if it has one, as `completion`.
+    """Convert a row of a chat form: the chat becomes `prompt`, an assistant's message at its end `completion`.
 
     Raises:
-        DataError: the chat is malformed, or an answer is all there is.
+        DataError: the chat is malformed, or has only an assistant's message.
     """
     form = chat_form_of(row)
     assert form is not None
@@ -81,10 +83,10 @@ def as_asked(row: Mapping[str, Any], where: str) -> Row:
 
 
 def items(data: Any) -> Iterator[Any]:
-    """What a data set iterates over; the rows of a table.
+    """Iterate over the items of a data set, or over the rows of a table.
 
     Raises:
-        DataError: it is a text, has nothing to go through, does not end, or gives something else than rows.
+        DataError: `data` is a text, is not iterable, is endless, or yields something other than rows.
     """
     if isinstance(data, (str, bytes)):
         fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
@@ -105,17 +107,17 @@ def items(data: Any) -> Iterator[Any]:
 
 
 def _table(data: Any) -> list[Any] | None:
-    """The rows of a table as dicts, by the methods that Arrow, Polars and pandas have; None when `data` is no table."""
+    """Return the rows of an Arrow, Polars or pandas table as dicts; None if `data` is not a table."""
     for to_rows in ("to_pylist", "to_dicts"):
         if hasattr(data, to_rows):
             return list(getattr(data, to_rows)())
-    if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas, which writes what is missing as NaN
+    if hasattr(data, "columns") and hasattr(data, "notna"):  # pandas, which has NaN for missing values
         return list(data.astype(object).where(data.notna(), None).to_dict("records"))
     return None
 
 
 def _refuse_part_of_table(item: Any, number: int, data: Any) -> None:
-    """Refuses the name of a column, and what a frame's `iterrows` and `itertuples` give."""
+    """Refuse column names, and what `iterrows` and `itertuples` of a data frame yield."""
     names = getattr(data, "columns", ())
     parts = item if isinstance(item, tuple) else (item,)
     if isinstance(item, str) and isinstance(names, Iterable) and item in list(names):
@@ -141,7 +143,7 @@ def _endless() -> DataError:
 
 
 def _from_item(item: Any, where: str) -> list[Row]:
-    """One row, or the rows of one batch."""
+    """Convert an item to one row, or to the rows of a batch."""
     if not isinstance(item, Mapping):
         return [{"prompt": as_prompt(item, where)}]
     name = _prompt_name(item, where)
@@ -199,7 +201,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    """A column's entries; None for a single value, which then holds for every row."""
+    """Return a column's entries; None for a single value, which then applies to every row."""
     if isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) == 0:
         return None
     if hasattr(value, "tolist"):
@@ -209,16 +211,16 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays as Python values, bytes as text."""
+    """Convert NumPy scalars and arrays to Python values, and bytes to text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, bytes):
         try:
             return value.decode()
-        except UnicodeDecodeError:  # not text: an image, a pickled thing
+        except UnicodeDecodeError:  # not text: an image or a pickle
             return value
     return value
 
 
 _CHATS = " or ".join(form.columns[0] for form in FORMS if form.chat)
-"""Columns that hold a chat, for errors."""
+"""Names of the columns that hold a chat, for errors."""

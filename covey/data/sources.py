@@ -1,6 +1,6 @@
-"""From `DataConfig` to training and test rows: tasks made on the fly, GSM8K, and any records in files or on a hub.
+"""Training and test rows for a `DataConfig`: generated tasks, GSM8K, and any records in files or on a hub.
 
-Rows have prompts; for supervised training also completions (`load_examples`). Records come from `readers`.
+Rows have prompts, and for supervised training completions (`load_examples`). `readers` reads the records.
 """
 
 import random
@@ -22,13 +22,13 @@ Splits = tuple[list[Row], list[Row]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run trains on and is tested on.
+    """Data that a run trains on and is tested on.
 
     Attributes:
-        name: the task.
-        train: rows in the order of the seed, `train_fraction` of them.
+        name: name of the task.
+        train: training rows, shuffled by the seed and cut to `train_fraction`.
         test: held-out rows, in a fixed order.
-        system: the system message that stands before each prompt; None when there is none.
+        system: the system message before each prompt; None if there is none.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Dataset:
 
 
 def load(config: DataConfig) -> Dataset:
-    """The data that `config` names.
+    """Load the data that `config` names.
 
     Raises:
-        DataError: an unknown task, a path that is not there, a malformed line (with file and line), a missing column,
-            an empty set.
+        DataError: the task is unknown, the path does not exist, a line is malformed (with file and line), a column is
+            missing, or the set is empty.
     """
     read, own_system = _task(config)
     train, test = read(config)
@@ -50,10 +50,10 @@ def load(config: DataConfig) -> Dataset:
 
 
 def load_examples(config: SFTDataConfig) -> Dataset:
-    """As `load`, and each row has the `completion` to learn: the worked answer of a built-in task, or the file's own.
+    """Load the data as `load` does, each row with the `completion` to learn: a task's worked answer, or the file's own.
 
     Raises:
-        DataError: also when the task has no worked answers.
+        DataError: as in `load`, and if the task has no worked answers.
     """
     _, own_system = _task(config)
     train, test = EXAMPLES[config.task](config)
@@ -143,7 +143,7 @@ def _rows(
     row: Callable[[Row, str], Row],
     hub_config: str | None = None,
 ) -> Splits:
-    """The records at `config.path` as rows; without test records the last tenth of the others."""
+    """Return the records at `config.path` as rows; without test records the last tenth is the test set."""
     train, test = readers.read(config, columns, wanted, hub_config)
     rows = _each(train, row)
     if test is not None:
@@ -160,7 +160,7 @@ def _each(part: readers.Part, row: Callable[[Row, str], Row]) -> list[Row]:
 
 
 def _under(system: str | None, rows: Sequence[Row]) -> list[Row]:
-    """The rows with a system message before each prompt, in place of one that is there."""
+    """Return the rows with a system message before each prompt; it replaces one that is already there."""
     if system is None:
         return list(rows)
     if any(row["prompt"] == "" for row in rows):
@@ -184,7 +184,7 @@ TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
     "gsm8k": (_gsm8k, gsm8k.REASONING),
     "jsonl": (_jsonl, None),
 }
-"""Task → what reads or makes its rows, and its own system message."""
+"""For each task the function that reads or makes its rows, and the task's own system message."""
 
 EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
     "first-letter": _no_examples,
@@ -193,4 +193,4 @@ EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
     "gsm8k": _gsm8k_examples,
     "jsonl": _jsonl_examples,
 }
-"""Task → what reads or makes its rows with the completions to learn."""
+"""For each task the function that reads or makes its rows with the completions to learn."""

@@ -1,4 +1,4 @@
-"""The task of the smallest models: sums of two two-digit numbers as text to be continued, `17+25=` with `42`.
+"""The sums task, for the smallest models: sums of two two-digit numbers as plain text; `17+25=` is completed by `42`.
 
 Sums stay below 100, so that every problem has the same form. A fifth of the pairs is held out, a + b together with
 b + a: no test problem is trained on in either order.
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 NUMBERS = range(10, 90)
-"""What is added."""
+"""Numbers that are added."""
 
 BELOW = 100
-"""Every sum is below it."""
+"""Exclusive upper bound of the sums."""
 
 HELD_OUT = 1 / 5
 """Share of the pairs that only the test set has."""
 
 
 def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and test rows (`prompt`, `answer`); the seed picks what is held out."""
+    """Return training and test rows (`prompt`, `answer`); the seed picks which pairs are held out."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b and a + b < BELOW]
     rng.shuffle(pairs)
@@ -30,7 +30,7 @@ def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def example(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the completion to learn: the sum alone."""
+    """Return `row` with the completion to learn: the sum alone."""
     return {**row, "completion": row["answer"]}
 
 

@@ -1,4 +1,4 @@
-"""Devices: meshes, where each array lies on them, and moving arrays between them."""
+"""Device meshes, the sharding of arrays over them, and transfers of arrays between them."""
 
 from covey.parallel.mesh import make_mesh, mesh_for
 from covey.parallel.reshard import Transfer, flatten, mesh_of, reshard

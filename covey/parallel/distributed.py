@@ -1,12 +1,12 @@
-"""Several processes train one model together: each samples, scores and learns from its own share of a step's prompts.
+"""Data parallelism over processes: each samples, scores and learns from its own part of a step's prompts.
 
-Every process runs the same program on its own devices, with a whole copy of the weights there (over its devices they
-are sharded like any others). Once an update the processes add up their gradients; all then apply the same sum, so the
-copies stay equal bit for bit. Nothing else has to agree: micro-batches, their number and their shapes are each
-process's own business. With one process every function here hands back what it was given.
+Every process runs the same program on its own devices and holds a whole copy of the weights, sharded over its devices.
+Once per update the processes sum their gradients; all apply the same sum, so the copies stay equal bit for bit. Nothing
+else has to agree: the number and shapes of micro-batches may differ between processes. With one process every function
+here returns its input.
 
-Arrays on devices are added up by `summed`; anything else goes from host to host by `gathered`. Both begin with a roll
-call, in which a process can say that it has failed: so nobody waits for one that will not come.
+`summed` adds up arrays on devices; `gathered` exchanges any other values between hosts. Both begin with an exchange of
+the processes' status (`_meet`), so that no process waits for one that has failed.
 """
 
 import os
@@ -35,22 +35,22 @@ R = TypeVar("R")
 PROCESS = "process"
 """Name of the mesh axis over the processes."""
 REPORTED = 2000
-"""Characters of an error that the other processes hear."""
+"""Largest length of an error text sent to the other processes, in bytes."""
 
 
 class PeerError(CoveyError):
-    """Another process failed or is gone, so this one cannot go on."""
+    """Another process has failed or ended, so this one cannot go on."""
 
 
 @contextmanager
 def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Joins the processes that the environment names (`joining`), when it names any, for what is done inside.
+    """Join the processes that the environment names (`joining`), if any, for the body of the `with` statement.
 
-    Comes before any other use of JAX. A program that called `jax.distributed.initialize` by itself is taken as it is.
-    Inside, an error in one process ends all of them: the others get a `PeerError` when they next exchange something.
+    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
+    joined. An error in the body ends all processes: the others get a `PeerError` at their next exchange.
 
     Args:
-        environment: the system's when not set.
+        environment: environment variables; the system's if not set.
 
     Raises:
         CoveyError: the environment is contradictory, or the processes do not come together.
@@ -72,31 +72,31 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return int(jax.process_count())
 
 
 def index() -> int:
-    """The number of this process, from 0."""
+    """Return the index of this process, from 0."""
     return jax.process_index()
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes files and shows progress."""
+    """Return whether this is the process that writes files and shows progress."""
     return index() == 0
 
 
 def share(items: Sequence[T]) -> tuple[int, Sequence[T]]:
-    """This process's share of `items`, one run of neighbours, and the number of its first one."""
+    """Return the index of this process's first item, and its contiguous part of `items`."""
     start, stop = (len(items) * number // count() for number in (index(), index() + 1))
     return start, items[start:stop]
 
 
 def gathered(value: T, about: str) -> list[T]:
-    """The `value` of every process, in their order. All have to call it, each with the same `about`.
+    """Return the `value` of every process, by process index. All must call it with the same `about`.
 
     Raises:
-        PeerError: a process has failed, is gone, or is somewhere else in the program.
+        PeerError: a process has failed, has ended, or is at another point of the program.
     """
     if count() == 1:
         return [value]
@@ -107,27 +107,27 @@ def gathered(value: T, about: str) -> list[T]:
 
 
 def all_of(items: Sequence[T], about: str) -> list[T]:
-    """The `items` of all processes, in their order."""
+    """Return the `items` of all processes, by process index."""
     return [item for theirs in gathered(list(items), about) for item in theirs]
 
 
 def agreed(value: T, about: str) -> T:
-    """The `value` of the first process, for all."""
+    """Return the `value` of process 0 to all processes."""
     return gathered(value, about)[0]
 
 
 def jointly(compute: Callable[[list[T]], Sequence[R]], mine: Sequence[T], about: str) -> list[R]:
-    """What `compute` makes of the items of all processes, in their order; of that, the part that belongs to `mine`."""
+    """Apply `compute` to the items of all processes, by process index; return the results that belong to `mine`."""
     numbered = all_of([(index(), item) for item in mine], about)
     results = compute([item for _, item in numbered])
     return [result for (owner, _), result in zip(numbered, results, strict=True) if owner == index()]
 
 
 def refuse_differences(about: str, value: Callable[[], Any], fix: str) -> None:
-    """Refuses to go on when processes do not have the same `value`, which is asked for only if there are several.
+    """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
 
     Raises:
-        RecipeError: they differ.
+        RecipeError: the values differ.
     """
     if count() == 1:
         return
@@ -138,17 +138,17 @@ def refuse_differences(about: str, value: Callable[[], Any], fix: str) -> None:
 
 
 def refuse_several(what: str) -> None:
-    """Refuses `what` where there are several processes, with a RecipeError."""
+    """Refuse `what` with a RecipeError if there are several processes."""
     if count() > 1:
         fix = f"start it once, without {ADDRESS}; the devices of one process can be a mesh"
         raise RecipeError(f"{what} on {count()} processes", want="one process", fix=fix)
 
 
 def refuse_uneven(prompts: int) -> None:
-    """Refuses a step of so many prompts that the processes would not get the same number each.
+    """Refuse a number of prompts per step that cannot be divided evenly over the processes.
 
     Raises:
-        RecipeError: `prompts` is no multiple of the processes.
+        RecipeError: `prompts` is not a multiple of the number of processes.
     """
     n = count()
     if prompts % n:
@@ -161,10 +161,10 @@ def refuse_uneven(prompts: int) -> None:
 
 
 def refuse_foreign(mesh: Mesh | None, role: str) -> None:
-    """Refuses a mesh with devices of other processes: weights are sharded within a process, and repeated over them.
+    """Refuse a mesh with devices of other processes: weights are sharded within a process, and replicated across them.
 
     Raises:
-        RecipeError: a device of `mesh` is not this process's.
+        RecipeError: a device of `mesh` belongs to another process.
     """
     if mesh is not None and any(device.process_index != index() for device in mesh.devices.flat):
         raise RecipeError(
@@ -176,10 +176,10 @@ def refuse_foreign(mesh: Mesh | None, role: str) -> None:
 
 
 def summed(tree: T, about: str) -> T:
-    """A tree of arrays with the same shapes in every process, added up over them; errors as in `gathered`.
+    """Sum a tree of arrays, with the same shapes in every process, over the processes; raise errors as `gathered` does.
 
-    The arrays lie on this process's devices, before and after, and every process gets the same bits. The source is
-    given up.
+    The arrays are on this process's devices, before and after, and every process gets the same bits. The source is
+    donated.
     """
     if count() == 1:
         return tree
@@ -195,13 +195,13 @@ def summed(tree: T, about: str) -> T:
 
 
 def fingerprint(tree: Any) -> int:
-    """A number that differs when any bit of an array of `tree` does, but for bits that make up for each other."""
+    """Return a checksum of the bits of all arrays of `tree`; differences that cancel out in the sum go unnoticed."""
     return int(_bits(tree))
 
 
 @jax.jit
 def _bits(tree: Any) -> jax.Array:
-    """The arrays' bits as whole numbers, added up modulo 2³²: in any order the same, so sharding does not matter."""
+    """Sum the arrays' bits as integers modulo 2³²: the order, and so the sharding, does not matter."""
     total: jax.Array = jnp.uint32(0)
     for x in jax.tree.leaves(tree):
         x = x.astype(jnp.uint8) if x.dtype == bool else x
@@ -210,20 +210,20 @@ def _bits(tree: Any) -> jax.Array:
 
 
 def _sums(tree: T) -> T:
-    # A function of the module: jit knows it again at the next update, and does not compile anew.
+    # A module-level function, so that jit finds it in its cache at the next update and does not recompile.
     totals: T = jax.tree.map(lambda x: x.sum(0), tree)
     return totals
 
 
 def _as_block(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """[processes, ...] over all processes, of which `x` is this one's block."""
+    """Return the global array [processes, ...] of which `x` is this process's block."""
     pieces = [piece.data[None] for piece in x.addressable_shards]
     where = NamedSharding(mesh, PartitionSpec(PROCESS, *_spec(x)))
     return jax.make_array_from_single_device_arrays((count(), *x.shape), where, pieces)
 
 
 def _own(x: jax.Array, total: jax.Array) -> jax.Array:
-    """This process's copy of `total`, which lies where `x` lay."""
+    """Return this process's copy of `total`, with the sharding of `x`."""
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [p.data for p in total.addressable_shards])
 
 
@@ -232,7 +232,7 @@ def _spec(x: jax.Array) -> Sequence[Any]:
 
 
 def _over_processes(tree: Any) -> Mesh:
-    """The mesh on which the arrays of `tree` lie, with the same devices of the other processes behind it."""
+    """Return the mesh of `tree`, extended by an axis over the processes with the corresponding devices of each."""
     local = mesh_of(tree)
     if local is None:
         (device,) = jax.tree.leaves(tree)[0].devices()
@@ -248,8 +248,9 @@ def _over_processes(tree: Any) -> Mesh:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A signal that Python handles waits for the end of an exchange: halfway through, the others would take the
-    farewell for its rest.
+    """Delay signals that Python handles until the end of an exchange.
+
+    If one ended the exchange halfway, the others would take the report of the failure for the rest of its data.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -269,11 +270,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _meet(about: str, data: bytes = b"", failed: bool = False) -> list[bytes]:
-    """The roll call: the `data` of every process, after all have said where they are and that they are well."""
+    """Return the `data` of every process, after all have exchanged their point of the program and their status."""
     where = zlib.crc32(about.encode()) & 0x7FFFFFFF
     calls = _allgather(np.array([where, len(data), failed], np.int32))
     sizes = calls[:, 1]
-    # A power of two, so that a run has few shapes: each is compiled.
+    # A power of two, so that a run has few shapes, since each is compiled.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length() if sizes.max() else 0, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = _allgather(padded) if padded.size else np.zeros((count(), 0), np.uint8)

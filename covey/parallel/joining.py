@@ -1,11 +1,11 @@
-"""From the environment to processes that know of each other: JAX's own runtime for several of them.
+"""Start of JAX's multi-process runtime from environment variables.
 
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID    told by hand: host:port of process 0, how many, which
-COVEY_DISTRIBUTED=auto                                        told by the cluster: Slurm, MPI, Kubernetes, a TPU pod
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID    set by hand: host:port of process 0, count, own index
+COVEY_DISTRIBUTED=auto                                        read from the cluster: Slurm, MPI, Kubernetes, a TPU pod
 COVEY_DISTRIBUTED=off                                         one process, whatever else is set
 
-Process 0 listens at the address that the others are told and nowhere else; JAX_COORDINATOR_BIND_ADDRESS names another
-place. The runtime asks for no password, so whoever can reach that port can disturb the run.
+Process 0 listens only at the address given to the others, unless JAX_COORDINATOR_BIND_ADDRESS names another. The
+runtime has no authentication, so anyone who can reach that port can disturb the run.
 """
 
 import re
@@ -22,15 +22,15 @@ ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PR
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 HEARTBEAT = 60
-"""Seconds after which a process that was killed is missed."""
+"""Seconds without a heartbeat after which a process is taken to be dead."""
 LEAVING = 30
-"""Seconds that a process waits at its end for the others to end too; then JAX aborts it."""
+"""Seconds that a process waits at its end for the others to end; then JAX aborts it."""
 
 
 def join(environment: Mapping[str, str]) -> None:
-    """Joins the processes that `environment` names; does nothing when it names none, or this one alone.
+    """Join the processes that `environment` names; do nothing if it names none, or only this one.
 
-    Comes before any other use of JAX.
+    Call it before any other use of JAX.
 
     Raises:
         CoveyError: the environment is contradictory, or the processes do not come together.
@@ -45,7 +45,7 @@ def join(environment: Mapping[str, str]) -> None:
         return
     listens = _listens_at(address, environment) if address and number == 0 else None
     print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and live on
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM and keep the process running
     try:
         jax.distributed.initialize(
             address,
@@ -66,10 +66,10 @@ def join(environment: Mapping[str, str]) -> None:
 
 
 def _listens_at(address: str, environment: Mapping[str, str]) -> str:
-    """The host:port that process 0 listens at.
+    """Return the host:port that process 0 listens at.
 
     Raises:
-        CoveyError: nothing can listen there; JAX would end the process with a segmentation fault.
+        CoveyError: the address cannot be bound; JAX would end the process with a segmentation fault.
     """
     place = environment.get(BIND) or address
     host, _, port = place.rpartition(":")
@@ -89,7 +89,7 @@ def _listens_at(address: str, environment: Mapping[str, str]) -> str:
 
 
 def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Address, number of processes and number of this one; None when the environment has none of them."""
+    """Return the address, the number of processes and this one's index; None if the environment has none of them."""
     given = {name: environment[name] for name in (ADDRESS, COUNT, NUMBER) if environment.get(name)}
     if not given or environment.get(MODE):
         return None
@@ -111,4 +111,4 @@ FORMS = {
     COUNT: ("[0-9]+", "a whole number"),
     NUMBER: ("[0-9]+", "a whole number"),
 }
-"""Variable → what it looks like."""
+"""For each variable the pattern of its value, and its description in errors."""

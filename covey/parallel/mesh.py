@@ -1,6 +1,6 @@
 """Meshes: the devices of a run as a grid with named axes.
 
-`data` repeats the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. A mesh lies
+`data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. A mesh lies
 within one process; several processes have one each (`distributed`).
 """
 
@@ -21,18 +21,18 @@ def make_mesh(
     axes: Sequence[str] = ("fsdp", "tp"),
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over `devices`, or over all that this process has.
+    """Make a mesh over `devices`, or over all devices of this process.
 
-    Its axes are automatic: the compiler places what has no sharding of its own. `jax.make_mesh` alone makes explicit
-    axes, under which every product of two differently sharded arrays has to say where its result goes.
+    Its axes are automatic: the compiler shards arrays that have no sharding of their own. `jax.make_mesh` by default
+    makes explicit axes, where every product of two differently sharded arrays needs a sharding for its result.
 
     Args:
-        shape: devices along each axis. When not set, the mesh is the first device alone.
+        shape: number of devices along each axis. If not set, the mesh has only the first device.
         axes: names out of `AXES`, one for each number of `shape`.
-        devices: what to use when not every device of this process.
+        devices: devices to use; all of this process if not set.
 
     Raises:
-        RecipeError: names or numbers that make no mesh, or that do not use every device once.
+        RecipeError: the names or numbers are invalid, or do not use every device once.
     """
     if shape is None:
         shape, devices = (1,) * len(axes), (devices or jax.local_devices())[:1]
@@ -50,15 +50,15 @@ def make_mesh(
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """`mesh` with automatic axes, as `make_mesh` makes it: the same devices, names and order."""
+    """Return `mesh` with automatic axes, as `make_mesh` makes them: the same devices, names and order."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def mesh_for(config: MeshConfig) -> Mesh | None:
-    """The mesh that a recipe asks for, over the first devices of this process; None for one device.
+    """Make the mesh that a recipe sets, over the first devices of this process; None for one device.
 
     Raises:
-        RecipeError: there are fewer.
+        RecipeError: this process has fewer devices.
     """
     sizes = {axis: getattr(config, axis) for axis in AXES}
     if sizes["data"] == 1:
@@ -80,5 +80,5 @@ def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
 
 
 def _product(shape: tuple[int, ...]) -> str:
-    """`(2, 4)` as `2 x 4 = 8`."""
+    """Format `(2, 4)` as `2 x 4 = 8`."""
     return f"{' x '.join(map(str, shape))} = {math.prod(shape)}" if len(shape) > 1 else str(math.prod(shape))

@@ -1,4 +1,4 @@
-"""Putting host arrays and optimizer state where the weights they belong to live."""
+"""Placement of host arrays and optimizer state on the devices of the weights they belong to."""
 
 from typing import Any, TypeVar
 
@@ -14,12 +14,12 @@ Tree = TypeVar("Tree")
 
 
 def row_ways(mesh: Mesh | None) -> int:
-    """Over how many devices the rows of a batch are divided."""
+    """Return the number of devices that the rows of a batch are divided over."""
     return 1 if mesh is None else row_count(mesh)
 
 
 def weight_shardings(params: Any, mesh: Mesh | None) -> Any:
-    """A sharding for each weight: by the rules on `mesh`; where it lies now when there is none, the axes automatic."""
+    """Return a sharding per weight: by the rules on `mesh`; without one its current sharding, with automatic axes."""
     return jax.tree.map(lambda x: _automatic(x.sharding), params) if mesh is None else shardings(params, mesh)
 
 
@@ -30,14 +30,14 @@ def _automatic(sharding: Sharding) -> Sharding:
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:
-    """A batch of rows on the devices that hold `like`, divided over their mesh when they have one."""
+    """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one."""
     mesh = mesh_of(like)
     placed: Tree = jax.device_put(batch, row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding)
     return placed
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """A sharding for each leaf of the optimizer's state: a moment lies where its parameter does."""
+    """Return a sharding per leaf of the optimizer's state: a moment has the sharding of its parameter."""
     mesh, abstract = mesh_of(params), jax.eval_shape(optimizer.init, params)
     if mesh is not None:
         return shardings(abstract, mesh)

@@ -1,6 +1,6 @@
-"""Moving trees of arrays between devices, and asking a tree what its leaves are called and where they are.
+"""Transfers of trees of arrays between devices, and the names and the mesh of a tree's leaves.
 
-A path is dotted: `layers.0.attn.q_proj.kernel`. Checkpoints, sharding rules and errors all use these names, so they do
+A path is dotted: `layers.0.attn.q_proj.kernel`. Checkpoints, sharding rules and errors all use these names, which do
 not depend on the classes that hold the arrays.
 """
 
@@ -22,12 +22,12 @@ from covey.errors import CoveyError
 
 @dataclass(frozen=True)
 class Transfer:
-    """How a move went.
+    """Outcome of a transfer.
 
     Attributes:
-        seconds: from the call until the last array had arrived, or until it failed.
+        seconds: time from the call until the last array had arrived, or until the transfer failed.
         bytes: size of the arrays moved.
-        error: why it failed, None when it did not.
+        error: reason of a failure; None if the transfer succeeded.
     """
 
     seconds: float
@@ -43,17 +43,18 @@ def reshard(
     *,
     copy: bool = False,
 ) -> PyTree:
-    """`tree` on the devices and in the layout of `target_shardings`; returns at once, the arrays arrive later.
+    """Move `tree` to `target_shardings`; the call returns at once, and the arrays arrive later.
 
-    Under Pathways its own resharder does the move, and that one returns when the arrays are there.
+    Under Pathways its own resharder moves the arrays, and the call returns after they have arrived.
 
     Args:
         tree: arrays, in any nesting.
-        target_shardings: one sharding for all; or a tree with the same names, of shardings or of arrays to imitate.
-        donate: give up the source, which cannot be used any more: its memory is freed as the arrays leave its devices.
+        target_shardings: one sharding for all arrays; or a tree with the same names, of shardings or of arrays that
+            have them.
+        donate: donate the source: its memory is freed as the arrays leave its devices, and it cannot be used again.
         on_done: called from another thread with the outcome, success or failure.
-        copy: copy also what is already on a device where it is wanted. Otherwise the result shares those buffers with
-            `tree`, and an update that donates one of the two leaves the other without its data.
+        copy: copy also arrays that are already on a target device. Otherwise the result shares those buffers with
+            `tree`, and an update that donates one of the two deletes the data of the other.
 
     Raises:
         CoveyError: the trees do not have the same leaves.
@@ -74,13 +75,13 @@ def reshard(
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """Every leaf by its dotted path, in the order of `jax.tree.leaves`. An `nnx.State` reads like a dict of its arrays.
+    """Return every leaf by its dotted path, in the order of `jax.tree.leaves`; an `nnx.State` is read as a dict.
 
     >>> flatten({"layers": [{"bias": 1}, {"bias": 2}]})
     {'layers.0.bias': 1, 'layers.1.bias': 2}
 
     Raises:
-        CoveyError: two leaves have one name, because a key contains a dot.
+        CoveyError: two leaves have the same name, because a key contains a dot.
     """
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -92,17 +93,17 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """A key path of JAX as text; the `.value` that `nnx.Variable` puts at its end is left out."""
+    """Convert a key path of JAX to text; the `.value` that `nnx.Variable` puts at its end is left out."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:
-    """The one mesh the tree's arrays lie on, None when they lie on no mesh.
+    """Return the mesh that the tree's arrays are on; None if they are on no mesh.
 
     Raises:
-        CoveyError: they lie on more than one.
+        CoveyError: the arrays are on more than one mesh.
     """
     meshes: dict[Any, str] = {}
     for name, leaf in flatten(tree).items():
@@ -123,7 +124,7 @@ def _describe(mesh: Mesh) -> str:
 
 
 def _shardings(tree: PyTree, target: PyTree) -> PyTree:
-    """`target` in the structure of `tree`, matched by name, as shardings."""
+    """Return the shardings of `target`, matched by name, in the structure of `tree`."""
     ours = flatten(tree)
     theirs = dict.fromkeys(ours, target) if isinstance(target, Sharding) else flatten(target)
     if odd := sorted(ours.keys() ^ theirs.keys()):
@@ -136,13 +137,13 @@ def _shardings(tree: PyTree, target: PyTree) -> PyTree:
 
 
 def _apart(x: jax.Array, to: Sharding) -> bool:
-    """Whether `x` leaves all of its devices, and so cannot share a buffer with the result."""
+    """Return whether `x` leaves all of its devices, and so cannot share a buffer with the result."""
     return x.sharding.device_set.isdisjoint(to.device_set)
 
 
 def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
-    # Not device_put(donate=True): between devices of jax 0.10.2 it leaves arrays that crash the process when touched,
-    # within them it frees nothing. Nor is may_alias=False a copy: one of several replicas is shared all the same.
+    # Not device_put(donate=True): in jax 0.10.2 it returns arrays that crash the process when used, if devices differ,
+    # and frees nothing if they do not. Nor does may_alias=False always copy: one of several replicas is still shared.
     moved = jax.device_put(tree, target)
     for leaf, to in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
         if donate and _apart(leaf, to):
@@ -151,7 +152,7 @@ def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
 
 
 def _from_a_thread(call: Callable[..., None], *args: Any) -> None:
-    """Whatever the report does, the caller goes on."""
+    """Run `call` in a thread, so that it cannot block the caller or raise there."""
     threading.Thread(target=call, args=args, name="reshard").start()
 
 
@@ -166,7 +167,7 @@ def _watch(moved: PyTree, started: float, size: int, report: Callable[[Transfer]
 
 
 def _arrived(leaf: jax.Array) -> None:
-    """Wait for `leaf`. One that was donated onward meanwhile has been used, and so had arrived."""
+    """Wait for `leaf`. If it was donated in the meantime, it has been used, and so had arrived."""
     try:
         leaf.block_until_ready()
     except RuntimeError:
@@ -175,7 +176,7 @@ def _arrived(leaf: jax.Array) -> None:
 
 
 def _mover() -> Callable[..., PyTree]:
-    """Pathways' resharder when it is installed and in use, else `jax.device_put`."""
+    """Return Pathways' resharder if it is installed and in use, else `_device_put`."""
     if find_spec("pathwaysutils") is None or not import_module("pathwaysutils").is_pathways_backend_used():
         return _device_put
     resharder: Callable[..., PyTree] = import_module("pathwaysutils.experimental.reshard").reshard

@@ -1,11 +1,11 @@
-"""Where each array lies on a mesh: a parameter's name gives its logical axes, a table gives their mesh axes.
+"""Sharding rules: a parameter's name determines its logical axes, and a table maps those to mesh axes.
 
     layers.3.attn.q_proj.kernel  ->  ("embed", "heads")  ->  PartitionSpec("fsdp", "tp")
 
-Only the end of the path counts, so the moments in an optimizer's state lie where their parameters do. What no rule
-knows is replicated: right on every mesh, only larger than need be. Heads lie side by side in a projection's output,
-so `heads` may be cut inside a head where their number is no multiple of the mesh axis: right as well, at the price of
-some traffic.
+Only the end of the path is used, so the moments in an optimizer's state have the sharding of their parameters. Arrays
+without a rule are replicated: correct on every mesh, at the price of memory. Heads are adjacent in a projection's
+output, so `heads` may be split inside a head if their number is not a multiple of the mesh axis: correct too, at the
+price of some communication.
 """
 
 import logging
@@ -21,7 +21,7 @@ from covey.parallel.mesh import automatic
 from covey.parallel.reshard import dotted
 
 Rules = Mapping[str, tuple[str, ...]]
-"""Logical axis → the mesh axes that split it, outermost first. Those a mesh does not have are passed over."""
+"""Mesh axes that split each logical axis, outermost first; axes that a mesh does not have are skipped."""
 
 DEFAULT_RULES: Rules = {
     "rows": ("data", "fsdp"),
@@ -48,11 +48,11 @@ _MODULES = {
 
 
 def logical_axes(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """The logical axis of each dimension of a parameter of our decoder; None where nothing splits it.
+    """Return the logical axis of each dimension of a parameter of the decoder; None for one that is never split.
 
     Args:
-        path: dotted; only its end is looked at.
-        shape: one dimension more than the parameter has by itself means stacked layers, `layer` first.
+        path: dotted path; only its end is used.
+        shape: shape of the array; with one dimension more than the parameter has, the first is `layer` (stacked).
 
     >>> logical_axes("layers.0.mlp.down_proj.kernel", (1536, 576))
     ('mlp', 'embed')
@@ -69,7 +69,7 @@ def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
     *modules, leaf = names
     if modules and modules[-1] == "lora":
         modules, leaf = modules[:-1], f"lora_{leaf}"
-    if modules and modules[-1] == "kernel":  # a quantised one: its values and its scales lie as it would
+    if modules and modules[-1] == "kernel":  # quantised: values and scales have the axes of the kernel
         modules, leaf = modules[:-1], "kernel"
     if leaf == "scale":
         return (None,)
@@ -89,15 +89,15 @@ def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
 def shardings(
     tree: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES, report: Callable[[str], None] | None = None
 ) -> PyTree:
-    """The sharding of each array of `tree` (or of its shapes, from `jax.eval_shape`) on `mesh`, its axes automatic.
+    """Return the sharding of each array of `tree` (or of its shapes, from `jax.eval_shape`) on `mesh`, axes automatic.
 
-    A dimension that the mesh axis does not divide, or whose mesh axis an earlier dimension took, is replicated instead.
+    A dimension that the mesh axis does not divide, or whose mesh axis splits an earlier dimension, is replicated.
 
     Args:
         tree: parameters, or an optimizer's state over them.
-        mesh: where they are to lie.
-        rules: which mesh axes split which logical axis.
-        report: called once for each kind of dimension that was replicated; the log when not set.
+        mesh: mesh to shard over.
+        rules: mesh axes that split each logical axis.
+        report: called once for each kind of dimension that was replicated; if not set, the log.
 
     Returns:
         A tree like `tree`, of `NamedSharding`.
@@ -119,27 +119,27 @@ def shardings(
 
 
 def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
-    """The sharding of data and activations: their first dimension is `rows`, whatever comes behind it.
+    """Return the sharding of data and activations: their first dimension is `rows`, the others are not split.
 
-    The number of rows must divide by the devices along those axes; `row_count` says how many that are.
+    The number of rows must be a multiple of `row_count`.
     """
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("rows", mesh, rules) or None))
 
 
 def row_count(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> int:
-    """How many parts the rows are split into: a number of rows has to be a multiple of it."""
+    """Return the number of parts that rows are split into; the number of rows must be a multiple of it."""
     return math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
 
 
 def _mesh_axes(logical: str | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
-    """The axes of `mesh` that split a logical axis."""
+    """Return the axes of `mesh` that split a logical axis."""
     return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
 
 
 def _spec(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, rules: Rules
 ) -> tuple[PartitionSpec, list[str]]:
-    """The partition of an array, and why any of its dimensions stayed whole."""
+    """Return the partition of an array, and the reasons why dimensions were not split."""
     entries: list[tuple[str, ...]] = []
     why: list[str] = []
     for logical, size in zip(axes, shape, strict=True):

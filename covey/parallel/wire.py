@@ -1,9 +1,9 @@
-"""Values as bytes between processes, without pickle: what arrives is data, and can run nothing.
+"""Serialization of values between processes, without pickle: received data cannot run code.
 
-Plain values, tuples, lists, dicts, paths, arrays, and our own dataclasses, named tuples and enumerations. A class goes
-by its name, and only one that Covey has already loaded is made again.
+Supported are plain values, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
+enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.
 
-    8 bytes: length of the JSON | JSON, arrays by number | the arrays one by one, as in .npy files
+    8 bytes: length of the JSON | JSON, arrays as placeholders | the arrays one by one, as in .npy files
 """
 
 import base64
@@ -26,10 +26,10 @@ OURS = "covey."
 
 
 def pack(value: Any) -> bytes:
-    """`value` as bytes.
+    """Serialize `value`.
 
     Raises:
-        CoveyError: something in it is neither plain nor ours.
+        CoveyError: `value` contains an object of an unsupported type.
     """
     arrays: list[np.ndarray] = []
     text = json.dumps(_described(value, arrays)).encode()
@@ -41,10 +41,10 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given; JAX arrays come back as NumPy's.
+    """Return the value that was given to `pack`; JAX arrays become NumPy arrays.
 
     Raises:
-        CoveyError: it names a class that is not ours.
+        CoveyError: the data name a class that is not Covey's.
     """
     source = io.BytesIO(data)
     tree = json.loads(source.read(int.from_bytes(source.read(8), "little")))
@@ -57,7 +57,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _described(value: Any, arrays: list[np.ndarray]) -> Any:
-    """JSON for `value`: plain values and lists as they are, anything else as {kind: content}."""
+    """Convert `value` to JSON: plain values and lists as they are, anything else as {kind: content}."""
     inner = partial(_described, arrays=arrays)
     if isinstance(value, Enum):
         return {"enum": [_name(type(value)), inner(value.value)]}
@@ -126,4 +126,4 @@ KINDS: dict[str, Callable[[Any, Inner, Callable[[], np.ndarray]], Any]] = {
     "named": lambda content, inner, array: _class(content[0])(*(inner(part) for part in content[1])),
     "class": lambda content, inner, array: _class(content[0])(**{name: inner(part) for name, part in content[1]}),
 }
-"""Kind → what is made of its content."""
+"""Function that restores a value from its content, for each kind."""

@@ -1,10 +1,10 @@
 """Chat templates: the checkpoint's own jinja2 code, run in a sandbox in a process of its own.
 
-A template comes from whoever made the checkpoint, so it gets plain text and nothing else, and cannot reach Python. It
-is capped in length, in what it writes, in computing time and in memory. The last two hold because the process that
-renders (`template_child`) is ended by the system when it goes beyond them, whatever the template does there; the next
-request starts another. One process serves all templates, one request at a time. Names and filters are those that
-templates written for Hugging Face expect, with one deviation: the date is fixed.
+A template is untrusted code from the checkpoint, so it gets plain text only and cannot reach Python. Its length, its
+output, its CPU time and its memory are limited. The system enforces the last two: it kills the rendering process
+(`template_child`) that exceeds them, and the next request starts another. One process serves all templates, one request
+at a time. Names and filters are those that templates written for Hugging Face expect, with one deviation: the date is
+fixed.
 """
 
 import atexit
@@ -22,9 +22,9 @@ from typing import Any
 from covey.errors import DataError, WeightsError
 
 MAX_TEMPLATE = 100_000
-"""Longest template, in characters."""
+"""Largest length of a template, in characters."""
 MAX_SECONDS = 1.0
-"""Most computing time of compiling a template, and of one rendering. A long chat takes some hundredths."""
+"""Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def parse(source: str) -> Template:
     """Check that a template compiles.
 
     Raises:
-        WeightsError: it is too long, or does not compile within the limits.
+        WeightsError: the template is too long, or does not compile within the limits.
     """
     if len(source) > MAX_TEMPLATE:
         raise WeightsError(f"the model's chat template has {len(source)} characters", want=f"{MAX_TEMPLATE} at most")
@@ -53,17 +53,17 @@ def parse(source: str) -> Template:
 
 
 def render(template: Template, values: Mapping[str, Any], *, mark: str = "", controls: Sequence[str] = ()) -> str:
-    """The template's text.
+    """Render a template.
 
     Args:
-        template: from `parse`.
-        values: JSON-able; what the template may use, by name.
-        mark: put on both sides of each of `controls` that the template's own text spells; what comes out of `values`
-            stays as it is, so the two can be told apart.
+        template: a template from `parse`.
+        values: variables of the template by name, JSON-serializable.
+        mark: text put on both sides of each of `controls` that the template itself contains; text from `values` gets
+            no marks, so the two can be told apart.
         controls: control tokens as text.
 
     Raises:
-        DataError: it refuses the values (many do, for an unexpected role), fails on them or goes beyond the limits.
+        DataError: the template refuses the values (often an unexpected role), fails on them or exceeds the limits.
     """
     request = {"source": template.source, "mark": mark, "controls": list(controls), "values": dict(values)}
     try:
@@ -82,26 +82,26 @@ OTHER_ROLES = "check the roles and their order; many models want user and assist
 
 
 class _Child:
-    """The rendering process, started when it is first needed and again after it was ended. Safe to use from threads."""
+    """The rendering process, started on first use and restarted after it has ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to `request`.
+        """Send `request` to the process and return its response.
 
         Raises:
-            ChildProcessError: the process ended over it; says how, to follow "the template".
+            ChildProcessError: the process ended while handling it; the message reads on from "the template".
         """
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
-            if self._process is None or self._process.poll() is not None:  # not yet there, or ended by somebody else
+            if self._process is None or self._process.poll() is not None:  # not yet started, or killed from outside
                 self._end()
                 self._process = self._started()
             try:
                 answer = self._exchanged(self._process, line)
-            except BaseException:  # the answer may still be on its way, and would be taken for that of the next request
+            except BaseException:  # a late response would be taken for that of the next request
                 self._end()
                 raise
             if answer:
@@ -131,7 +131,7 @@ class _Child:
     def _exchanged(self, process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: reading tells
+        with suppress(BrokenPipeError):  # it has ended: reading returns nothing
             process.stdin.write(line)
             process.stdin.flush()
         return process.stdout.readline()
@@ -143,7 +143,7 @@ class _Child:
         process.kill()
         process.wait()
         for pipe in filter(None, (process.stdin, process.stdout)):
-            with suppress(BrokenPipeError):  # a request that was not taken in full
+            with suppress(BrokenPipeError):  # a request that was not read in full
                 pipe.close()
 
 

@@ -1,4 +1,4 @@
-"""Chat messages, which are data, on their way into a chat template."""
+"""Checks and conversions of chat messages before they are passed to a chat template."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,11 +6,11 @@ from covey.errors import DataError
 from covey.types import Message
 
 USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "model")
-"""Roles that a template may put a control token together from: `'<|' + role + '|>'`."""
+"""Roles from which a template may build a control token: `'<|' + role + '|>'`."""
 
 
 def checked(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Plain dicts of text, so that a template in the sandbox gets nothing else in its hands."""
+    """Convert messages to plain dicts of text, so that a template in the sandbox gets nothing else."""
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise DataError(f"message {index} is {message!r:.80}", want='{"role": ..., "content": ...}')
@@ -20,7 +20,7 @@ def checked(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
-    """The chat with its system message at the head of the user's first turn; None when it does not begin so."""
+    """Move the system message to the start of the user's first message; None if the chat begins otherwise."""
     if [message["role"] for message in messages[:2]] != ["system", "user"]:
         return None
     system, user, *rest = checked(messages)
@@ -28,7 +28,7 @@ def system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
 
 
 def unused_mark(messages: Sequence[Message]) -> str:
-    """A code point that Unicode reserves for no character, and that none of the messages contains."""
+    """Return a Unicode noncharacter that none of the messages contains."""
     used = set("".join(value for message in checked(messages) for value in message.values()))
     free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
     if not free:
@@ -37,7 +37,7 @@ def unused_mark(messages: Sequence[Message]) -> str:
 
 
 def harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages of the same form, in which no text can become a control token."""
+    """Replace texts other than usual roles by a neutral word, so that none can become a control token."""
 
     def usual(key: str, value: str) -> bool:
         return not value.strip() or (key == "role" and value in USUAL_ROLES)

@@ -1,9 +1,9 @@
-"""Process that renders chat templates for `templates`: one JSON request a line on stdin, one answer a line on stdout.
+"""Process that renders chat templates for `chat_template`: a JSON request per stdin line, a response per stdout line.
 
-The sandbox keeps a template from Python. It does not keep it from computing without end or filling the memory: a list
-of two of itself, forty times, is written out in terabytes, and a filter may be quadratic. So the process allows itself
-`MAX_SECONDS` of computing a request, after which the system ends it wherever it is, and `MAX_MEMORY` bytes. Computing
-time does not pass while other programs have the processor, so a busy machine refuses nothing that an idle one takes.
+The sandbox keeps a template from reaching Python, but not from endless loops or from filling the memory: a list nested
+forty times, each level holding the one below twice, prints as terabytes, and a filter may be quadratic. So the process
+limits itself to `MAX_SECONDS` of CPU time per request, after which the system kills it, and to `MAX_MEMORY` bytes. CPU
+time does not pass while other programs run, so a busy machine refuses nothing that an idle one accepts.
 """
 
 import json
@@ -26,22 +26,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_SECONDS = 1.0
-"""Most computing time of one request. A long chat takes some hundredths."""
+"""Limit of the CPU seconds per request. A long chat takes some hundredths."""
 MAX_MEMORY = 1 << 29
-"""Bytes of this process."""
+"""Limit of this process's memory, in bytes."""
 MEMORY = f"it takes more than {MAX_MEMORY >> 20} MiB of memory"
-"""What is said when it would be more."""
+"""Error text for a template that needs more memory."""
 MAX_RENDERED = 1_000_000
-"""Longest rendered prompt, in characters."""
+"""Largest length of a rendered prompt, in characters."""
 MAX_REASON = 500
-"""Longest account of an error, in characters: a template may raise with a text of any length."""
+"""Largest length of an error text, in characters: a template may raise with a text of any length."""
 TODAY = datetime(2024, 7, 26)
-"""The date a template sees: Llama 3's own fallback. With the real one a run resumed tomorrow has other prompts."""
+"""Date for templates: Llama 3's own fallback. With the real date, a run resumed tomorrow would have other prompts."""
 
 
 def main(seconds: float = MAX_SECONDS) -> None:
     """Answer requests until stdin ends."""
-    with suppress(ValueError, OSError):  # macOS sets no such limit: there the computing time has to do
+    with suppress(ValueError, OSError):  # macOS has no such limit: there only the CPU time is limited
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
@@ -54,8 +54,9 @@ def main(seconds: float = MAX_SECONDS) -> None:
 
 
 def answered(line: bytes) -> bytes:
-    """The answer to a request: `text`, or `refused` with the reason, the template's `line` where there is one, and
-    whether it went beyond a `limit`.
+    """Return the response to a request: `text`, or `refused` with the reason.
+
+    With `refused` come the template's `line`, if known, and whether it exceeded a `limit`.
     """
     request = json.loads(line)
     found: dict[str, Any] = {}
@@ -63,7 +64,7 @@ def answered(line: bytes) -> bytes:
         template = compiled(request["source"], request["mark"], tuple(request["controls"]))
         if request["values"] is not None:
             found = {"text": rendered(template, request["values"])}
-    except Exception as error:  # the checkpoint's code: whatever it does wrong, say so and stop
+    except Exception as error:  # untrusted code may raise anything: report it
         lineno = error.lineno if isinstance(error, TemplateSyntaxError) else None
         reason = MEMORY if isinstance(error, MemoryError) else str(error) or type(error).__name__
         limit = isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError)
@@ -73,7 +74,7 @@ def answered(line: bytes) -> bytes:
 
 @lru_cache(maxsize=64)
 def compiled(source: str, mark: str, controls: Sequence[str]) -> Template:
-    """The template, in which `mark` stands on both sides of every control token that its own text spells."""
+    """Compile a template, with `mark` put on both sides of every control token that its own text contains."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     if mark and controls:
         longest_first = sorted(controls, key=len, reverse=True)
@@ -90,7 +91,7 @@ def compiled(source: str, mark: str, controls: Sequence[str]) -> Template:
 
 
 def rendered(template: Template, values: Mapping[str, Any]) -> str:
-    """The template's text for `values`, the same whenever it is asked for."""
+    """Render a template for `values`; equal values always give equal text."""
     random.seed(0)  # for the filter `random`
     return _capped(template.generate(values))
 
@@ -107,7 +108,7 @@ def _capped(pieces: Iterable[str]) -> str:
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     marked: tuple[re.Pattern[str], str] | None = None
-    """What to put a mark around in the template's own text, and the replacement with its marks."""
+    """Pattern of the control tokens to mark in the template's own text, and the replacement with the marks."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -124,7 +125,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class _Namespace(Namespace):
     """jinja2's `namespace`, without names that Python itself would look up."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` stays free as a keyword, as in jinja2
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be used as a keyword, as in jinja2
         for name in dict(*args[1:], **kwargs):
             _public(name)
         Namespace.__init__(*args, **kwargs)

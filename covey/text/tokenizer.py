@@ -1,17 +1,17 @@
-"""Text to tokens and back, chat messages to the prompt the model was trained on, and which tokens end an answer.
+"""Tokenizer: converts text to tokens and back, renders chat prompts, and lists the tokens that end a completion.
 
-One `Tokenizer` over the `tokenizers` library, read from a Hugging Face folder here and from GGUF metadata in
-`models.loading.gguf`. No JAX.
+`Tokenizer` wraps the `tokenizers` library. It is read from a Hugging Face folder here and from GGUF metadata in
+`models.loading.gguf`. This module does not import JAX.
 
-Control tokens. Text that a caller hands to `encode` may contain the model's control tokens, and they are
-recognised. What stands inside a chat *message* is data: there, `<|im_end|>` is spelled out in ordinary tokens, so no
-row of a data set can end its turn and speak as another role. The control tokens that a template spells in its own text
-are marked while it is rendered, and the ids of the whole are compared with them: it does not matter whether data reach
-a control token by spelling it, or because the template or the tokenizer's normaliser turns them into it. `render`
-returns plain text and cannot make this difference; `encode_prompt` does.
+Control tokens: `encode` recognises the model's control tokens in its text. The content of a chat *message* is data:
+there `<|im_end|>` is encoded as ordinary tokens, so no row of a data set can end its turn and write as another role.
+The control tokens in the template's own text are marked while it is rendered, and compared with the control tokens
+among the encoded ids. So it does not matter whether data contain a control token as it is, or whether the template or
+the tokenizer's normaliser turns them into one. `render` returns plain text and cannot tell the two apart;
+`encode_prompt` does.
 
-Stop tokens. Every one counts: those that the generation config, the model config and the tokenizer config name, and
-the usual end-of-turn tokens (`END_TOKENS`) where the vocabulary has them as control tokens.
+Stop tokens: all that the generation config, the model config and the tokenizer config name, and the usual end-of-turn
+tokens (`END_TOKENS`) that the vocabulary has as control tokens.
 """
 
 import json
@@ -40,16 +40,16 @@ PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 
 
 class Tokenizer:
-    """Tokens of one model.
+    """Tokenizer of one model.
 
     Args:
         inner: the `tokenizers` object; truncation, padding and BPE dropout saved in it are turned off.
-        eos_id: the token that ends a text; counted among the stop tokens.
+        eos_id: the token that ends a text; it is also a stop token.
         stop_ids: further stop tokens, by id.
         bos_id: the token that begins a text, if the model has one.
         pad_id: the declared padding token.
         add_bos: whether a plain string is encoded with `bos_id` before it.
-        chat_template: jinja2 source, None when the model has no chat format.
+        chat_template: jinja2 source; None if the model has no chat format.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tokenizer:
         """Read tokenizer.json and the config files beside it.
 
         Raises:
-            WeightsError: a file is missing or malformed, or no end-of-text token is named anywhere.
+            WeightsError: a file is missing or malformed, or no file names an end-of-text token.
         """
         folder = Path(folder)
         inner = _read_inner(folder / "tokenizer.json")
@@ -100,24 +100,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id. The model's embedding may have more rows, for padding."""
+        """Vocabulary size: the highest token id plus 1. The model's embedding may have more rows, for padding."""
         return max(self.inner.get_vocab().values()) + 1
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n]: the text alone, nothing added at its ends; control tokens written in it are recognised."""
+        """Encode text to int32 [n], without BOS or EOS; control tokens in it are recognised."""
         return self._encode_with(self.inner, text)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-        """Text of `tokens`; stop and other control tokens are left out unless `skip_special` is False."""
+        """Decode `tokens` to text; stop and other control tokens are left out unless `skip_special` is False."""
         with library_errors(f"the tokenizer cannot decode {np.asarray(tokens)[:8].tolist()}"):
             return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def encode_prompt(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> np.ndarray:
-        """int32 [n]: a string with the model's BOS if it wants one, or messages through the chat template.
+        """Encode a prompt to int32 [n]: a string, after BOS if the model uses one, or messages in the chat template.
 
         Raises:
-            DataError: messages of the wrong shape, a template that refuses them, or a control token that comes out of
-                the data and cannot be written as text.
+            DataError: messages are malformed, the template refuses them, or data become a control token and cannot be
+                encoded as ordinary text.
         """
         if isinstance(prompt, str):
             tokens = self.encode(prompt)
@@ -127,15 +127,15 @@ class Tokenizer:
         return self._guarded(lambda chat: self._rendered(chat, add_generation_prompt, mark), prompt, mark)
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
-        """int32 [n]: what the model should write after `encode_prompt(prompt)`, the stop token included.
+        """Encode a completion to int32 [n]: the tokens to learn after `encode_prompt(prompt)`, with the stop token.
 
-        After messages that is what the chat template makes of an assistant's turn, as far as the token that ends it;
-        control tokens in `completion` are data. After text it is the text itself and the end-of-text token. No token
-        lies across the border to the prompt, since none does when the model writes.
+        After messages it is the assistant's turn as the chat template renders it, up to and including its stop token;
+        control tokens in `completion` are data. After text it is the text itself and the end-of-text token. Prompt and
+        completion are encoded separately, so no token spans their border, as in sampling.
 
         Raises:
-            DataError: messages of the wrong shape, a template that refuses them, or a control token that comes out of
-                the data and cannot be written as text.
+            DataError: messages are malformed, the template refuses them, or data become a control token and cannot be
+                encoded as ordinary text.
         """
         if isinstance(prompt, str):
             tokens = self.encode(completion)
@@ -148,13 +148,13 @@ class Tokenizer:
 
         def written(chat: Sequence[Message]) -> str:
             asked, whole = self._rendered(chat[:-1], True, mark), finished(chat)
-            # A template that shows a finished turn in another way than it asks for one: the content itself is learnt.
+            # The template may render a finished turn differently from its generation prompt: then learn the content.
             return whole.removeprefix(asked) if whole.startswith(asked) else chat[-1]["content"]
 
         return self._through_stop(self._guarded(written, chat, mark), lambda: self._guarded(finished, chat, mark))
 
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
-        """`tokens` as far as the first stop token; when there is none, with the last one of the whole `chat`."""
+        """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""
         stops = np.flatnonzero(np.isin(tokens, self.stop_ids))
         if stops.size:
             return tokens[: stops[0] + 1]
@@ -163,24 +163,24 @@ class Tokenizer:
         return np.append(tokens, ends[-1] if ends.size else np.int32(self.eos_id))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The chat template's text for `messages`; `variables` are passed on to it.
+        """Render `messages` with the chat template; `variables` are passed on to it.
 
-        A system message that the template refuses (Gemma 2's does) or leaves out stands at the head of the user's first
-        turn instead, a blank line before the turn's own text.
+        A system message that the template refuses (as Gemma 2's does) or leaves out is put at the start of the user's
+        first message instead, followed by a blank line.
 
         >>> tokenizer.render([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
         '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
 
         Raises:
-            DataError: messages of the wrong shape, or a template that refuses them.
-            WeightsError: the model has no template, or one that is too long or does not parse.
+            DataError: messages are malformed, or the template refuses them.
+            WeightsError: the model has no template, or its template is too long or does not parse.
         """
         return self._rendered(messages, add_generation_prompt, "", variables)
 
     def _rendered(
         self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
     ) -> str:
-        """See `render`; with a `mark` on both sides of each control token that the template itself spells."""
+        """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
         ends = {"bos_token": self._marked(self.bos_id, mark), "eos_token": self._marked(self.eos_id, mark)}
         given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
@@ -207,16 +207,16 @@ class Tokenizer:
         return chat_template.parse(self.chat_template)
 
     def _guarded(self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str) -> np.ndarray:
-        """Tokens of the text that `shown` makes of `chat`, in which no control token comes out of the data.
+        """Encode the text that `shown` renders from `chat`, and make sure that no control token comes from the data.
 
         Raises:
-            DataError: one does, and cannot be written as text.
+            DataError: one does, and cannot be encoded as ordinary text.
         """
         pieces, own, tokens = self._read(shown(chat), mark)
         if self._spoken(tokens) == own:
             return tokens
         _, usual_own, usual = self._read(shown(harmless(chat)), mark)
-        if self._spoken(usual) != usual_own:  # a template that puts control tokens together from pieces
+        if self._spoken(usual) != usual_own:  # the template builds control tokens from pieces
             if self._spoken(tokens) == self._spoken(usual):
                 return tokens
         elif self._spoken(literal := self._literally(pieces)) == own:
@@ -228,12 +228,12 @@ class Tokenizer:
         )
 
     def _read(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
-        """The pieces of `text`, every second one a marked control token; the ids of those; the ids of the whole."""
+        """Split `text` at marked control tokens; return the pieces (every second a token), those ids and all ids."""
         pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
         return pieces, [self._control_ids[piece] for piece in pieces[1::2]], self.encode("".join(pieces))
 
     def _literally(self, pieces: Sequence[str]) -> np.ndarray:
-        """Ids of `pieces` (see `_read`), where only every second one is a control token and the rest is plain text."""
+        """Encode `pieces` (see `_read`): every second one as a control token, the others as ordinary text."""
         ids = [
             [self._control_ids[piece]] if odd else self._encode_with(self._literal, piece)
             for odd, piece in zip(cycle([False, True]), pieces, strict=False)
@@ -241,7 +241,7 @@ class Tokenizer:
         return np.concatenate(ids).astype(np.int32)
 
     def _spoken(self, tokens: np.ndarray) -> list[int]:
-        """The control tokens among `tokens`, in order."""
+        """Return the control tokens among `tokens`, in order."""
         return [token for token in tokens.tolist() if token in self._controls]
 
     def _marked(self, token: int | None, mark: str) -> str:
@@ -249,8 +249,9 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> dict[int, str]:
-        """Id → text of each token that data must not become: special ones, and whatever begins or ends a text. The one
-        for unknown characters is none, since ordinary text has it.
+        """Text by id of the tokens that data must not become: special tokens, BOS and stop tokens.
+
+        The token for unknown characters is not one of them, since ordinary text contains it.
         """
         ends = {*self.stop_ids, self.bos_id}
         unknown = unknown_id(self.inner)
@@ -267,7 +268,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """A copy that reads control tokens as the text they are written in."""
+        """Copy of the tokenizer that encodes control tokens as ordinary text."""
         saved = json.loads(self.inner.to_str())
         for token in saved["added_tokens"]:
             token["special"] = token["special"] or token["id"] in self._controls
@@ -289,7 +290,7 @@ class Tokenizer:
         return "" if token is None else self.inner.id_to_token(token) or ""
 
     def _pick_pad(self, declared: int | None) -> int:
-        """The declared padding token unless it is a stop token: then a loss mask made from it would drop the stop."""
+        """Return the declared padding token, or another if that is a stop token: a padding mask would hide the stop."""
         usual = [self.inner.token_to_id(text) for text in PAD_TOKENS]
         spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
         choices = [token for token in (declared, *usual, *spare) if token is not None and token not in self.stop_ids]
@@ -297,7 +298,7 @@ class Tokenizer:
 
 
 def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object from a file; `missing` instead of an error when there is no file."""
+    """Read a JSON object from a file; return `missing`, if given, when there is no file."""
     if missing is not None and not path.is_file():
         return missing
     text = _read_text(path)
@@ -343,7 +344,7 @@ def _no_tokenizer(folder: Path) -> WeightsError:
 def _special_id(
     inner: tokenizers.Tokenizer, settings: Mapping[str, Any], configs: Sequence[Mapping[str, Any]], role: str
 ) -> int | None:
-    """Id of `bos_token`, `eos_token` or `pad_token`: by its text in the tokenizer config, else by id."""
+    """Return the id of `bos_token`, `eos_token` or `pad_token`: from its text in the tokenizer config, else by id."""
     value = settings.get(f"{role}_token")
     text = value.get("content") if isinstance(value, dict) else value
     if isinstance(text, str) and (token := inner.token_to_id(text)) is not None:
@@ -352,13 +353,13 @@ def _special_id(
 
 
 def _ids(value: Any) -> list[int]:
-    """Whole numbers that can be ids: some published files write -1 for "none"."""
+    """Return the integers in `value` that can be ids: some published files have -1 for "none"."""
     listed = value if isinstance(value, list) else [value]
     return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
 
 
 def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
-    """What the config says; else what the tokenizer itself puts before an empty text."""
+    """Return `add_bos_token` of the config; if not set, whether the tokenizer puts BOS before an empty text."""
     said = settings.get("add_bos_token")
     if isinstance(said, bool):
         return said
@@ -367,7 +368,7 @@ def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: in
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else the config's template; of several named ones, `default`."""
+    """Read chat_template.jinja, or else the config's template; of several named ones, the one named `default`."""
     if (file := folder / "chat_template.jinja").is_file():
         return _read_text(file)
     template = settings.get("chat_template")

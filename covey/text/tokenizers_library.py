@@ -1,4 +1,4 @@
-"""The `tokenizers` library held to one encoding a text and to errors that can be told."""
+"""Helpers for the `tokenizers` library: deterministic encoding, and library errors as `WeightsError`."""
 
 import json
 import logging
@@ -31,16 +31,16 @@ def library_errors(what: str, where: str = "") -> Iterator[None]:
 
 
 def switch_dropout_off(inner: tokenizers.Tokenizer) -> None:
-    """Leave one way to encode a text: BPE dropout (Provilkov et al., 2020) skips merges at random."""
+    """Switch off BPE dropout (Provilkov et al., 2020), which skips merges at random, so encoding is deterministic."""
     model = inner.model
     if dropout := getattr(model, "dropout", None):
-        model.dropout = None  # the model itself: the library hands out a reference
+        model.dropout = None  # changes the tokenizer itself: `inner.model` is a reference
         log.warning("the tokenizer's BPE dropout of %g is switched off: one text has one encoding", dropout)
 
 
 def unknown_id(inner: tokenizers.Tokenizer) -> int | None:
-    """The token that stands for characters which the vocabulary lacks."""
-    if isinstance(inner.model, tokenizers.models.Unigram):  # its object does not tell
+    """Return the id of the token for characters that the vocabulary lacks."""
+    if isinstance(inner.model, tokenizers.models.Unigram):  # its object has no such attribute
         found: int | None = json.loads(inner.to_str())["model"].get("unk_id")
         return found
     text = getattr(inner.model, "unk_token", None)
