@@ -61,7 +61,7 @@ TESTS = {
         "tests/rl/test_inference.py",
     ),
 }
-"""Module → the tests that say what it computes, the quickest first; the module's worked examples run before them."""
+"""Module → the tests that specify what it computes, the fastest first; the module's doctests run before them."""
 
 WIDE = (
     "tests/losses",
@@ -70,7 +70,7 @@ WIDE = (
     "tests/faults/test_number_faults.py",
     "tests/acceptance/test_grpo_step.py",
 )
-"""What `--wide` runs on survivors."""
+"""Tests that `--wide` runs on survivors."""
 
 EQUIVALENT = {
     "covey/losses/policy.py": {
@@ -155,7 +155,7 @@ EQUIVALENT = {
         ),
     },
 }
-"""Module → mutant, as `Mutant.diff` writes it → why no test of what the module promises tells it from the original."""
+"""Module → mutant, as `Mutant.diff` writes it → why no test of the module's contract can distinguish it."""
 
 COMPARE = {
     ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
@@ -182,7 +182,7 @@ class Mutant:
 
     @property
     def source(self) -> str:
-        """The module with the change in it."""
+        """Source of the module with the change applied."""
         original = _text(self.module)
         return original[: self.start] + self.text + original[self.stop :]
 
@@ -197,7 +197,7 @@ class Mutant:
 
     @property
     def equivalent(self) -> str:
-        """Why no test can tell it from the original; empty when one can."""
+        """Reason why no test can distinguish it from the original, or "" when one can."""
         return EQUIVALENT.get(self.module, {}).get(self.diff, "")
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ def mutants(module: str) -> Iterator[Mutant]:
 
 
 def killed_by(mutant: Mutant, copy: Path, timeout: float, wide: bool) -> str:
-    """Return the test that fails on the mutant, "timeout", or nothing when every test passes."""
+    """Return the test that fails on the mutant, "timeout", or "" when every test passes."""
     target = copy / mutant.module
     target.write_text(mutant.source, encoding="utf-8")
     try:
@@ -262,7 +262,7 @@ def killed_by(mutant: Mutant, copy: Path, timeout: float, wide: bool) -> str:
 
 
 def _tried(drawn: list[Mutant], copy: Path, options: argparse.Namespace) -> Iterator[tuple[Mutant, str]]:
-    """Generate each mutant with what killed it, as it is found out."""
+    """Yield each mutant with the test that killed it, as soon as it is known."""
     for number, mutant in enumerate(drawn, start=1):
         began = time.monotonic()
         killer = killed_by(mutant, copy, options.timeout, options.wide)
@@ -349,7 +349,7 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_type(node: ast.Assign) -> bool:
-    """Whether the assignment only names a type (`PerToken = Float[Array, "R M"]`)."""
+    """Tell whether the assignment only names a type (`PerToken = Float[Array, "R M"]`)."""
     return isinstance(node.value, ast.Subscript) and node.col_offset == 0
 
 

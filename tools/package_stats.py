@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def sizes(root: Path) -> dict[str, Any]:
-    """Files, lines, code lines, statements of the package and lines of its layer contracts."""
+    """Count files, lines, code lines and statements of the package and lines of its layer contracts."""
     texts = [file.read_text() for file in sorted((root / "covey").rglob("*.py"))]
     return {
         "files": len(texts),
@@ -62,7 +62,7 @@ def sizes(root: Path) -> dict[str, Any]:
 
 
 def code_lines(text: str) -> set[int]:
-    """Numbers of the lines of `text` that hold code.
+    """Return the numbers of the lines of `text` that hold code.
 
     >>> code_lines('x = 1\\n\\n# why\\ny = (  # both\\n    2)\\n')
     {1, 4, 5}
@@ -74,28 +74,28 @@ def code_lines(text: str) -> set[int]:
 
 
 def statements(text: str) -> Iterator[ast.stmt]:
-    """Statements of `text` at every depth, docstrings left out."""
+    """Count the statements of `text` at every depth, without docstrings."""
     return (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and not is_docstring(node))
 
 
 def is_docstring(node: ast.AST) -> bool:
-    """Whether `node` is a statement of nothing but text; one that documents a constant counts too."""
+    """Tell whether `node` is a docstring; one that documents a constant counts too."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def lines_of(node: Any) -> range:
-    """Numbers of the lines that `node` spans."""
+    """Return the numbers of the lines that `node` spans."""
     return range(node.lineno, node.end_lineno + 1)
 
 
 def contract_lines(project: Path) -> int:
-    """Lines of all layer contracts of import-linter in `project`."""
+    """Count the lines of all layer contracts of import-linter in `project`."""
     contracts = tomllib.loads(project.read_text())["tool"]["importlinter"]["contracts"]
     return sum(len(contract.get("layers", [])) for contract in contracts)
 
 
 def structure(root: Path, module: str) -> dict[str, Any]:
-    """Import cycles of the package, and the number of modules that `module` imports."""
+    """Find the import cycles of the package and count the modules that `module` imports."""
     sys.path.insert(0, str(root))
     graph = grimp.build_graph("covey", exclude_type_checking_imports=True, cache_dir=None)
     if module not in graph.modules:
@@ -104,14 +104,14 @@ def structure(root: Path, module: str) -> dict[str, Any]:
 
 
 def cycles(graph: grimp.ImportGraph) -> list[list[str]]:
-    """Groups of modules that import each other, directly or not, each group sorted."""
+    """Return groups of modules that import each other, directly or not, each group sorted."""
     above = {module: graph.find_upstream_modules(module) for module in graph.modules}
     groups = {frozenset({m} | {n for n in above[m] if m in above[n]}) for m in graph.modules}
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def shown(figure: Any) -> str:
-    """A figure as text: a number, or the number of groups with one group per line."""
+    """Format a figure: a number, or the number of groups followed by one group per line."""
     return str(figure) if isinstance(figure, int) else "\n  ".join([str(len(figure)), *map(" ".join, figure)])
 
 

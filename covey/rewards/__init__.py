@@ -1,4 +1,4 @@
-"""Reward functions, and what runs them."""
+"""Reward functions and the code that runs them."""
 
 from covey.rewards.call import RewardFn
 from covey.rewards.sandbox.runner import RewardRunner

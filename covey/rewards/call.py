@@ -1,10 +1,10 @@
-"""One call of a reward function: what it is passed, and what comes of it.
+"""Call a reward function: build its arguments and check its result.
 
-A reward function is `fn(prompts, completions, **columns) -> list[float | None]`: one call for many samples, one number
-for each, None for "not scored by this one". It is passed only what its signature takes: the data columns, repeated for
-each sample, and what `ARGUMENTS` lists. It may be async. What comes back is checked, because a wrong length, a NaN or a
-truncated integer would train the model on nonsense without a word. Whether a mistake ends the run is `runner`'s affair:
-here it becomes an `Outcome`, in the run's own process and in a worker alike.
+A reward function is `fn(prompts, completions, **columns) -> list[float | None]`. One call scores many completions and
+returns one number for each, or None for "not scored by this function". It receives only what its signature takes: the
+data columns, repeated for each completion, and the entries of `ARGUMENTS`. It may be async. The result is checked,
+because a wrong length, a NaN or a truncated integer would silently train the model on nonsense. Failures become an
+`Outcome`, in the run's own process and in a worker alike; `sandbox.runner` decides whether they end the run.
 """
 
 import inspect
@@ -22,31 +22,31 @@ from covey.errors import RecipeError, RewardError, nearest
 from covey.types import Completion, Group
 
 RewardFn = Callable[..., Any]
-"""`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function of that kind."""
+"""`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function with this signature."""
 
 Samples = Sequence[tuple[Group, Completion]]
 
 RAISED, LOST, MISSHAPEN = "raised", "lost", "misshapen"
-"""Sorts of failures: the function raised, its process was killed or died, its result is no list of that length."""
+"""Kinds of failure: the function raised, its process died or was killed, its result has the wrong shape or length."""
 
 READ_AS_CHAT = ("string indices must be integers", "'str' object has no attribute 'get'")
-"""How errors begin when a text is read as a chat message, as TRL's conversational rewards read completions."""
+"""Starts of the errors raised when text is read as a chat message, as TRL's conversational rewards do."""
 TEXTS = "completions are texts; for chat messages, as in c[0]['content'], take completion_messages in their place"
 
 LONGEST_MESSAGE = 500
-"""Characters of an error's own text that are passed on; it may quote what a model wrote."""
+"""Maximum characters kept of an exception's message, which may quote model output."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no numbers.
+    """Reason why a call returned no numbers.
 
     Attributes:
         what: the rest of a sentence that begins with the function's name.
-        sort: one of the three above.
+        sort: RAISED, LOST or MISSHAPEN.
         where, want, fix: as in `CoveyError`.
-        sample: the one that it is about, where the result itself tells.
-        error: what was raised, in this process.
+        sample: index of the completion that caused it, where the result shows it.
+        error: the exception, when it was raised in this process.
     """
 
     what: str
@@ -58,20 +58,20 @@ class Failure:
     error: BaseException | None = field(default=None, compare=False)
 
     def like(self, other: "Failure") -> bool:
-        """Whether both are the same mistake: of one sort, in one line, the same exception."""
+        """Tell whether both are the same mistake: the same sort, source line and exception."""
         kinds = [failure.what.partition(":")[0] for failure in (self, other)]
         return (self.sort, self.where) == (other.sort, other.where) and kinds[0] == kinds[1]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to.
+    """Result of a reward call.
 
     Attributes:
-        values: float64 [n], NaN for None and for what is wrong; None when the call failed.
-        wrong: sample → its value as text, where that is no finite number.
+        values: float64 [n], NaN for None and for invalid values; None when the call failed.
+        wrong: completion index → its value as text, for each value that is not a finite number.
         failure: why there are no values.
-        seconds: how long it took.
+        seconds: duration of the call.
     """
 
     values: np.ndarray | None
@@ -81,11 +81,11 @@ class Outcome:
 
 
 def taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any]]:
-    """The arguments that the signature takes: those it names, and under `**columns` all but `BY_NAME`.
+    """Build the arguments that the signature takes: those it names and, for `**columns`, all others except `BY_NAME`.
 
     Raises:
-        RecipeError: it has no signature.
-        RewardError: it asks for something that no data column gives.
+        RecipeError: the function has no signature.
+        RewardError: it requires a parameter that no data column provides.
     """
     columns = dict.fromkeys(column for group, _ in samples for column in group.columns)
     parameters = asked(name, function, columns)
@@ -97,11 +97,11 @@ def taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any
 
 
 def asked(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect.Parameter]:
-    """The parameters of a function, which `ARGUMENTS` and the data's `columns` can give.
+    """Return the parameters of a function, after checking that `ARGUMENTS` and the data's `columns` provide them.
 
     Raises:
-        RecipeError: it has no signature.
-        RewardError: it asks for something that none of them gives.
+        RecipeError: the function has no signature.
+        RewardError: it requires a parameter that neither provides.
     """
     try:
         parameters = [*inspect.signature(function).parameters.values()]
@@ -119,18 +119,18 @@ def asked(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect
 
 
 def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> Outcome | Awaitable[Any]:
-    """What `function` makes of `count` samples; of an async function what `finished` has to wait for."""
+    """Call `function` on `count` completions; return its outcome, or the awaitable of an async function."""
     try:
         result = function(**arguments)
         return result if inspect.isawaitable(result) else read(result, count)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # an exit or a panic in a reward is no reason to end the run without a word
+    except BaseException as error:  # an exit or a panic in a reward must not end the run silently
         return raised(error)
 
 
 async def finished(result: Awaitable[Any], count: int) -> Outcome:
-    """The outcome of an async function."""
+    """Await the result of an async function and return its outcome."""
     try:
         return read(await result, count)
     except KeyboardInterrupt:
@@ -140,7 +140,7 @@ async def finished(result: Awaitable[Any], count: int) -> Outcome:
 
 
 def read(result: Any, count: int) -> Outcome:
-    """The outcome of a function that returned `result` for `count` samples; iterating over it may raise."""
+    """Check `result`, which a function returned for `count` completions; iterating over it may raise."""
     want = f"one finite number or None for each of the {count} completions"
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
         return _misshapen(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
@@ -157,8 +157,9 @@ def read(result: Any, count: int) -> Outcome:
 
 
 def number(value: Any) -> float | None:
-    """`value` as a float, NaN for None and for a masked entry; None when it is no finite number. Scalars of NumPy and
-    JAX count.
+    """Return `value` as a float, NaN for None and for a masked entry, or None when it is not a finite number.
+
+    Scalars of NumPy and JAX are accepted.
     """
     try:
         scalar = getattr(value, "ndim", 0) == 0
@@ -167,13 +168,13 @@ def number(value: Any) -> float | None:
         if scalar and hasattr(value, "item"):
             value = value.item()
         found = float(value) if isinstance(value, numbers.Real) else math.inf
-    except Exception:  # too large, or of a type that raises whatever it is asked
+    except Exception:  # too large, or of a type whose every method raises
         return None
     return found if math.isfinite(found) else None
 
 
 def raised(error: BaseException) -> Outcome:
-    """The outcome of a function that raised."""
+    """Return the outcome of a function that raised `error`."""
     shown = in_words(error, str)[:LONGEST_MESSAGE]
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
     what, fix = f"raised {type(error).__name__}: {text}", TEXTS if shown.startswith(READ_AS_CHAT) else ""
@@ -181,7 +182,7 @@ def raised(error: BaseException) -> Outcome:
 
 
 def told(name: str, what: str, sample: int | None, samples: Samples, failure: Failure | None = None) -> RewardError:
-    """The error that tells what went wrong, and for which sample."""
+    """Build the error that describes a failure and the completion it concerns."""
     at = "" if sample is None else f"sample {sample}: {excerpt(samples[sample][1].text)}"
     sort = failure.sort if failure else MISSHAPEN
     if sort != MISSHAPEN:
@@ -195,14 +196,14 @@ def told(name: str, what: str, sample: int | None, samples: Samples, failure: Fa
 
 
 def to_wire(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as JSON."""
+    """Convert an outcome to JSON-compatible values."""
     values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
     failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
     return {"values": values, "wrong": {str(i): text for i, text in outcome.wrong.items()}, "failure": failure}
 
 
 def from_wire(message: Mapping[str, Any], count: int) -> Outcome:
-    """`to_wire`'s outcome. A worker may have been led astray: what it sends is read like any function's result."""
+    """Rebuild an outcome from `to_wire`. Workers are not trusted: the message is checked like any function's result."""
     if (failed := message.get("failure")) is not None:
         what, sort, where, want, fix = (str(failed[key]) for key in ("what", "sort", "where", "want", "fix"))
         sample = failed["sample"] if failed["sample"] in range(count) else None
@@ -213,13 +214,13 @@ def from_wire(message: Mapping[str, Any], count: int) -> Outcome:
 
 
 def excerpt(value: Any) -> str:
-    """`value` as it may stand in a message: short, control characters escaped."""
+    """Format `value` for a message: shortened, with control characters escaped."""
     text = in_words(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def in_words(value: Any, words: Callable[[Any], str] = repr) -> str:
-    """`words(value)`, or its type where that raises."""
+    """Return `words(value)`, or a text that names its type when that raises."""
     try:
         return words(value)
     except (Exception, SystemExit):
@@ -231,24 +232,25 @@ def _misshapen(what: str, want: str, fix: str = "", sample: int | None = None) -
 
 
 def _place(error: BaseException) -> str:
-    """The line of the reward function; "" when the call itself failed."""
+    """Return file and line inside the reward function, or "" when the call itself failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
 
 
 def _argument(name: str, samples: Samples) -> list[Any]:
-    """One entry a sample, made anew for each function and sample: a function may write into its own. A column that a
-    group lacks is None there.
+    """Build one entry per completion, a fresh copy for each function and completion, since functions may modify it.
+
+    Entries of a column that a group lacks are None.
     """
     of = ARGUMENTS.get(name)
     return [of(group, completion) if of else copied(group.columns.get(name)) for group, completion in samples]
 
 
 def copied(value: Any) -> Any:
-    """`value` copied as deep as it goes; what cannot be copied, such as a lock or an open file, is the same object."""
+    """Copy `value` as deeply as possible; objects that cannot be copied, such as locks or open files, are shared."""
     try:
         return deepcopy(value)
-    except Exception:  # whatever is inside: what is around it is still copied
+    except Exception:  # copy the containers around an object that cannot be copied
         if isinstance(value, Mapping):
             return {key: copied(inner) for key, inner in value.items()}
         return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
@@ -261,6 +263,6 @@ ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
     "completion_ids": lambda group, completion: completion.tokens.tolist(),
     "completion_messages": lambda group, completion: [{"role": "assistant", "content": completion.text}],
 }
-"""What a function may ask for beside the data columns, which cannot stand in for these."""
+"""Arguments available besides the data columns; a column of the same name does not replace one."""
 BY_NAME = {"prompt_ids", "completion_messages"}
-"""Those that `**columns` does not bring along."""
+"""Arguments that `**columns` leaves out; a function must name them."""

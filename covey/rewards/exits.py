@@ -1,9 +1,9 @@
-"""Keeps code that is called in the run's own process from ending the run as if it were done.
+"""Prevent code that is called in the run's own process from ending the run with a success status.
 
-`os._exit(0)` ends a process at once, with the exit code of success and without a word, and nothing can catch it. So
-while such code is called, `os._exit` is replaced: status 0 raises SystemExit in the thread that calls the code.
-Everything else goes its way: other statuses, other threads, and processes that were forked. Code that exits without
-Python (`_exit` of the C library) is only held by a worker.
+`os._exit(0)` ends a process at once and silently, with the exit code of success, and nothing can catch it. So while
+such code is called, `os._exit` is replaced: status 0 raises SystemExit in the thread that calls the code. Other
+statuses, other threads and forked processes are unaffected. Code that exits without Python (`_exit` of the C library)
+can only be contained by a worker.
 """
 
 import os
@@ -19,7 +19,7 @@ _thread = threading.local()
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside, and in this thread, `os._exit(0)` raises SystemExit."""
+    """Make `os._exit(0)` raise SystemExit in this thread while the context is open."""
     global _calls, _exit_process
     with _lock:
         if not _calls:
@@ -37,7 +37,7 @@ def refused() -> Iterator[None]:
 
 
 def _exit(status: int) -> None:
-    """Stands for `os._exit`. A module that was imported meanwhile may keep it for good."""
+    """Replace `os._exit`. A module that is imported in the meantime may keep this function permanently."""
     if not status & 0xFF and getattr(_thread, "process", None) == os.getpid():
         raise SystemExit(f"os._exit({status})")
     _exit_process(status)

@@ -1,10 +1,9 @@
 """Rewards for the first-letter task: one short sentence about the topic that starts with the letter.
 
-`first_letter` pays for the letter and `sentence` for the shape. The accuracy of the task is
-`starts_with_letter`: the letter and every rule at once. Each rule shuts a way round the task that code can see:
-a list or a title for a sentence, a bare letter put in front ("B is for bread"), an echo of the request, a word
-said over and over, a sentence about something else. A row without a letter or a topic gets nothing
-for it, whatever is said.
+`first_letter` rewards the letter and `sentence` the form. The accuracy of the task is `starts_with_letter`: the
+letter is right and every rule holds. Each rule blocks a form of reward hacking that code can detect: a list or a title
+instead of a sentence, a bare letter in front ("B is for bread"), an echo of the request, a repeated word, a sentence
+about something else. A row without a letter or a topic scores 0 for it, whatever the completion.
 """
 
 import re
@@ -19,28 +18,28 @@ MIN_WORDS, MAX_WORDS = 3, 20
 MAX_COMMAS = 2
 LONGEST_WORD = 16
 LEAST_DISTINCT = 0.7
-"""Smallest share of different words."""
+"""Minimum fraction of distinct words."""
 
 _ECHOES = {"letter", "letters", "sentence", "sentences", "topic"}
 _ONE_LETTER_WORDS = {"a", "A", "I"}
 _DOUBLED_STARTS = {"aa", "ee", "ll", "oo"}
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*|\d+")
 _ENDINGS = {"s": 3, "es": 3, "'s": 3, "’s": 3, "e": 4, "ed": 4, "er": 4, "ers": 4, "ing": 4, "y": 4}
-"""Ending → letters that must be left without it."""
+"""Ending → minimum number of letters that must remain when it is removed."""
 
 
 def first_letter(
     prompts: Sequence[Any], completions: Completions, letter: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 when the first character is the letter as a capital, else 0.0; a quote or a star in front is wrong."""
+    """Return 1.0 when the first character is the letter in upper case, else 0.0; a leading quote or star is wrong."""
     pairs = zip(texts(completions), letter, strict=True)
     return [float(_given(wanted) and text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
 
 
 def sentence(prompts: Sequence[Any], completions: Completions, topic: Sequence[str], **columns: Any) -> list[float]:
-    """1.0 for one short sentence about the topic; otherwise half the share of `RULES` that hold, so at most 5/12.
+    """Return 1.0 for one short sentence about the topic, else half the fraction of `RULES` that hold (at most 5/12).
 
-    The step between the last broken rule and none is the largest: what is paid for is a sentence, not most of one.
+    The step from one broken rule to none is the largest: the reward is for a whole sentence, not for most of one.
     """
     pairs = zip(texts(completions), topic, strict=True)
     broken = [len(broken_rules(text, about)) for text, about in pairs]
@@ -50,14 +49,14 @@ def sentence(prompts: Sequence[Any], completions: Completions, topic: Sequence[s
 def starts_with_letter(
     prompts: Sequence[Any], completions: Completions, letter: Sequence[str], topic: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 when the letter is right and every rule holds, else 0.0: the accuracy of the task."""
+    """Return 1.0 when the letter is right and every rule holds, else 0.0: the accuracy of the task."""
     starts = first_letter(prompts, completions, letter)
     shapes = sentence(prompts, completions, topic)
     return [float(start == 1.0 and shape == 1.0) for start, shape in zip(starts, shapes, strict=True)]
 
 
 def broken_rules(text: str, topic: str) -> list[str]:
-    """Names of the rules that `text` breaks as one short sentence about `topic`.
+    """Return the names of the rules for one short sentence about `topic` that `text` breaks.
 
     >>> broken_rules("Bees love the rain.", "rain"), broken_rules("B is for bread.", "rain")
     ([], ['about the topic', 'real words'])
@@ -68,7 +67,7 @@ def broken_rules(text: str, topic: str) -> list[str]:
 
 
 def _is_one_sentence(text: str, words: list[str], topic: str) -> bool:
-    """Words, plain punctuation inside, one mark at the end; no line break, quote, colon, list or markdown."""
+    """Tell whether `text` is words, plain punctuation and one final mark: no line break, quote, colon or markdown."""
     return re.fullmatch(r"[^\W_](?:[^\W_]|[ ,'’–—-])*(?<! )[.!?]", text) is not None and text.count(",") <= MAX_COMMAS
 
 
@@ -77,7 +76,7 @@ def _is_short(text: str, words: list[str], topic: str) -> bool:
 
 
 def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
-    """Every word of the topic but its article occurs, in singular or plural or with a common ending."""
+    """Tell whether every word of the topic except its article occurs, in singular, plural or with a common ending."""
     said = {form for word in words for form in _stems(word)}
     wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _given(topic) else []
     return bool(wanted) and all(_stems(word) & said for word in wanted)
@@ -92,7 +91,7 @@ def _does_not_echo(text: str, words: list[str], topic: str) -> bool:
 
 
 def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
-    """No word twice running, no long word three times, most words different."""
+    """Tell whether no word occurs twice in a row, no long word three times, and most words are distinct."""
     lower = [word.lower() for word in words]
     often = any(count > 2 and len(word) > 3 for word, count in Counter(lower).items())
     twice_running = any(a == b for a, b in pairwise(lower))
@@ -100,12 +99,12 @@ def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
 
 
 def _given(column: Any) -> bool:
-    """Whether a row has the text: None stands where other rows have the column."""
+    """Tell whether a row has a text in this column; it is None when only other rows have the column."""
     return isinstance(column, str) and column.strip() != ""
 
 
 def _is_word(word: str) -> bool:
-    """A number, or letters with a vowel that do not stutter at the start; alone only "a" and "I"."""
+    """Tell whether `word` is a number, or letters with a vowel and no initial stutter; single letters: "a", "I"."""
     if word.isdigit() or len(word) == 1:
         return word.isdigit() or word in _ONE_LETTER_WORDS
     lower = word.lower()
@@ -114,7 +113,7 @@ def _is_word(word: str) -> bool:
 
 
 def _stems(word: str) -> set[str]:
-    """Forms under which a word counts as the same: "parties" and "party", "dancing" and "dancer"."""
+    """Return the stems under which forms count as one word: "parties" and "party", "dancing" and "dancer"."""
     lower = word.lower()
     cut = {lower.removesuffix(ending) for ending, left in _ENDINGS.items() if len(lower) - len(ending) >= left}
     return {lower, *cut, *([f"{lower[:-3]}y"] if lower.endswith("ies") else [])}

@@ -1,7 +1,7 @@
 """Rewards for the layout `<reasoning>…</reasoning><answer>…</answer>` of the recipe gsm8k-gemma2.
 
-Stricter than the pattern commonly used for it: each tag occurs once, and only blanks stand before the first and after
-the last, so that a second answer or a preface cannot pass. Text between the two blocks is allowed.
+The check is stricter than the commonly used pattern: each tag occurs once, with only whitespace before the first and
+after the last, so that a second answer or a preface fails. Text between the two blocks is allowed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
 def sections(text: str) -> tuple[str, str] | None:
-    """What stands inside the reasoning tags and inside the answer tags; None when `text` is not the whole layout.
+    """Return the texts inside the reasoning tags and the answer tags, or None when `text` does not have the layout.
 
     >>> sections("<reasoning>2 and 2</reasoning>\\n<answer> 4 </answer>")
     ('2 and 2', ' 4 ')
@@ -29,10 +29,10 @@ def sections(text: str) -> tuple[str, str] | None:
 
 
 def format_exact(prompts: Sequence[Any], completions: Completions, **columns: Any) -> list[float]:
-    """3.0 for a completion that is the whole layout, else 0.0."""
+    """Return 3.0 for a completion that has the whole layout, else 0.0."""
     return [3.0 if sections(text) else 0.0 for text in texts(completions)]
 
 
 def format_approximate(prompts: Sequence[Any], completions: Completions, **columns: Any) -> list[float]:
-    """Adds +0.5 for each of the four tags that occurs exactly once and -0.5 for each other: -2.0 to 2.0."""
+    """Add 0.5 for each of the four tags that occurs exactly once, subtract 0.5 for each other: -2.0 to 2.0."""
     return [sum(0.5 if text.count(tag) == 1 else -0.5 for tag in TAGS) for text in texts(completions)]

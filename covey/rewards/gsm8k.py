@@ -1,8 +1,8 @@
 """Rewards for GSM8K: the answer tag (recipe gsm8k-gemma2) and the `####` convention (recipe gsm8k-nanochat).
 
 References are the `answer` column: the text after `####`, or a number, or a whole solution that ends in `#### n`.
-A sample without a reference scores 0: two missing answers are never equal. Deviations: numbers are compared as exact
-numbers (`18.00` is 18, `$10` is 10), and of several `####` the last one with a number on its line counts, since models
+A completion without a reference scores 0: two missing answers are never equal. Deviations: numbers are compared
+exactly (`18.00` is 18, `$10` is 10), and of several `####` the last one with a number on its line counts, since models
 also write headings with them.
 """
 
@@ -21,10 +21,11 @@ _NANOCHAT = re.compile(r"#### (-?[0-9.,]+)")
 def answer_ratio(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """Compares the answer with the reference, by text and then by ratio.
+    """Compare the answer with the reference, first as text and then by ratio.
 
-    Layout not matched: 0. Same text: 3.0; same but for blanks around: 1.5. Otherwise by guess / reference: within
-    0.9 to 1.1: 0.5, within 0.8 to 1.2: 0.25, further off: -1.0. Not a number: -0.5. Bounds belong to the better band.
+    Layout not matched: 0. Same text: 3.0; same up to surrounding whitespace: 1.5. Otherwise by guess / reference:
+    within 0.9 to 1.1: 0.5, within 0.8 to 1.2: 0.25, further off: -1.0. Not a number: -0.5. Bounds are in
+    the better band.
     """
     return [_by_closeness(text, truth) for text, truth in zip(texts(completions), answer, strict=True)]
 
@@ -32,9 +33,9 @@ def answer_ratio(
 def answer_number(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.5 when the first number inside the answer tag equals the reference, else 0.0.
+    """Return 1.5 when the first number inside the answer tag equals the reference, else 0.0.
 
-    The layout around the tag is not asked for, nor that the tag is closed.
+    Neither the layout around the tag nor a closing tag is required.
     """
     pairs = zip(texts(completions), answer, strict=True)
     return [1.5 if _equal(first_number(_tagged(text)), truth) else 0.0 for text, truth in pairs]
@@ -43,8 +44,9 @@ def answer_number(
 def answer_close(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.0 when the first number inside the answer tag is 0.9 to 1.1 times the reference, bounds included, else 0.0: the
-    partial accuracy of gsm8k-gemma2's evaluation. For a reference of 0 only 0 is close.
+    """Return 1.0 when the first number inside the answer tag is 0.9 to 1.1 times the reference, else 0.0.
+
+    Bounds are included. This is the partial accuracy of gsm8k-gemma2's evaluation. For a reference of 0 only 0 counts.
     """
     pairs = zip(texts(completions), answer, strict=True)
     return [float(_close(first_number(_tagged(text)), reference(truth))) for text, truth in pairs]
@@ -53,11 +55,11 @@ def answer_close(
 def exact_answer(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], *, strict: bool = False, **columns: Any
 ) -> list[float]:
-    """1.0 when the number after `####` equals the reference as a number, else 0.0.
+    """Return 1.0 when the number after `####` equals the reference as a number, else 0.0.
 
     Args:
-        strict: nanochat's rule instead: the first `#### ` followed by digits, points and commas, equal as text once the
-            commas are out. `#### 10.`, `#### $10`, `####10` and `18.00` for 18 are then wrong.
+        strict: use nanochat's rule: the first `#### ` followed by digits, points and commas, compared as text after
+            commas are removed. `#### 10.`, `#### $10`, `####10` and `18.00` for 18 are then wrong.
     """
     pairs = zip(texts(completions), answer, strict=True)
     if strict:
@@ -68,12 +70,12 @@ def exact_answer(
 def exact_answer_strict(
     prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """`exact_answer(strict=True)`, as a name for recipes."""
+    """Return `exact_answer(strict=True)`; recipes refer to it by this name."""
     return exact_answer(prompts, completions, answer, strict=True)
 
 
 def after_marker(text: str) -> str:
-    """The line behind the last `####` that has a number on it; "" when there is none.
+    """Return the rest of the line after the last `####` followed by a number, or "" when there is none.
 
     >>> after_marker("#### Sum\\n2 + 2 = 4\\n#### $4. ")
     '$4. '
@@ -86,7 +88,7 @@ def after_marker(text: str) -> str:
 
 
 def reference(answer: object) -> Fraction | None:
-    """The reference as a number: of a text with `####` what follows it, otherwise the first number in it."""
+    """Return the reference as a number: what follows `####` where the text has one, else its first number."""
     text = "" if answer is None else str(answer)
     return first_number(after_marker(text) if "####" in text else text)
 
@@ -112,7 +114,7 @@ def _close(number: Fraction | None, target: Fraction | None) -> bool:
 
 
 def _tagged(text: str) -> str:
-    """What stands in the first answer tag, up to its end or the end of the text; "" without the tag."""
+    """Return the text in the first answer tag, up to its end or the end of the text, or "" without the tag."""
     return text.partition("<answer>")[2].partition("</answer>")[0]
 
 

@@ -1,9 +1,9 @@
-"""A reward for answers that are mathematics: the final answer against the column `answer`, by the package math-verify.
+"""A reward for mathematical answers: math-verify compares the final answer with the column `answer`.
 
-It reads LaTeX and plain expressions and compares them as sympy does: 1/2, 0.5 and \\frac{1}{2} are equal. What a model
-writes can keep sympy busy for hours, as 9^{9^{9^{9}}} does, and no signal stops a product of large numbers. So each
-answer is read in a process of its own, which is killed after `SECONDS`; the answer is then wrong. The package's own
-limits are signals, which work in the main thread alone, and are not used.
+The package reads LaTeX and plain expressions and compares them with sympy: 1/2, 0.5 and \\frac{1}{2} are equal. Model
+text can keep sympy busy for hours, as 9^{9^{9^{9}}} does, and no signal interrupts a product of large numbers. So
+answers are checked in a separate process, which is killed after `SECONDS`; the answer then counts as wrong. The
+package's own time limits are not used: they are signals, which work in the main thread only.
 """
 
 import threading
@@ -16,27 +16,27 @@ from covey.rewards.sandbox.workers import Worker
 from covey.rewards.text import Completions, texts
 
 SECONDS = 5.0
-"""Longest time for one answer."""
+"""Maximum seconds for one answer."""
 LONGEST = 20_000
-"""Characters at the end of a completion that are read: the answer stands there."""
+"""Number of characters read at the end of a completion, where the answer is."""
 CHECK = "covey.rewards.math_checking:equal"
-"""What the process calls."""
+"""Function that the separate process calls."""
 
 
 def math_verify(prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 when the final answer equals the reference as mathematics, else 0.0.
+    """Return 1.0 when the final answer is mathematically equal to the reference, else 0.0.
 
-    The final answer is that in the last `\\boxed{}`, in `<answer>` tags, behind `####`, or what math-verify finds in
-    the text, in this order. A sample without a reference, and an answer that takes too long, score 0.
+    The final answer is taken from the last `\\boxed{}`, from `<answer>` tags, from after `####`, or from what
+    math-verify finds in the text, in this order. Without a reference, or when it takes too long, the score is 0.
     """
     return [_score(text, truth) for text, truth in zip(texts(completions), answer, strict=True)]
 
 
-math_verify.in_process = True  # type: ignore[attr-defined]  # it has a process of its own
+math_verify.in_process = True  # type: ignore[attr-defined]  # it starts its own process
 
 
 def final_answer(text: str) -> str:
-    """The part of a completion in which math-verify looks for the answer.
+    """Return the part of a completion in which math-verify looks for the answer.
 
     >>> final_answer("<reasoning>1 + 1</reasoning><answer>2</answer>")
     '$2$'
@@ -52,7 +52,7 @@ def final_answer(text: str) -> str:
 
 
 def as_latex(answer: str) -> str:
-    """An answer that stands alone, marked as mathematics where it does not mark itself."""
+    """Mark a bare answer as LaTeX mathematics, unless it is marked already."""
     answer = answer.strip()
     return answer if not answer or "$" in answer or "\\boxed{" in answer else f"${answer}$"
 
@@ -67,7 +67,7 @@ def _score(text: str, truth: Any) -> float:
 
 
 def _equal(found: str, truth: str) -> float | None:
-    """1.0 or 0.0; None when the process was lost over it."""
+    """Return 1.0 or 0.0, or None when the process died or was killed."""
     outcome = _PROCESS.call(CHECK, {"found": [found], "truth": [truth]}, 1, SECONDS, threading.Event())
     if outcome.values is not None:
         return float(outcome.values[0])
@@ -78,4 +78,4 @@ def _equal(found: str, truth: str) -> float | None:
 
 
 _PROCESS = Worker()
-"""Started by the first answer, and again after one that was killed."""
+"""Process that checks answers; it starts with the first answer and again after it was killed."""

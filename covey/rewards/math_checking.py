@@ -1,7 +1,7 @@
-"""The part of `math_verify` that runs in a process of its own, which may be killed at any moment.
+"""The part of `math_verify` that runs in a separate process, which may be killed at any time.
 
-Nothing here is evaluated: math-verify hands sympy's `parse_expr`, which is Python's `eval` inside, text of digits and
-operators alone, and reads LaTeX with a grammar.
+Model text is not evaluated as code: math-verify passes only digits and operators to sympy's `parse_expr`, which uses
+Python's `eval`, and reads LaTeX with a grammar.
 """
 
 import functools
@@ -18,17 +18,17 @@ from covey.rewards.math_answers import as_latex
 from covey.rewards.numbers import as_number
 
 MEMORY = 2 << 30
-"""Bytes that the process may have beside those it begins with."""
+"""Bytes of memory that the process may allocate beyond its initial size."""
 
 
 def equal(found: Sequence[str], truth: Sequence[str]) -> list[float]:
-    """For each answer 1.0 when it equals its reference as mathematics, else 0.0."""
+    """Return 1.0 for each answer that is mathematically equal to its reference, else 0.0."""
     _limit()
     return [float(_equal(answer, reference)) for answer, reference in zip(found, truth, strict=True)]
 
 
 def _equal(answer: str, reference: str) -> bool:
-    """Without the package's limits of time, which are signals: whoever started this process watches the clock."""
+    """Compare without the package's time limits, which are signals: the parent process enforces the limit."""
     read = functools.partial(math_verify.parse, parsing_timeout=None)
     number = as_number(reference)
     wanted = [*read(as_latex(reference)), *([] if number is None else [sympy.Rational(number)])]
@@ -37,8 +37,8 @@ def _equal(answer: str, reference: str) -> bool:
 
 @functools.cache
 def _limit() -> None:
-    """Has a huge number fail with a MemoryError before the machine is out of memory, on Linux."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits of time are off
+    """Limit memory, so that on Linux a huge number raises MemoryError before the machine runs out."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     with suppress(ValueError, OSError):
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -1,18 +1,18 @@
-"""Numbers out of model text: parsed by pattern, never evaluated, exact as fractions.
+"""Parse numbers in model text with a pattern, without evaluation, as exact fractions.
 
-Read: signs (the Unicode minus too), currency, thousands groups, decimals, percent signs (a unit: 50% is 50), powers of
-ten (`1e3`), fractions and mixed numbers. A division left undone (`48/2`) is no number: it reads as its first part.
-Hazard: the text may be hostile. Every repeat in the pattern is possessive or bounded, so a scan is linear in the text,
-and a number beyond `MAX_DIGITS` is passed over before anything is converted.
+The pattern accepts signs (the Unicode minus too), currency, thousands groups, decimals, percent signs (a unit: 50% is
+50), powers of ten (`1e3`), fractions and mixed numbers. An unevaluated division (`48/2`) is read as its first number.
+Hazard: the text may be adversarial. Every repeat in the pattern is possessive or bounded, so a scan is linear in the
+text, and a number with more than `MAX_DIGITS` digits is skipped before conversion.
 """
 
 import re
 from fractions import Fraction
 
 MAX_DIGITS = 64
-"""Most digits on either side of the point; nothing longer is a number."""
+"""Maximum digits on either side of the decimal point; longer numbers are ignored."""
 MAX_EXPONENT = 99
-"""Largest power of ten, as in `1e99`."""
+"""Maximum power of ten, as in `1e99`."""
 
 _LOOKALIKES = str.maketrans(
     {
@@ -23,7 +23,7 @@ _LOOKALIKES = str.maketrans(
         "\u00be": "\x1f3/4",
     }
 )
-"""Dashes that stand for a minus, spaces that group thousands, and \x1f to join 2½ into 2 1/2."""
+"""Replacements for dashes used as a minus and spaces that group thousands, and \x1f to join 2½ into 2 1/2."""
 
 _NUMBER = re.compile(
     r"""
@@ -45,7 +45,7 @@ _NUMBER = re.compile(
 
 
 def first_number(text: str) -> Fraction | None:
-    """The first number in `text`, or None.
+    """Return the first number in `text`, or None.
 
     >>> first_number("so it costs $1,250.50 in all")
     Fraction(2501, 2)
@@ -57,7 +57,7 @@ def first_number(text: str) -> Fraction | None:
 
 
 def as_number(value: object) -> Fraction | None:
-    """`value` when all of it is one number, give or take currency, percent, emphasis and a full stop; else None.
+    """Return `value` as a number when all of it is one, apart from currency, percent, emphasis, full stop; else None.
 
     >>> as_number(" **$18.00** "), as_number("18 or 19")
     (Fraction(18, 1), None)
@@ -70,7 +70,7 @@ def as_number(value: object) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The number a match stands for; None when it is oversized or divides by zero."""
+    """Return the number that a match represents, or None when it is too large or divides by zero."""
     found = {name: text or "" for name, text in match.groupdict().items()}
     whole, decimals = found["whole"].replace(",", ""), found["decimals"] or found["bare_decimals"]
     if max(len(whole), len(decimals), len(found["denominator"])) > MAX_DIGITS or len(found["exponent"]) > 4:

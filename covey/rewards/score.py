@@ -1,6 +1,6 @@
-"""Scores groups: calls the reward functions, weighs their numbers, hands each group its own.
+"""Score groups: call the reward functions, weight their values and assign them to the groups.
 
-What a function is passed and may return is `calling`'s, what becomes of its mistakes `runner`'s.
+`call` defines what a function receives and may return; `sandbox.runner` handles its failures.
 """
 
 import importlib
@@ -36,20 +36,20 @@ def score(
     runner: RewardRunner | None = None,
     failed: MutableMapping[str, int] | None = None,
 ) -> list[Group]:
-    """The groups with `rewards` and `rewards_by_function` filled in.
+    """Return the groups with `rewards` and `rewards_by_function` filled in.
 
     Args:
         groups: completions of any number of prompts; the functions see all of them in one call.
-        reward_fns: functions, or names that `resolve` knows; one alone will do.
-        weights: factor of each function in the total; all 1 when not given. A function of weight 0 is called and
-            listed, and counts for nothing: neither in the sum nor in whether a sample was scored.
-        runner: says where they run, and what becomes of what fails; here, and an error, when not given.
-        failed: failures that the runner let pass are added to it, by function.
+        reward_fns: one or more functions, or names that `resolve` accepts.
+        weights: factor of each function in the total; all 1 by default. A function of weight 0 is called and
+            listed, but affects neither the sum nor whether a completion counts as scored.
+        runner: decides where functions run and how failures are handled; by default in this process, raising an error.
+        failed: receives the number of failures that the runner tolerated, by function.
 
     Raises:
         RecipeError: no function, an unknown name, or weights that do not fit the functions.
-        RewardError: a function that asks for a column that is not there, raises, or returns something else than one
-            finite number or None for each completion, where the runner has no other policy for it.
+        RewardError: a function requires a missing column, raises, or returns anything but one finite number or None
+            for each completion, and the runner has no other policy for it.
     """
     several = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else reward_fns
     functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
@@ -67,10 +67,10 @@ def score(
 
 
 def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuses functions that ask for a column that no row has, before anything is sampled for them.
+    """Refuse functions that require a column that no row has, before any completion is sampled.
 
     Raises:
-        RewardError: names the function, the column, and the columns that there are.
+        RewardError: it names the function, the missing column and the available columns.
     """
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
@@ -79,7 +79,7 @@ def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[s
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:
-    """A name for each function, made unique: `f`, `f_2`, ...; metrics and samples use them."""
+    """Return a unique name for each function (`f`, `f_2`, ...), as used in metrics and samples."""
     names: list[str] = []
     for function in functions:
         name, number = _name(function), 2
@@ -90,10 +90,10 @@ def function_names(functions: Sequence[RewardFn]) -> list[str]:
 
 
 def resolve(name: str) -> RewardFn:
-    """The reward function `name`: one of `REWARDS`, or `package.module:function`, looked for in the working folder too.
+    """Return the reward function `name`: one of `REWARDS`, or `package.module:function`, also from the working folder.
 
     Raises:
-        RecipeError: there is none, or its module cannot be imported, or a package that it needs.
+        RecipeError: it does not exist, or its module or a package that it needs cannot be imported.
     """
     if name in REWARDS:
         _check_package(name)
@@ -126,7 +126,7 @@ def _module(module_name: str, name: str) -> ModuleType:
             return importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a script that exits when it is imported among them
+    except BaseException as error:  # including scripts that exit when they are imported
         what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {in_words(error, str)}"
         fix = f"name a module that Python can import from {here}"
         raise RecipeError(what, want="package.module:function", fix=fix, where=_import_place(error)) from error
@@ -136,7 +136,7 @@ def _module(module_name: str, name: str) -> ModuleType:
 
 
 def _import_place(error: BaseException) -> str:
-    """The line of the user's module that failed; "rewards" when it was never reached."""
+    """Return file and line in the user's module that failed, or "rewards" when it was never reached."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
@@ -191,4 +191,4 @@ REWARDS: dict[str, RewardFn] = {
 }
 
 PACKAGES = {"math_verify": ("math_verify", "math")}
-"""Reward → module that it needs, and the extra that brings it."""
+"""Reward → module that it needs, and the extra that installs it."""

@@ -1,15 +1,15 @@
-"""Completions as text, whichever way a trainer hands them over."""
+"""Convert completions to text, from any form in which a trainer passes them."""
 
 from collections.abc import Mapping, Sequence
 
 ChatCompletion = Sequence[Mapping[str, str]]
-"""A completion as chat messages, the way TRL gives it: `[{"role": "assistant", "content": "..."}]`."""
+"""A completion as chat messages, as TRL passes it: `[{"role": "assistant", "content": "..."}]`."""
 
 Completions = Sequence[str | ChatCompletion]
 
 
 def text_of(completion: str | ChatCompletion) -> str:
-    """The text of one completion: itself, or the content of its last assistant message.
+    """Return the text of one completion: the string itself, or the content of its last assistant message.
 
     >>> text_of([{"role": "assistant", "content": "#### 4"}])
     '#### 4'
@@ -21,5 +21,5 @@ def text_of(completion: str | ChatCompletion) -> str:
 
 
 def texts(completions: Completions) -> list[str]:
-    """`text_of` each completion."""
+    """Return `text_of` for each completion."""
     return [text_of(completion) for completion in completions]

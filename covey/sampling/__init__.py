@@ -1,1 +1,1 @@
-"""From a prompt to its completions."""
+"""Sample completions from prompts."""

@@ -1,8 +1,8 @@
-"""Slots: the key/value cache of the completions being decoded, and how prompts come in and finished ones go out.
+"""Slots of the KV cache: admit prompts, decode completions and remove finished ones.
 
-A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer a layer: a
+A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer per layer: a
 decode step then reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows
-between chunks of steps and the slot axis shrinks when the batch runs dry; inside a step both are fixed.
+between chunks of steps and the slot axis shrinks when few completions remain; inside a step both are fixed.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from covey.models.blockwise import causal_spans, spanned
 from covey.models.layers import softcapped
 
 NOTHING = -1
-"""Stands for no forced token."""
+"""Value that means "no forced token"."""
 
 LayerCache = tuple[Float[Array, "S K W T"], Float[Array, "S K T W"]]
 
@@ -26,14 +26,14 @@ class Slots(NamedTuple):
     """State of the decode loop on the device.
 
     Attributes:
-        cache: per layer, keys and values.
-        length: tokens in the cache; also the position of the next one.
+        cache: keys and values of each layer.
+        length: number of tokens in the cache; also the position of the next one.
         token: the last token drawn, not yet in the cache.
-        drawn: tokens drawn so far.
-        limit: tokens the completion may have.
-        key: the sample's random key; the token's index is folded in at each draw.
-        active: still being decoded.
-        forced: tokens that the next steps put in place of what they draw, NOTHING behind the last; None without a tool.
+        drawn: number of tokens drawn so far.
+        limit: maximum number of tokens in the completion.
+        key: the completion's random key; the token's index is folded in at each draw.
+        active: whether the slot is still being decoded.
+        forced: tokens that replace those the next steps draw, followed by NOTHING; None without a tool.
     """
 
     cache: list[LayerCache]
@@ -58,7 +58,7 @@ class Prefix(NamedTuple):
 def empty_slots(
     slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, forced: int = 0
 ) -> Slots:
-    """Slots with nothing in them, each with room for `forced` tokens that a tool may put there."""
+    """Create empty slots, each with room for `forced` tokens from a tool."""
     none = partial(jnp.zeros, (slots,))
     cache = [
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
@@ -70,7 +70,7 @@ def empty_slots(
 
 
 def prefilling(length: Int[Array, "P"]) -> Attend:
-    """Causal attention over right-padded prompts that hands back each layer's keys and values in cache layout."""
+    """Return causal attention over right-padded prompts, which also outputs each layer's keys and values as cached."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         time = q.shape[1]
@@ -83,7 +83,7 @@ def prefilling(length: Int[Array, "P"]) -> Attend:
 
 
 def decoding(length: Int[Array, "S"]) -> Attend:
-    """One new token a slot: its key and value are written at `length`, then it attends to everything up to itself."""
+    """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         keys, values = cache
@@ -116,7 +116,7 @@ def _attend_cached(
 
 
 def admit(slots: Slots, prefix: Prefix, source: Int[Array, "S"], taken: Bool[Array, "S"]) -> list[LayerCache]:
-    """The caches with prompt `source[s]` of `prefix` copied to the front of every slot that is `taken`."""
+    """Copy the cache of prompt `source[s]` of `prefix` to the front of every slot that is `taken`."""
     rows = taken[:, None, None, None]
 
     def place(held: LayerCache, new: LayerCache) -> LayerCache:
@@ -131,7 +131,7 @@ def admit(slots: Slots, prefix: Prefix, source: Int[Array, "S"], taken: Bool[Arr
 
 @partial(jax.jit, static_argnames=("time",))
 def refit(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
-    """Only the slots in `rows`, in that order, their caches with room for `time` tokens: what lies beyond is cut."""
+    """Keep only the slots in `rows`, in that order, and resize their caches to `time` tokens, cutting the rest."""
 
     def fit(x: Array, axis: int) -> Array:
         grow = [(0, 0)] * x.ndim

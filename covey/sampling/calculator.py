@@ -1,16 +1,16 @@
-"""A calculator for model text: one expression in, its value as text out. Nothing is evaluated as code.
+"""A calculator for model text: parse one expression and return its value as text, without `eval`.
 
     expression   operand (operator operand)*, with + - below * / //
     operand      number | - operand | + operand | ( expression ) | "text".count("part")
     number       digits, with commas between them or not, and decimals
 
-What nanochat's tool answers is answered here, through a parser; powers, names and other attributes are not in the
-grammar. Deviations: values are exact fractions until they are written, so 0.1+0.2 is 0.3, and a whole number is
-written without its `.0`, as the calculator annotations of GSM8K do; `//` rounds down exactly; commas inside quotes
-stay. Any other value is the nearest float, as Python writes it.
+It accepts what nanochat's tool accepts, through a parser; powers, names and other attributes are not in the grammar.
+Deviations: values are exact fractions until they are printed, so 0.1+0.2 is 0.3, and a whole number is printed without
+`.0`, as in the calculator annotations of GSM8K; `//` rounds down exactly; commas inside quotes are kept. Any other
+value is printed as the nearest float, as in Python.
 
-Hazard: the text may be hostile. Its length bounds the work (an expression costs under a millisecond), its depth
-the stack, and no clock or signal is needed, so any thread may call.
+Hazard: the text may be adversarial. A length limit bounds the work (an expression costs under a millisecond), a depth
+limit bounds the stack, and no clock or signal is needed, so any thread may call it.
 """
 
 import operator
@@ -19,11 +19,11 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MAX_LENGTH = 256
-"""Most characters in an expression."""
+"""Maximum characters in an expression."""
 MAX_DEPTH = 32
-"""Most brackets and signs inside one another."""
+"""Maximum nesting depth of brackets and signs."""
 MAX_NUMBER = 10**30
-"""Largest magnitude of a number, on the way too."""
+"""Maximum magnitude of a number, intermediate results included."""
 
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 
 
 def calculate(text: str) -> str | None:
-    """The value of the expression `text`; None when it is none, divides by zero, or exceeds a limit.
+    """Return the value of the expression `text`, or None when it is invalid, divides by zero or exceeds a limit.
 
     >>> calculate("(1,250 - 50) / 7.5"), calculate("7/2"), calculate("'strawberry'.count('r')"), calculate("2**9")
     ('160', '3.5', '3', None)
@@ -45,12 +45,12 @@ def calculate(text: str) -> str | None:
         return None
     try:
         return _written(_Parser(_tokens(text)).whole())
-    except (_RefusedError, ZeroDivisionError):  # model text: most of it is no expression
+    except (_RefusedError, ZeroDivisionError):  # most model text is not an expression
         return None
 
 
 class _RefusedError(Exception):
-    """The text is no expression of the grammar, or exceeds a limit."""
+    """Raised when the text is not an expression of the grammar or exceeds a limit."""
 
 
 def _tokens(text: str) -> list[str]:
@@ -71,14 +71,14 @@ class _Parser:
         self.rest = tokens[::-1]
 
     def whole(self) -> Fraction:
-        """The value of all tokens together."""
+        """Return the value of the whole token list."""
         value = self.expression(0, 0)
         if self.rest:
             raise _RefusedError
         return value
 
     def expression(self, above: int, depth: int) -> Fraction:
-        """Operands joined by operators that bind stronger than `above`, from left to right."""
+        """Evaluate operands joined by operators of higher precedence than `above`, from left to right."""
         value = self.operand(depth)
         while (found := OPERATORS.get(self.next)) and found[0] > above:
             binds, apply = found
@@ -110,7 +110,7 @@ class _Parser:
 
     @property
     def next(self) -> str:
-        """The next token; "" at the end."""
+        """Return the next token, or "" at the end, without consuming it."""
         return self.rest[-1] if self.rest else ""
 
     def take(self, wanted: str | None = None) -> str:
@@ -143,4 +143,4 @@ OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
     "/": (2, operator.truediv),
     "//": (2, lambda a, b: Fraction(a // b)),
 }
-"""How strongly an operator binds, and what it does."""
+"""Operator → its precedence and its function."""

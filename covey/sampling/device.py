@@ -1,7 +1,7 @@
-"""What the sampler runs on the device: prefill prompts, start samples in slots, decode some steps. Pure functions.
+"""Device programs of the sampler, as pure functions: prefill prompts, start completions in slots, decode some steps.
 
-The noise of a token comes from its sample's key and its place in the sample; the key from (seed, step, prompt index,
-sample index). Nothing else enters it. A forced token takes a place, and the noise of that place is not used.
+The noise of a token depends only on its completion's key and its index in the completion; the key depends only on
+(seed, step, prompt index, sample index). A forced token uses up an index, and the noise of that index is not used.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from covey.sampling.logits import Warp, draw
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
-    """Runs right-padded prompts through the model: their caches, and the logits behind their last tokens."""
+    """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
     model = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, cache = model(tokens, positions, prefilling(length), [None] * model.config.num_layers)
@@ -35,7 +35,7 @@ def start(
     *,
     warp: Warp,
 ) -> tuple[Slots, tuple[Array, ...]]:
-    """Puts prompts into the slots that are `taken` and draws the first token of each."""
+    """Put prompts into the slots that are `taken` and draw the first token of each."""
     keys = jnp.where(taken[:, None], keys, slots.key)
     zero = jnp.zeros_like(slots.drawn)
     token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
@@ -67,9 +67,9 @@ def decode(
     steps: int,
     pause: int | None = None,
 ) -> tuple[Slots, tuple[Array, ...], Array, Array]:
-    """Up to `steps` decode steps: the slots after them, what was drawn [steps, S], where it counts, and steps made.
+    """Run up to `steps` decode steps; return the slots, the draws [steps, S], their validity mask and the steps made.
 
-    A slot halts at a stop token, at its limit, and at the token `pause`, after which the host may `resume` it.
+    A slot halts at a stop token, at its limit and at the token `pause`, after which the host may `resume` it.
     """
     halts = stop_ids if pause is None else (*stop_ids, pause)
     model = nnx.merge(graph, params)
@@ -111,23 +111,23 @@ def decode(
 def resume(
     active: Bool[Array, "S"], held: Int[Array, "S F"], resumed: Bool[Array, "S"], forced: Int[Array, "S F"]
 ) -> tuple[Bool[Array, "S"], Int[Array, "S F"]]:
-    """`active` and `forced` of the slots once those that are `resumed` go on with their new forced tokens."""
+    """Return `active` and `forced` of the slots after the `resumed` ones receive their new forced tokens."""
     return active | resumed, jnp.where(resumed[:, None], forced, held)
 
 
 def _behind_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
-    """The forced tokens that are left after a step. A slot that is not active has none that are still wanted."""
+    """Drop the first forced token of each slot after a step. Those of inactive slots no longer matter."""
     return None if forced is None else jnp.pad(forced[:, 1:], ((0, 0), (0, 1)), constant_values=NOTHING)
 
 
 def _noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:
-    """One number in [0, 1) a slot, from the sample's key and the token's index."""
+    """Draw one number in [0, 1) per slot, from the completion's key and the token's index."""
     return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
 
 
 @jax.jit
 def sample_keys(seed: int, rows: Int[Array, "n 3"]) -> Array:
-    """The key of each (step, prompt index, sample index) under the run's seed."""
+    """Return the random key of each (step, prompt index, sample index) under the run's seed."""
     base = jax.random.PRNGKey(seed)
     fold = jax.random.fold_in
     return jax.vmap(lambda row: fold(fold(fold(base, row[0]), row[1]), row[2]))(rows)

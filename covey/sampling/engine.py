@@ -1,15 +1,15 @@
-"""Sampling completions: slots that are refilled while others go on.
+"""Sample completions with continuous batching: slots are refilled while others are still decoding.
 
-A prompt is prefilled once; its keys and values are copied into the slot of each of its samples. Decode steps run in
-chunks on the device; between chunks the host takes out what is finished and admits what waits. When nothing waits any
-more, the batch shrinks with the samples that are left. Policy is plain Python here; what runs on the device is
-in `steps`.
+A prompt is prefilled once; its keys and values are copied into the slot of each of its completions. Decode steps run in
+chunks on the device; between chunks the host removes finished completions and admits waiting ones. When none are
+waiting, the batch shrinks with the remaining completions. Scheduling is plain Python here; the device programs are in
+`device`.
 
-The noise of a token depends on (seed, step, prompt index, sample index, token index) and on nothing else, so the same
-sample is drawn in any slot, batch, order or chunk size.
+The noise of a token depends only on (seed, step, prompt index, sample index, token index), so the same completion is
+drawn in any slot, batch, order or chunk size.
 
-With a tool a slot also halts where a question ends. The host answers it between chunks, and the next steps put the
-answer's tokens in place of what they draw: through the same cache, counted toward the limit, marked in the mask.
+With a tool a slot also halts where a question ends. The host evaluates it between chunks, and the next steps force the
+tokens of its answer: they pass through the same cache, count toward the limit and are marked in the mask.
 """
 
 from collections import deque
@@ -32,19 +32,19 @@ from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
-"""Most prompts that are prefilled together."""
+"""Maximum number of prompts that are prefilled together."""
 SMALLEST_BATCH = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be sampled `samples` times.
+    """One prompt with the number of completions to sample.
 
     Attributes:
         prompt: int32 [n] tokens.
-        samples: how many completions.
-        index: the prompt's number in the step; with `step` and the sample's number it seeds the noise.
-        step: the training step (or any other number that tells calls apart).
+        samples: number of completions.
+        index: the prompt's index in the step; with `step` and the sample index it seeds the noise.
+        step: the training step (or any other number that distinguishes calls).
     """
 
     prompt: np.ndarray
@@ -55,13 +55,13 @@ class Request:
 
 @dataclass
 class SamplerStats:
-    """What a call cost, or several added up.
+    """Cost of a call, or the sum over several calls.
 
     Attributes:
-        tokens: completion tokens kept; `first_tokens` of them were drawn with the prompt, not in a decode step.
+        tokens: completion tokens kept; `first_tokens` of them were drawn at prefill, not in a decode step.
         slot_steps: decode steps × slots, used or not.
         chunks: calls of the decode program.
-        prompt_tokens: prompt tokens prefilled, and `prefill_cells` with their padding.
+        prompt_tokens: prompt tokens prefilled; `prefill_cells` includes their padding.
     """
 
     tokens: int = 0
@@ -76,14 +76,12 @@ class SamplerStats:
 
     @property
     def waste(self) -> float:
-        """Share of the decode work that gave no token."""
+        """Fraction of the decode work that produced no token."""
         return 1.0 - (self.tokens - self.first_tokens) / self.slot_steps if self.slot_steps else 0.0
 
 
 class _Sample(NamedTuple):
-    """A completion on its way: which request, which of its samples, where its tokens gather, and which of them were
-    put there by a tool.
-    """
+    """A completion in progress: its request, its sample index, its tokens so far, and which of them a tool forced."""
 
     request: int
     number: int
@@ -92,12 +90,12 @@ class _Sample(NamedTuple):
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [n], as far as they are known."""
+        """Tokens so far, int32 [n]."""
         return np.concatenate([part[0] for part in self.parts]).astype(np.int32)
 
     @property
     def drawn(self) -> np.ndarray:
-        """bool [n]: not put there. An answer that the limit cut short ends with the sample."""
+        """Mask of the tokens that the model drew, bool [n]. An answer cut by the limit ends with the completion."""
         mask = np.ones(len(self.tokens), bool)
         for place in self.forced:
             mask[place] = False
@@ -105,11 +103,11 @@ class _Sample(NamedTuple):
 
 
 class Sampler:
-    """Batched generation from a decoder.
+    """Generate completions in batches from a decoder.
 
     Args:
-        graph: the decoder's `nnx.GraphDef`; its state comes with every call, so that new weights need no new sampler.
-        stop_ids: tokens that end a completion; each is kept as its last token.
+        graph: the decoder's `nnx.GraphDef`; each call passes its state, so that new weights need no new sampler.
+        stop_ids: tokens that end a completion; the stop token is kept as its last token.
         config: lengths, temperature, truncation, slots, seed.
     """
 
@@ -132,14 +130,14 @@ class Sampler:
         tool: Tool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
-        """All completions, by request and sample, without their text.
+        """Generate all completions, by request and sample index, without their text.
 
         Args:
             params: the decoder's state.
             requests: prompts; lengths may differ.
-            config: settings for this call in place of the sampler's own.
-            tool: answers questions while they are sampled; every completion then has a mask.
-            progress: called with (finished, total) samples after each chunk.
+            config: settings for this call instead of the sampler's own.
+            tool: answers questions during sampling; every completion then has a mask.
+            progress: called with (finished, total) completions after each chunk.
 
         Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
         """
@@ -154,7 +152,7 @@ class Sampler:
 
 @dataclass
 class _Run:
-    """One call of `generate`: the queue, the slots, and what came out."""
+    """State of one call of `generate`: the queue, the slots and the results."""
 
     sampler: Sampler
     params: Any
@@ -187,17 +185,17 @@ class _Run:
         self.lengths = np.zeros(size, np.int64)
 
     def chunks(self) -> Iterator[int]:
-        """Admits, decodes and collects until every sample is done; yields how many are."""
+        """Admit, decode and collect until every completion is finished; yield how many are after each chunk."""
         while self.waiting or any(self.held):
             self._admit_waiting()
             if not any(self.held):
-                continue  # every sample admitted was finished by its first token
+                continue  # every admitted completion finished with its first token
             self._refit()
             self._decode_chunk()
             yield len(self.done)
 
     def completions(self) -> list[list[Completion]]:
-        """The tokens gathered, as completions in the order of the requests."""
+        """Return the collected tokens as completions, in the order of the requests."""
         return [
             [self._completion(self.done[number, sample]) for sample in range(request.samples)]
             for number, request in enumerate(self.requests)
@@ -222,7 +220,7 @@ class _Run:
         return key
 
     def _admit_waiting(self) -> None:
-        """Fills free slots from the queue, one prefilled batch of prompts at a time."""
+        """Fill free slots from the queue, one prefilled batch of prompts at a time."""
         while self.waiting and None in self.held:
             if self.waiting[0].request >= self.prefix_end:
                 self._prefill_next(self.waiting[0].request)
@@ -268,7 +266,7 @@ class _Run:
         self._collect(drawn, valid)
 
     def _collect(self, drawn: Any, valid: np.ndarray) -> None:
-        """Moves new tokens to their samples, finished samples out of their slots, answers to those that asked."""
+        """Append new tokens to their completions, free the slots of finished ones, force answers to tool questions."""
         drawn = np.stack([np.asarray(x, np.float64) for x in drawn])  # [3, steps, S]; token ids are exact in float64
         active = np.asarray(self.slots.active)
         answers = {}
@@ -290,7 +288,7 @@ class _Run:
             self._resume(answers)
 
     def _answer(self, sample: _Sample) -> np.ndarray | None:
-        """The tokens to put behind a sample that asked the tool, maybe none; None when it is finished."""
+        """Return the tool's answer tokens (maybe none) for a completion that asked it, or None when it is finished."""
         if self.tool is None:
             return None
         tokens = sample.tokens
@@ -309,8 +307,9 @@ class _Run:
         self.slots = self.slots._replace(active=active, forced=held)
 
     def _refit(self) -> None:
-        """Room for the next chunk: the longest live sample and the chunk's steps. And fewer slots, once nothing waits
-        and at most three quarters of them are in use.
+        """Resize the cache for the next chunk: the longest active completion plus the chunk's steps.
+
+        Also reduce the slots once the queue is empty and at most three quarters of them are in use.
         """
         live = [slot for slot, held in enumerate(self.held) if held is not None]
         time = max(self.time, self._room(int(self.lengths[live].max())))
@@ -323,10 +322,9 @@ class _Run:
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
 
     def _room(self, length: int) -> int:
-        """Tokens that a slot of the cache gets where its samples have up to `length`, for the next chunk's steps too.
+        """Return the cache size in tokens per slot for rows of up to `length` tokens plus the next chunk's steps.
 
-        Never more than `kv_cache_size`: no prompt with its answer is longer, so what a chunk would add beyond is not
-        drawn.
+        It is at most `kv_cache_size`: no prompt with its completion is longer, so a chunk draws no token beyond it.
         """
         room = bucket(length + self.config.decode_chunk)
         return min(room, self.config.kv_cache_size or room)

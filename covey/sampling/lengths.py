@@ -1,13 +1,13 @@
-"""How long a prompt and its answer may be, and how large the buffers are made that hold them."""
+"""Limits on the lengths of a prompt and its completion, and sizes of the buffers for them."""
 
 from covey.config.schema import RolloutConfig
 from covey.errors import DataError, RecipeError
 
 
 def check_length(size: int, config: RolloutConfig, which: str) -> None:
-    """Refuses a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
+    """Refuse a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
 
-    Errors: DataError for no tokens, more than `max_prompt_length`, or more than the cache holds with the answer.
+    Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
     if size == 0:
         raise DataError(f"{which} has no tokens", want="at least one token")
@@ -27,7 +27,7 @@ def check_length(size: int, config: RolloutConfig, which: str) -> None:
 
 
 def check_positions(config: RolloutConfig, positions: int) -> None:
-    """Refuses settings under which a prompt and its answer could outgrow a model made for `positions` tokens.
+    """Refuse settings under which a prompt and its completion could exceed the model's `positions` tokens.
 
     Errors: RecipeError.
     """
@@ -43,7 +43,7 @@ def check_positions(config: RolloutConfig, positions: int) -> None:
 
 
 def bucket(length: int, smallest: int = 64) -> int:
-    """The length a buffer gets: powers of two from 64, and from 256 on also the halves between them."""
+    """Round a buffer length up to a power of two from `smallest` on, or from 256 on also to 1.5 times one."""
     size = smallest
     while size < length:
         half = size + size // 2
@@ -54,12 +54,12 @@ def bucket(length: int, smallest: int = 64) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def few_above(count: int) -> int:
-    """The smallest number that is at least `count` among the powers of two and, from 4 on, three quarters of them.
+    """Return the smallest number ≥ `count` among the powers of two and, from 4 on, three quarters of them.
 
     >>> [few_above(n) for n in (1, 3, 5, 6, 7, 13, 24, 25)]
     [1, 3, 6, 6, 8, 16, 24, 32]

@@ -1,8 +1,8 @@
-"""From logits to a drawn token: temperature, top-k, top-p, and one uniform number turned into a token by inverse CDF.
+"""Draw tokens from logits: temperature, top-k, top-p, then one uniform number is mapped to a token by inverse CDF.
 
-Nothing here sorts the vocabulary. Top-k looks only into the blocks that can hold the k largest logits, top-p finds its
+Nothing sorts the vocabulary. Top-k searches only the blocks that can hold the k largest logits, top-p finds its
 threshold by bisection, and the draw walks a two-level cumulative sum. The order is temperature, then top-k, then top-p
-over what top-k left, as in Hugging Face generation. Tokens that tie with the last one kept are kept too.
+over what top-k left, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LOWEST = jnp.finfo(jnp.float32).min
 
 @dataclass(frozen=True)
 class Warp:
-    """What shapes the distribution, hashable: a compiled program is made for each. Temperature 0 is greedy."""
+    """Settings of the sampling distribution; hashable, with one compiled program for each. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,7 +32,7 @@ class Warp:
 
     @property
     def scale(self) -> float:
-        """The temperature at which log-probs are reported: 1 when greedy, where dividing by 0 means nothing."""
+        """Temperature at which log-probs are reported: 1 when greedy, since dividing by 0 is undefined."""
         return self.temperature if self.temperature > 0 else 1.0
 
 
@@ -43,11 +43,11 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 def draw(
     logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp, forced: Int[Array, "S"] | None = None
 ) -> Draw:
-    """Draws one token a row. `uniform` lies in [0, 1) and is the only randomness.
+    """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness.
 
     Args:
-        forced: a token to put in place of the drawn one, -1 for none. Its log-prob is the model's; the distribution it
-            was drawn from has nothing else in it, so the last of the three is 0.
+        forced: token that replaces the drawn one, -1 for none. Its log-softmax is the model's; its log-probability
+            under the truncated distribution (the last result) is 0, since no other token was possible.
     """
     scaled = logits.astype(jnp.float32) / warp.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
@@ -63,9 +63,7 @@ def draw(
 
 
 def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
-    """Logits with everything outside top-k and then outside top-p lowered to the least float; the same array when both
-    are off.
-    """
+    """Set logits outside top-k and then outside top-p to the lowest float; return the same array when both are off."""
     if 0 < warp.top_k < scaled.shape[-1]:
         scaled = jnp.where(scaled >= kth_largest(scaled, warp.top_k)[:, None], scaled, _LOWEST)
     if warp.top_p < 1:
@@ -74,10 +72,10 @@ def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
 
 
 def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """The first token whose cumulative mass exceeds uniform · total; never one without mass.
+    """Return the first token whose cumulative mass exceeds uniform · total; never one without mass.
 
-    Blocks of tokens first, tokens of the chosen block second: two short cumulative sums instead of one over the
-    vocabulary.
+    It searches blocks of tokens, then the tokens of the chosen block: two short cumulative sums instead of one over
+    the vocabulary.
     """
     blocks = _blocks(mass, 0.0)
     sums = blocks.sum(-1)
@@ -88,7 +86,7 @@ def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Ar
 
 
 def _step_down(mass: Float[Array, "S n"], target: Float[Array, "S"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Index of the first entry whose cumulative mass exceeds `target`, and what is left of `target` inside it."""
+    """Return the index of the first entry whose cumulative mass exceeds `target`, and the rest of `target` in it."""
     cumulative = jnp.cumsum(mass, axis=-1)
     # Rounding can leave the target at or past the end, or make a cumulative sum step over an empty entry.
     over = (cumulative > target[:, None]) & (mass > 0)
@@ -99,7 +97,7 @@ def _step_down(mass: Float[Array, "S n"], target: Float[Array, "S"]) -> tuple[In
 
 
 def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
-    """The k-th largest value of each row, exactly.
+    """Return the exact k-th largest value of each row.
 
     The k largest lie in the k blocks with the largest maxima, so only those are searched.
     """
@@ -111,9 +109,9 @@ def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
 
 
 def nucleus_threshold(logits: Float[Array, "S V"], top_p: float) -> Float[Array, "S"]:
-    """The largest threshold t such that softmax mass of {logits ≥ t} is at least `top_p` (Holtzman et al., 2020).
+    """Return the largest t such that the softmax mass of {logits ≥ t} is at least `top_p` (Holtzman et al., 2020).
 
-    Bisection over the float32 bit patterns: 32 halvings end on the exact boundary.
+    It bisects over the float32 bit patterns: 32 halvings end on the exact boundary.
     """
     mass = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
@@ -125,13 +123,13 @@ def nucleus_threshold(logits: Float[Array, "S V"], top_p: float) -> Float[Array,
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     top = ordered.max(-1)
-    # Masses sum to 1 only up to rounding: the lowest bound is "keep everything", whatever that sum is.
+    # Masses sum to 1 only up to rounding: the lowest bound keeps everything, whatever that sum is.
     low, _ = jax.lax.fori_loop(0, 32, halve, (ordered.min(-1), top + 1))
     return jnp.min(jnp.where(ordered >= low[:, None], logits, jnp.inf), axis=-1)
 
 
 def _ordered_bits(values: Float[Array, "S V"]) -> Array:
-    """Unsigned integers in the order of the floats they stand for."""
+    """Map floats to unsigned integers of the same order."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
@@ -143,7 +141,7 @@ def _blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks wi
 
 
 def _put(forced: Int[Array, "S"] | None, drawn: Array, instead: Any = None) -> Array:
-    """`drawn`, and where something is forced that token (or the number `instead`)."""
+    """Replace `drawn` by the forced token (or by `instead`) in rows that have one."""
     return drawn if forced is None else jnp.where(forced >= 0, forced if instead is None else instead, drawn)
 
 

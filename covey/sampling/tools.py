@@ -1,10 +1,10 @@
-"""A tool that the model uses while it samples: it writes a question between two markers and stops to be answered.
+"""A tool for the model during sampling: it writes a question between two markers and pauses for the answer.
 
     … <|python_start|> 12/60 <|python_end|> <|output_start|> 0.2 <|output_end|> …
-      drawn by the model                    put there, without loss
+      drawn by the model                    forced, without loss
 
-Only tokens of the completion count: the tokens since the last begin marker, with no end marker between, are the
-question, whatever the prompt left open. A question that is empty or has no answer gets nothing put behind it.
+Only tokens of the completion count: the question is the tokens since its last begin marker, with no end marker between;
+a begin marker in the prompt is ignored. After a question that is empty or has no answer, nothing is forced.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from covey.sampling.calculator import calculate
 from covey.text.tokenizer import Tokenizer
 
 MOST_FORCED = 64
-"""Most tokens an answer has, its markers included. A calculator's result has at most 32 characters."""
+"""Maximum tokens of an answer, its markers included. A calculator's result has at most 32 characters."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Markers:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All four."""
+        """All four ids."""
         return (self.start, self.end, self.output_start, self.output_end)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Answers questions that stand in a completion's tokens.
+    """A tool that answers questions in a completion's tokens.
 
     Attributes:
-        markers: where questions and answers begin and end.
-        evaluate: text of a question → text of its answer, None when it has none.
+        markers: ids that mark where questions and answers begin and end.
+        evaluate: text of a question → text of its answer, or None when it has none.
         decode: tokens → text, control tokens visible.
         encode: text → int32 [n].
-        hidden: control tokens that are left out of a completion's text: all but the markers.
+        hidden: control tokens that are omitted from a completion's text: all except the markers.
     """
 
     markers: Markers
@@ -56,7 +56,7 @@ class Tool:
     hidden: frozenset[int] = frozenset()
 
     def answer(self, tokens: np.ndarray) -> np.ndarray:
-        """int32 [n]: what is put behind `tokens`, the completion so far, whose last one is the end marker."""
+        """Return the answer, int32 [n], to append to `tokens`, the completion so far, which ends in the end marker."""
         before = tokens[:-1]
         starts, ends = (np.flatnonzero(before == marker) for marker in (self.markers.start, self.markers.end))
         open_at = starts[-1] if starts.size else -1
@@ -67,7 +67,7 @@ class Tool:
         return np.zeros(0, np.int32) if result is None else self._between_markers(self.encode(result))
 
     def text(self, tokens: np.ndarray) -> str:
-        """`tokens` decoded, questions and answers between their markers."""
+        """Decode `tokens`, with questions and answers between their markers."""
         return self.decode([token for token in tokens.tolist() if token not in self.hidden])
 
     def _between_markers(self, result: np.ndarray) -> np.ndarray:
@@ -77,9 +77,9 @@ class Tool:
 
 
 def tool_of(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
-    """The tool that `config` names, None for none.
+    """Return the tool that `config` names, or None when it names none.
 
-    Errors: RecipeError when the tokenizer lacks a marker, or when they cannot be told from each other or a stop token.
+    Errors: RecipeError when the tokenizer lacks a marker, or a marker equals another one or a stop token.
     """
     if config.tool == "none":
         return None

@@ -1,1 +1,1 @@
-"""Supervised training: its loop and its batches."""
+"""Supervised fine-tuning: the training loop and its batches."""

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning without the loop: examples become rows, and what is minimised on them.
+"""Batches and loss of supervised fine-tuning: lay examples out as rows and compute the loss on them.
 
-An example is one completion behind its prompt: a group of one. So the rows of `packing.rows` hold several short
-examples and nothing crosses between them; the completion's stop token is its last scored token; prompt tokens are fed
-and never scored. The loss is the mean negative log-likelihood of all scored tokens of the step, whose number is known
-before.
+An example is one completion after its prompt: a group of one. So the rows of `packing.rows` hold several short
+examples that do not attend to each other; the completion's stop token is its last scored token; prompt tokens are
+inputs and never scored. The loss is the mean negative log-likelihood of all scored tokens of the step, whose number is
+known in advance.
 """
 
 import math
@@ -29,7 +29,7 @@ from covey.types import Completion, FinishReason, Group, Mean
 
 
 def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, ""], Shares]:
-    """−Σ log p(token | what comes before it in its example) over the scored tokens, in nats; and the entropy there.
+    """Compute −Σ log p(token | its prefix in the example) over the scored tokens, in nats, and their entropy.
 
     A `LossFn`: the trainer divides by the number of scored tokens of the whole step.
     """
@@ -39,7 +39,7 @@ def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, "
 
 
 class Fitted(NamedTuple):
-    """The examples that are trained on, and how many were left out or cut to fit."""
+    """Examples to train on, and how many were dropped or truncated to fit."""
 
     examples: list[Row]
     dropped: int
@@ -47,14 +47,14 @@ class Fitted(NamedTuple):
 
 
 def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int, data: str) -> Fitted:
-    """The examples that have at most `config.max_length` tokens, or may be cut to it.
+    """Return the examples that have at most `config.max_length` tokens or may be truncated to it.
 
     Args:
-        longest: what the model itself can take; the smaller limit counts.
-        data: what to call them in an error.
+        longest: maximum length of the model itself; the smaller limit applies.
+        data: name of the data in an error.
 
     Raises:
-        DataError: one is longer and `config.too_long` is "error"; or none is left.
+        DataError: an example is longer and `config.too_long` is "error", or no example is left.
     """
     limit, kept, dropped, truncated = min(config.max_length, longest), [], 0, 0
     for number, example in enumerate(examples):
@@ -75,16 +75,16 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
 def groups_of(
     examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int | None = None
 ) -> list[Group]:
-    """Each example as a group with its one completion, cut off behind `config.max_length` tokens or `longest`."""
+    """Convert each example to a group of one completion, truncated to `config.max_length` tokens or `longest`."""
     limit = min(config.max_length, longest or config.max_length)
     return [_group(*tokens_of(example, tokenizer, config.completion_only), limit) for example in examples]
 
 
 def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [n] that are fed alone, int32 [m] that are learnt, the stop token at their end.
+    """Return the prompt tokens, int32 [n], and the scored tokens, int32 [m], which end in the stop token.
 
-    Something has to come before the first token that is learnt. Where all of an example is learnt (plain text, or
-    `completion_only` off), that is its own first token: the model's BOS where it has one.
+    A scored token needs a token before it. So where the whole example is scored (plain text, or `completion_only`
+    off), its first token is the prompt: the model's BOS where it has one.
     """
     prompt, answer = example["prompt"], example["completion"]
     if prompt == "":
@@ -95,28 +95,28 @@ def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only:
 
 
 def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
-    """The step's examples laid out for the device."""
+    """Lay the step's examples out as rows for the device."""
     return pack(groups, config.row_length, "groups" if config.packing else "dense", config.max_tokens_per_micro_batch)
 
 
 def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[Part]:
-    """`rows` in micro-batches on the devices that hold `like`, each with its number of scored tokens."""
+    """Split `rows` into micro-batches on the devices that hold `like`, each with its number of scored tokens."""
     for part in micro_batches(rows, at_a_time(rows, config, mesh)):
         yield Part(put_rows(part, like), float(part.scored.sum()))
 
 
 def at_a_time(rows: Rows, config: SFTConfig, mesh: Mesh | None = None) -> int:
-    """How many rows make a micro-batch."""
+    """Return the number of rows per micro-batch."""
     count, length = rows.tokens.shape
     return rows_together(count, length, config.max_tokens_per_micro_batch, row_ways(mesh))
 
 
 class HeldOutLoss:
-    """The loss on examples that are not trained on, by the same rows and the same sums.
+    """Loss on held-out examples, computed with the same rows and sums as in training.
 
     Args:
-        graph: the decoder's; weights come with each call.
-        loss_fn: as the trainer's.
+        graph: the decoder's `nnx.GraphDef`; each call passes the weights.
+        loss_fn: the loss function, as in the trainer.
     """
 
     def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
@@ -124,7 +124,7 @@ class HeldOutLoss:
         self._sum = jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0])
 
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
-        """`loss`, nats a token, and `perplexity`, its exponential."""
+        """Return `loss`, in nats per token, and `perplexity`, its exponential."""
         total = count = 0.0
         for part in parts(rows_of(groups, self.config), self.config, params, self.mesh):
             total, count = total + float(self._sum(params, part.batch)), count + part.denominator
@@ -133,7 +133,7 @@ class HeldOutLoss:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), at most e^700."""
+    """Return exp(loss), at most e^700."""
     return math.exp(min(loss, 700.0))
 
 

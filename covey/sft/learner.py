@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: the loop reads as the algorithm.
+"""The loop of supervised fine-tuning.
 
-Per step: take examples, make tokens of them, lay them out as rows, update. Beside the loop, observers write, show and
-save what happened. With LoRA adapters on the model only those are trained.
+Each step takes examples, tokenizes them, lays them out as rows and updates the model. Observers log, print and save the
+results. If the model has LoRA adapters, only those are trained.
 """
 
 import time
@@ -32,11 +32,11 @@ from covey.types import Group
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What observers see after each step.
+    """Record that observers receive after each step.
 
     Attributes:
-        step: optimizer updates made so far, of the `total` that the run will make.
-        metrics: numbers under their usual names; those of the loss function among them.
+        step: optimizer updates made so far, out of `total` in the run.
+        metrics: metric values by name, including those of the loss function.
     """
 
     step: int
@@ -44,41 +44,41 @@ class StepRecord:
     metrics: dict[str, float]
 
     def due(self, every: int) -> bool:
-        """True when this step is a multiple of `every`; never when that is 0."""
+        """Tell whether this step is a multiple of `every`; never when that is 0."""
         return bool(every) and self.step % every == 0
 
 
 Observer = Callable[[StepRecord], None]
 
 OnBadBatch = Callable[[int, Sequence[Group], Rows, NumbersError], None]
-"""(step, its examples, their rows, what is wrong with them)"""
+"""Callback with the arguments (step, its examples, their rows, the error)."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The part of a recipe that the learner gets, under the name that `recipe.validate` knows."""
+    """The section of a recipe that the learner uses, under the name that `recipe.validate` expects."""
 
     training: SFTConfig
 
 
 class SFTLearner(Keywords):
-    """Trains a model on examples.
+    """Train a model on examples.
 
     Args:
-        model: the model, with or without adapters, or a source that `models.loading.weights.load` knows. The
+        model: the model, with or without adapters, or a source that `models.loading.weights.load` accepts. The
             learner takes over its trainable arrays; read the result from `learner.model`.
-        tokenizer: may be left out when `model` is a source.
+        tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
-        mesh: the devices; the one that holds the model when not given.
-        seed: of the order of the examples.
-        loss_fn: in place of `supervised_loss`; what it returns beside the loss goes to the metrics, and to the
-            progress line where `config.show` names it.
-        observers: called with a `StepRecord` after each step, in order. Without any, one line a step is printed.
+        mesh: the devices; by default the one that holds the model.
+        seed: seed for the order of the examples.
+        loss_fn: replaces `supervised_loss`; values it returns besides the loss are added to the metrics, and to
+            the progress line where `config.show` names them.
+        observers: called with a `StepRecord` after each step, in order. Without any, one line per step is printed.
         on_phase: called with the name of each phase as it begins.
-        on_bad_batch: is given the batch of an update whose loss or gradient is not finite, and the error.
+        on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        step: optimizer updates made; `skips.made` of them were left out.
+        step: optimizer updates made; `skips.made` of them were skipped.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SFTLearner(Keywords):
         self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Decoder:
-        """Runs to `max_steps` updates, or through the data `num_epochs` times.
+        """Train for `max_steps` updates, or for `num_epochs` epochs over the data.
 
         Args:
             train_ds: examples in any of the forms `data.examples` takes, or a ready `loader` (whose position a resumed
@@ -117,7 +117,7 @@ class SFTLearner(Keywords):
             eval_ds: examples for the held-out loss every `eval_every_n_steps`.
 
         Raises:
-            DataError: an example in none of the forms, or longer than `max_length`.
+            DataError: an example has none of these forms, or is longer than `max_length`.
         """
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         total = total_steps(self.config, len(loader))
@@ -136,28 +136,28 @@ class SFTLearner(Keywords):
         return self.model
 
     def fit(self, data: Any, name: str = "training data") -> Fitted:
-        """The examples of `data` that are not too long, by `config.too_long`."""
+        """Return the examples of `data`, with those that are too long handled by `config.too_long`."""
         return fit(as_examples(data), self.tokenizer, self.config, self._longest, name)
 
     def loader(self, examples: Sequence[Row]) -> ExampleLoader:
-        """Batches of `examples` in the order of the seed."""
+        """Return a loader of batches of `examples`, in the order given by the seed."""
         return ExampleLoader(examples, self.config.batch_size, seed=self.seed)
 
     def prepare(self, total_steps: int) -> Trainer:
-        """Builds the trainer for a run of `total_steps` updates, once."""
+        """Build the trainer for a run of `total_steps` updates, once."""
         if self.trainer is None:
             optimizer = make_optimizer(self.config.optimizer, total_steps)
             self.trainer, self._total_steps = Trainer(self._model, optimizer, self.loss_fn), total_steps
         return self.trainer
 
     def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
-        """`loss` and `perplexity` on `examples` with the weights as they are now."""
+        """Compute `loss` and `perplexity` on `examples` with the current weights."""
         params = nnx.split(self._model)[1] if self.trainer is None else self.trainer.params
         return self._held_out(params, self._groups(examples))
 
     @property
     def model(self) -> Decoder:
-        """The model with its weights as they are now."""
+        """The model with its current weights."""
         if self.trainer is None:
             return self._model
         graph: Any = self.trainer.graph
@@ -168,7 +168,7 @@ class SFTLearner(Keywords):
         return groups_of(examples, self.tokenizer, self.config, self._longest)
 
     def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
-        """An update; one that is not finite is left out while `skip_nonfinite` allows it. Nothing moved by it."""
+        """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
         return self.skips.guard(
             lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
             lambda error: self.on_bad_batch(self.step + 1, groups, rows, error),
@@ -176,7 +176,7 @@ class SFTLearner(Keywords):
         )
 
     def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
-        """What the step cost, in tokens and seconds."""
+        """Return the metrics of the step's cost, in tokens and seconds."""
         tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
         return {
             "learning_rate": self._learning_rate(),
@@ -188,7 +188,7 @@ class SFTLearner(Keywords):
         }
 
     def _learning_rate(self) -> float:
-        """Of the update just made; NaN for an optimizer that is not ours."""
+        """Return the learning rate of the last update, or NaN for a user-supplied optimizer."""
         optimizer = self.config.optimizer
         if not isinstance(optimizer, OptimizerConfig):
             return float("nan")
@@ -209,17 +209,17 @@ class SFTLearner(Keywords):
 
 
 def total_steps(config: SFTConfig, batches: int) -> int:
-    """Optimizer updates of a whole run over data of so many batches an epoch."""
+    """Return the optimizer updates of a whole run over data of `batches` batches per epoch."""
     return config.max_steps or batches * config.num_epochs
 
 
 def _ranged(config: SFTConfig) -> SFTConfig:
-    """An optimizer that is an optax transformation has no ranges to check."""
+    """Return the settings whose ranges to check; an optimizer that is an optax transformation has none."""
     ours = isinstance(config.optimizer, OptimizerConfig)
     return config if ours else replace(config, optimizer=OptimizerConfig())
 
 
 def _placed(model: Decoder, mesh: Mesh | None) -> Decoder:
-    """`model` on the devices, every array put there by choice: one that came there by default compiles anew."""
+    """Put `model` on the devices explicitly: arrays placed there by default would cause a recompilation."""
     graph, params = nnx.split(model)
     return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))

@@ -1,1 +1,1 @@
-"""Reward functions in processes of their own."""
+"""Run reward functions in separate processes."""

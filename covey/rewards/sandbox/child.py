@@ -1,9 +1,9 @@
-"""A worker process: calls reward functions for the run that started it, and ends with it.
+"""A worker process, which calls reward functions for the run that started it and ends with that run.
 
-Started by `workers` as a script, and split in two before anything is imported. One half *keeps*: it leads the process
-group, runs nobody's code and so cannot hang. When the run is gone or the other half dies, it kills whatever is left,
-also what a function put into a session of its own. The other half *works*: it takes jobs from one pipe and answers on
-another, in JSON with its length before it. Nothing is ever unpickled.
+`workers` starts it as a script, which forks before importing anything. The parent is the *keeper*: it leads the process
+group, runs no user code and so cannot hang. When the run has ended or the child dies, it kills all remaining processes,
+including those that a function moved to another session. The child is the *worker*: it reads jobs from one pipe and
+writes results to another, as length-prefixed JSON. Nothing is unpickled.
 """
 
 import ctypes
@@ -17,34 +17,34 @@ from contextlib import suppress
 from typing import Any
 
 LENGTH = struct.Struct(">Q")
-"""Stands before each message: its bytes."""
+"""Prefix of each message: its length in bytes."""
 PR_SET_CHILD_SUBREAPER = 36
 PASSES = 20
-"""Looks for descendants, at most: one may be born while another is killed."""
+"""Maximum scans for descendants: one may be started while another is killed."""
 
 
 def main(jobs: int, results: int, path: list[str]) -> None:
-    """Keeps and works, until the other end of the pipe `jobs` is closed.
+    """Fork into keeper and worker, and run until the other end of the pipe `jobs` is closed.
 
     Args:
         jobs, results: file descriptors, to read from and to write to.
-        path: where the run looks for modules.
+        path: the run's `sys.path`.
     """
     sys.path[:] = path
     for descriptor in (jobs, results):
         os.set_inheritable(descriptor, False)
-    if sys.platform == "linux":  # whom a function's own process leaves behind becomes the keeper's child
+    if sys.platform == "linux":  # orphans of a function's own processes become the keeper's children
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
         os.close(results)
         keep(worker, jobs)
     else:
         work(jobs, results)
-        os._exit(0)  # threads that a function left behind are not waited for
+        os._exit(0)  # do not wait for threads that a function left running
 
 
 def keep(worker: int, jobs: int) -> None:
-    """Waits for the end of `worker` or of the run; leaves nothing behind. The exit code is the worker's."""
+    """Wait for `worker` or the run to end, then kill all descendants and exit with the worker's exit code."""
 
     def reap(*_: Any) -> None:
         with suppress(ChildProcessError):
@@ -61,14 +61,14 @@ def keep(worker: int, jobs: int) -> None:
     signal.signal(signal.SIGCHLD, reap)
     reap()
     poll = select.poll()
-    poll.register(jobs, 0)  # no event but the end of the other side, which is always told
+    poll.register(jobs, 0)  # only the hang-up of the other end, which poll always reports
     poll.poll()
     leave(0)
 
 
 def work(jobs: int, results: int) -> None:
-    """Answers jobs until there are no more."""
-    from covey.errors import CoveyError  # late: the keeper needs none of it
+    """Run jobs until the pipe is closed."""
+    from covey.errors import CoveyError  # imported late: the keeper does not need it
     from covey.rewards.score import resolve
 
     functions: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def work(jobs: int, results: int) -> None:
 
 
 def called(function: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What the call that `job` asks for comes to."""
+    """Make the call that `job` describes and return its outcome as JSON."""
     import asyncio
     import inspect
 
@@ -94,21 +94,21 @@ def called(function: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def receive(pipe: int) -> Any:
-    """The next message; None at the end."""
+    """Read the next message, or None at the end of the pipe."""
     if len(head := _exactly(pipe, LENGTH.size)) < LENGTH.size:
         return None
     return json.loads(_exactly(pipe, LENGTH.unpack(head)[0]))
 
 
 def send(pipe: int, message: bytes) -> None:
-    """Writes a message whole."""
+    """Write a whole message."""
     rest = memoryview(LENGTH.pack(len(message)) + message)
     while rest:
         rest = rest[os.write(pipe, rest) :]
 
 
 def end_descendants(root: int) -> None:
-    """Kills every process that descends from `root`, whichever group and session it is in, but not `root`."""
+    """Kill every descendant of `root`, in any process group and session, but not `root` itself."""
     for _ in range(PASSES):
         if not (found := descendants(root)):
             return
@@ -118,7 +118,7 @@ def end_descendants(root: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The living children of `root`, theirs, and so on; none where there is no /proc."""
+    """Return all living descendants of `root`, or none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdigit() and (stat := _stat(entry)) and stat[0] != "Z":
@@ -132,7 +132,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _stat(process: str) -> list[str]:
-    """State, parent and the rest of a process's line; nothing when it is gone."""
+    """Return state, parent and further fields of a process's stat line, or [] when the process has ended."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -141,7 +141,7 @@ def _stat(process: str) -> list[str]:
 
 
 def _exactly(pipe: int, size: int) -> bytes:
-    """`size` bytes, or what there was before the end."""
+    """Read `size` bytes, or fewer when the pipe ends first."""
     parts: list[bytes] = []
     while size and (part := os.read(pipe, min(size, 1 << 20))):
         parts.append(part)

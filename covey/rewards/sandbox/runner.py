@@ -1,11 +1,11 @@
-"""Runs reward functions, and keeps what goes wrong in one from ending a night's run: `RewardRunner`.
+"""Run reward functions so that a failure in one need not end a long run: `RewardRunner`.
 
-In the run's own process, or in workers (`workers`), which are killed when a call takes too long. What fails is told as
-an error, or gets None or a number in its place, as the function's policy says; then each failure is counted, and a
-budget ends the run all the same. To know which sample it was, a batch for which a function fails is halved until only
-the guilty are left; the others are then scored in one call, as if the guilty had never been sampled.
+Functions run in the run's own process, or in workers (`workers`), which are killed when a call takes too long. By the
+function's policy a failure raises an error, or its reward becomes None or a fixed number; such failures are counted,
+and the run ends when they exceed a budget. To find the failing completions, a batch for which a function fails is
+bisected; the others are then scored in one call, as if the failing ones had never been sampled.
 
-All of it may happen in any thread: nothing here depends on signals or on which thread is the main one.
+The runner works in any thread: nothing depends on signals or on the main thread.
 """
 
 import inspect
@@ -27,21 +27,21 @@ from covey.rewards.call import LOST, MISSHAPEN, Outcome, RewardFn, Samples, call
 from covey.rewards.sandbox.workers import Worker, place_of, portable
 
 SEARCH_SECONDS = 1.0
-"""A function that raised sooner is called again with fewer samples, to tell which of them it was."""
+"""A function that raised in less time is called again with fewer completions, to find those for which it fails."""
 MOST_LOST = 16
-"""Workers that such a search may cost."""
+"""Maximum number of workers that may be lost in such a search."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The part of a recipe that a runner gets, under the name that `recipe.validate` knows."""
+    """The section of a recipe that a runner uses, under the name that `recipe.validate` expects."""
 
     reward_safety: RewardSafetyConfig
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A function and what it is to score."""
+    """A function, its arguments and the completions to score."""
 
     name: str
     function: RewardFn
@@ -50,23 +50,23 @@ class _Call:
 
 
 Attempt = Callable[[Sequence[int]], Outcome]
-"""Calls a function with some of its samples, by number."""
+"""Callable that calls a function on some of its completions, given by index."""
 
 
 class RewardRunner:
-    """Calls reward functions as `safety` says; to be closed, or used as a context, where it has workers.
+    """Call reward functions as `safety` specifies. With workers, close it or use it as a context manager.
 
-    Safe to use from any number of threads.
+    It is thread-safe.
 
     Args:
-        safety: the settings; when not given, calls are made in this process and the first mistake is raised.
-        say: is told of the first failure of each function.
+        safety: the settings; by default, calls are made in this process and the first failure is raised.
+        say: called with a message about the first failure of each function.
 
     Attributes:
-        failed: failures so far, by function: what the budget is compared with.
+        failed: failures so far, by function; their sum is compared with the budget.
 
     Raises:
-        RecipeError: settings that contradict each other.
+        RecipeError: the settings contradict each other.
     """
 
     def __init__(self, safety: RewardSafetyConfig | None = None, say: Callable[[str], None] | None = None):
@@ -81,10 +81,10 @@ class RewardRunner:
         self._lock = threading.Lock()
 
     def check(self, functions: Mapping[str, RewardFn]) -> None:
-        """Refuses functions that cannot be called as the settings say.
+        """Refuse functions that cannot be called under these settings.
 
         Raises:
-            RecipeError: one that a worker would not find.
+            RecipeError: a worker could not import one of them.
         """
         for name, function in functions.items():
             if self._is_apart(function):
@@ -93,15 +93,15 @@ class RewardRunner:
     def run(
         self, functions: Mapping[str, RewardFn], samples: Samples, failed: MutableMapping[str, int] | None = None
     ) -> np.ndarray:
-        """What `functions`, by their names in metrics, give `samples`: float64 [F, B], NaN for None.
+        """Score `samples` with `functions` (keyed by metric name): float64 [F, B], NaN for None.
 
-        Functions in different workers run side by side, and so do async functions of this process.
+        Functions in different workers run concurrently, and so do async functions of this process.
 
         Args:
-            failed: failures are added to it, by function; those without a policy are left out.
+            failed: receives the number of failures by function, except for functions whose policy is to raise.
 
         Raises:
-            RewardError: a function failed whose policy is to raise, or the budget is spent.
+            RewardError: a function whose policy is to raise failed, or the budget is exceeded.
         """
         failed = {} if failed is None else failed
         self._begin(functions, failed)
@@ -123,12 +123,12 @@ class RewardRunner:
         return np.array([columns[name] for name in functions])
 
     def policy(self, name: str) -> str:
-        """What becomes of failures of the function of this name, as in `RewardSafetyConfig.on_error`."""
+        """Return the failure policy of the function `name`, as in `RewardSafetyConfig.on_error`."""
         given = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
         return given.get(name, self.safety.on_error)
 
     def close(self) -> None:
-        """Ends the workers. They also end with this object, and with the process."""
+        """End the workers. They also end with this object and with the process."""
         for worker in self._workers:
             worker.close()
 
@@ -139,7 +139,7 @@ class RewardRunner:
         self.close()
 
     def _begin(self, functions: Iterable[str], failed: MutableMapping[str, int]) -> None:
-        """Those with a policy are counted from 0, in their order, whichever is done first."""
+        """Start the failure counts at 0, in the order of the functions, whichever finishes first."""
         with self._lock:
             for name in (name for name in functions if self.policy(name) != "raise"):
                 failed.setdefault(name, 0)
@@ -149,7 +149,7 @@ class RewardRunner:
         return bool(self._workers) and not getattr(function, "in_process", False)
 
     def _run_here(self, calls: Sequence[_Call], failed: MutableMapping[str, int]) -> dict[str, np.ndarray]:
-        """In this process. Coroutines get a thread of their own: in a notebook this one already runs a loop."""
+        """Run functions in this process; coroutines in their own thread, as a notebook's already runs a loop."""
         columns: dict[str, np.ndarray] = {}
         waiting: dict[str, tuple[_Call, Awaitable[Any]]] = {}
         try:
@@ -173,7 +173,7 @@ class RewardRunner:
     def _run_apart(
         self, one: _Call, worker: Worker, given_up: threading.Event, failed: MutableMapping[str, int]
     ) -> np.ndarray:
-        """In the function's worker."""
+        """Run a function in its worker."""
         place, sent = place_of(one.name, one.function), portable(one.name, one.arguments)
 
         def attempt(part: Sequence[int]) -> Outcome:
@@ -182,14 +182,14 @@ class RewardRunner:
         return self._settled(one, attempt(range(len(one.samples))), attempt, failed)
 
     def _home(self, name: str) -> Worker:
-        """The function's worker: what it keeps between calls, it finds there."""
+        """Return the function's worker, always the same one, so that state kept between calls is available there."""
         with self._lock:
             return self._homes.setdefault(name, self._workers[len(self._homes) % len(self._workers)])
 
     def _settled(
         self, one: _Call, outcome: Outcome, attempt: Attempt | None, failed: MutableMapping[str, int]
     ) -> np.ndarray:
-        """The numbers of a function, with those that its policy puts in the place of what failed."""
+        """Return the values of a function, with failed ones replaced according to its policy."""
         policy, everyone = self.policy(one.name), range(len(one.samples))
         if policy == "raise" and (outcome.failure or outcome.wrong):
             raise self._error(one, outcome, attempt) from (outcome.failure.error if outcome.failure else None)
@@ -205,7 +205,7 @@ class RewardRunner:
         return values
 
     def _error(self, one: _Call, outcome: Outcome, attempt: Attempt | None) -> RewardError:
-        """The error about the first sample for which the function fails in this way."""
+        """Build the error about the first completion for which the function fails in this way."""
         failure = outcome.failure
         if failure and attempt and failure.sample is None:
             guilty = _search(outcome, attempt, range(len(one.samples)), same=True)
@@ -213,7 +213,7 @@ class RewardRunner:
         return _told(one, outcome)
 
     def _count(self, one: _Call, outcome: Outcome, lost: Sequence[int], failed: MutableMapping[str, int]) -> None:
-        """Adds the failures up, says the first of a function, and raises when there are more than the budget allows."""
+        """Count failures, report the first one of a function, and raise when there are more than the budget allows."""
         with self._lock:
             failed[one.name] += len(lost)
             self.failed[one.name] += len(lost)
@@ -246,13 +246,13 @@ def _told(one: _Call, outcome: Outcome) -> RewardError:
 
 
 def _search(outcome: Outcome, attempt: Attempt, part: Sequence[int], same: bool) -> Iterator[int]:
-    """The samples of `part` for which a function that failed for all of it fails even alone.
+    """Find the completions of `part` for which a function fails even alone, after it failed for the whole part.
 
-    Nothing is looked for where the result had the wrong shape: calls with fewer samples might fit it by accident. Nor
-    where the function took long to raise: a judge that timed out would time out many times over.
+    There is no search when the result had the wrong shape, since it might fit a smaller call by accident, or when the
+    function took long to raise, since a judge that timed out would time out many times.
 
     Args:
-        same: only those for which it fails in the same way.
+        same: find only those for which it fails in the same way.
     """
     failure, lost = outcome.failure, 0
     assert failure is not None
@@ -281,8 +281,9 @@ def _halved(fails: Callable[[Sequence[int]], bool], part: Sequence[int]) -> Iter
 
 
 def _without(guilty: Sequence[int], attempt: Attempt | None, part: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-    """The values of all samples and those that have none, once the guilty ones are left out; all when it still fails,
-    or when none is guilty alone.
+    """Score again without the guilty completions; return all values and the indices of the completions without one.
+
+    No completion has a value when the call still fails or when no completion is guilty alone.
     """
     values, rest = np.full(len(part), np.nan), [i for i in part if i not in set(guilty)]
     if attempt is None or not guilty or not rest:
@@ -295,7 +296,7 @@ def _without(guilty: Sequence[int], attempt: Attempt | None, part: Sequence[int]
 
 
 def _here(one: _Call) -> Attempt:
-    """Calls of a function in this process. It may have changed its lists, so they are made anew."""
+    """Return an attempt in this process, with fresh argument lists, as the function may have modified the old ones."""
 
     def attempt(part: Sequence[int]) -> Outcome:
         arguments = _part(taken(one.name, one.function, one.samples), part)
@@ -314,14 +315,15 @@ def _part(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str, 
 
 
 def _together(waiting: Iterable[tuple[_Call, Awaitable[Any]]]) -> list[Outcome]:
-    """The outcomes of async functions, awaited side by side in a thread. An exit in a task of one of them ends their
-    loop, and is the outcome of all that are not finished.
+    """Await async functions concurrently in a thread and return their outcomes.
+
+    An exit in one of their tasks ends the event loop and becomes the outcome of all unfinished functions.
     """
     waiting = list(waiting)
     if not waiting:
         return []
 
-    import asyncio  # late: it would take a good part of the time in which the command answers a typo
+    import asyncio  # imported late: it would noticeably delay the command's error about a typo
 
     outcomes: dict[str, Outcome] = {}
 
@@ -335,7 +337,7 @@ def _together(waiting: Iterable[tuple[_Call, Awaitable[Any]]]) -> list[Outcome]:
         try:
             with exits.refused():
                 asyncio.run(gathered())
-        except SystemExit as error:  # the loop has cancelled what was still awaited
+        except SystemExit as error:  # the loop has cancelled the pending tasks
             for one, _ in waiting:
                 failure = outcomes[one.name].failure if one.name in outcomes else None
                 if one.name not in outcomes or (failure and isinstance(failure.error, asyncio.CancelledError)):
@@ -347,5 +349,5 @@ def _together(waiting: Iterable[tuple[_Call, Awaitable[Any]]]) -> list[Outcome]:
 
 
 def _results(futures: Mapping[str, "Future[np.ndarray]"]) -> dict[str, np.ndarray]:
-    """In order, so that of several errors the same one is raised each time."""
+    """Collect results in order, so that of several errors always the same one is raised."""
     return {name: future.result() for name, future in futures.items()}

@@ -1,8 +1,8 @@
-"""Worker processes: what a reward function does there, the run survives.
+"""Worker processes, which isolate the run from what a reward function does.
 
-A worker is started when it is first needed. One that takes too long, dies or answers nonsense is killed with everything
-it has started, and the next call starts another. What goes there and comes back is JSON: a function is named by its
-module, never sent, and nothing is unpickled.
+A worker is started when it is first needed. When it takes too long, dies or returns an invalid message, it is killed
+with every process it has started, and the next call starts another. Messages both ways are JSON: a function is named by
+its module, never sent, and nothing is unpickled.
 """
 
 import itertools
@@ -29,23 +29,23 @@ from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, from_w
 from covey.rewards.sandbox import child
 
 START_SECONDS = 300.0
-"""Most time for starting a worker and importing a function's module, which `timeout` does not count."""
+"""Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
 LARGEST_ANSWER = 1 << 26
-"""Bytes."""
+"""Maximum bytes of a message from a worker."""
 LOOK_SECONDS = 0.2
-"""How often a waiting thread looks whether it is still needed."""
+"""Interval at which a waiting thread checks whether its call was given up."""
 EXIT_SECONDS = 5.0
-"""How long the exit code of a worker that died is waited for."""
+"""Maximum time to wait for the exit code of a worker that died."""
 
 
 class GivenUp(Exception):  # noqa: N818
-    """The call is no longer wanted, or the workers are closed."""
+    """Raised when a call is no longer wanted or the workers are closed."""
 
 
 class Worker:
-    """A process that calls reward functions, one call at a time, and its successors.
+    """A process that calls reward functions, one call at a time; it is restarted after a failure.
 
-    Safe to use from any number of threads.
+    It is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process group, which is a session too; None while there is none."""
+        """Id of the process group, which is also the session; None while no process runs."""
         return None if self._process is None else self._process.pid
 
     def call(
@@ -67,17 +67,17 @@ class Worker:
         timeout: float,
         given_up: threading.Event,
     ) -> Outcome:
-        """What the function at `place` makes of `count` samples.
+        """Call the function at `place` on `count` completions and return the outcome.
 
         Args:
             place: `module:function`.
-            arguments: JSON-able.
-            timeout: seconds; 0 is no limit.
-            given_up: set when nobody waits for the outcome any more.
+            arguments: JSON-serializable values.
+            timeout: seconds; 0 means no limit.
+            given_up: set when the outcome is no longer needed.
 
         Raises:
             RecipeError: the worker cannot import the function.
-            GivenUp: `given_up` is set, and the worker killed; or it was closed.
+            GivenUp: `given_up` was set and the worker killed, or the worker was closed.
         """
         with self._lock:
             if self._closed or given_up.is_set():
@@ -93,12 +93,12 @@ class Worker:
                 return Outcome(None, failure=Failure(lost.what, LOST, fix=lost.fix))
             except RecipeError:
                 raise
-            except BaseException:  # an answer may still be on its way, which would be taken for the next one
+            except BaseException:  # a pending reply would be taken for the reply to the next job
                 self._end()
                 raise
 
     def close(self) -> None:
-        """Kills the process and whatever it has started; a call in another thread comes to nothing."""
+        """Kill the process and every process it has started; a call in another thread is aborted."""
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
@@ -126,7 +126,7 @@ class Worker:
             raise _Lost(f"ended its worker process ({self._process.ending()})") from None
         try:
             found: dict[str, Any] = json.loads(answer)
-            if found["number"] == job["number"]:  # else somebody else wrote to the pipe
+            if found["number"] == job["number"]:  # otherwise another writer used the pipe
                 return found
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
@@ -151,7 +151,7 @@ def _outcome(answer: Mapping[str, Any], count: int) -> Outcome:
 
 
 class _Process:
-    """One process group with its two pipes. It ends at the latest with this object, or with the run."""
+    """One process group with its two pipes. It ends with this object or with the run, if not earlier."""
 
     def __init__(self) -> None:
         jobs, self._jobs = os.pipe()
@@ -174,12 +174,11 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._popen, self._jobs, self._results)
 
     def asked(self, message: bytes, limit: float | None, given_up: threading.Event) -> bytes:
-        """The answer to `message`.
+        """Send `message` and return the reply.
 
         Raises:
-            TimeoutError: it is not there at `limit`.
-            EOFError, BrokenPipeError: nobody is left to give it.
-            ValueError: it is far too long.
+            TimeoutError: it has not arrived at `limit`.
+            EOFError, BrokenPipeError: the worker has ended, or the reply is longer than `LARGEST_ANSWER`.
         """
         rest = memoryview(child.LENGTH.pack(len(message)) + message)
         while rest:
@@ -203,11 +202,11 @@ class _Process:
         return parts
 
     def kill(self) -> None:
-        """Kills the group; `end` also tidies up."""
+        """Kill the process group; `end` also cleans up."""
         _kill(self._popen)
 
     def ending(self) -> str:
-        """How a process that is gone has ended."""
+        """Describe how a process that is gone has ended."""
         try:
             code = self._popen.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -217,7 +216,7 @@ class _Process:
 
 
 def _wait(pipe: int, event: int, limit: float | None, given_up: threading.Event) -> None:
-    """Until there is something to do at `pipe`, an end of file included."""
+    """Wait until `pipe` is ready for `event` or at end of file."""
     poll = select.poll()
     poll.register(pipe, event)
     while True:
@@ -238,7 +237,7 @@ def _end(process: "subprocess.Popen[bytes]", *pipes: int) -> None:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing is done once the keeper was waited for: it left nobody, and its number may be another's by now."""
+    """Kill the process group, unless the keeper was already reaped: it killed the rest, and its id may be reused."""
     if process.returncode is None:
         child.end_descendants(process.pid)
         with suppress(ProcessLookupError, PermissionError):
@@ -246,10 +245,10 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def place_of(name: str, function: RewardFn) -> str:
-    """The `module:function` under which a worker finds `function`.
+    """Return the `module:function` under which a worker finds `function`.
 
     Raises:
-        RecipeError: it has none: it was made inside a function, or belongs to a script.
+        RecipeError: it has none, because it was defined inside a function or in a script.
     """
     inner = function.func if isinstance(function, partial) else function
     home = getattr(inner, "__module__", None) or type(inner).__module__
@@ -264,10 +263,10 @@ def place_of(name: str, function: RewardFn) -> str:
 
 
 def portable(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The arguments as JSON can hold them: arrays and tuples become lists.
+    """Convert arguments to JSON-serializable values: arrays and tuples become lists.
 
     Raises:
-        RewardError: one holds something else; its column is named.
+        RewardError: a column holds values of another type; the error names it.
     """
     found = {}
     for column, values in arguments.items():
