@@ -15,7 +15,7 @@ def main() -> int:
     """Runs the command and writes what it compiles; its exit code."""
     import jax
 
-    from covey.cli.main import main
+    from covey.cli import main as cli
 
     with Path(sys.argv[1]).open("w", buffering=1) as file:
 
@@ -29,7 +29,7 @@ def main() -> int:
 
         jax.monitoring.register_event_duration_secs_listener(ready)
         jax.monitoring.register_event_listener(found)
-        return main.main(sys.argv[2:])
+        return cli.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def test_threads_get_their_own_answers():
 
 FORKS = """
 import os
-from covey import templates
+from covey.text import chat_template
 def shown(source):
     return chat_template.render(chat_template.parse(source), {})
 assert shown("a") == "a"
