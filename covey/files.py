@@ -6,6 +6,7 @@ cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder
 the user and is followed.
 """
 
+import hashlib
 from pathlib import Path
 
 from covey.errors import WeightsError
@@ -40,6 +41,12 @@ def check_given(path: Path) -> None:
             fix="git lfs pull in this folder, or fetch the model without git",
             where=str(path),
         )
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _leads_out(link: Path) -> bool:

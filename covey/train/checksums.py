@@ -7,7 +7,6 @@ interrupted. A file or link in the place of one of these folders is not ours: an
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from covey.errors import ResumeError
+from covey.files import file_sha256
 
 SUMS, LOCK = "SHA256SUMS", "lock"
 
@@ -30,12 +30,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     with ThreadPoolExecutor() as pool:
-        return dict(zip(files, pool.map(digest, files.values()), strict=True))
+        return dict(zip(files, pool.map(file_sha256, files.values()), strict=True))
 
 
 def seal(folder: Path) -> None:

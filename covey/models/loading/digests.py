@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.files import file_sha256
 from covey.models.loading.sources import cache_folder
 
 KEPT = "digests.json"
@@ -49,8 +50,7 @@ def _sum(file: Path, kept: Sums) -> str:
     if known[:-1] == state:
         kept[path] = known
         return str(known[-1])
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    found = file_sha256(file)
     if state == _state(file) and time.time() - file.stat().st_mtime > SETTLED_SECONDS:
         kept[path] = [*state, found]
     return found

