@@ -27,7 +27,7 @@ Shares = dict[str, Mean | Array]
 
 PerToken = Float[Array, "R M"]
 Ratio = Callable[[PerToken, PerToken, Bool[Array, "R M"], Int[Array, "R M"]], PerToken]
-"""Function (logps, old logps, tokens in the loss, owner) → importance ratio at each token."""
+"""Function (logps, old logps, tokens in the loss, segment_ids) → importance ratio at each token."""
 Surrogate = Callable[[PerToken, PerToken, PerToken, Algorithm], PerToken]
 """Function (ratio, logps, advantage, algorithm) → loss at each token. `policy_loss` also accepts a custom one."""
 Aggregate = Callable[[Int[np.ndarray, "B"], int], tuple[Float[np.ndarray, "B"], float]]
@@ -59,7 +59,7 @@ def policy_loss(
     algorithm: Algorithm,
     logps: PerToken,
     entropy: PerToken,
-    owner: Int[Array, "R M"],
+    segment_ids: Int[Array, "R M"],
     inputs: LossInputs,
     surrogate: Surrogate | None = None,
 ) -> tuple[Float[Array, ""], Shares]:
@@ -69,7 +69,7 @@ def policy_loss(
         algorithm: names of the functions, and their settings.
         logps: log-probs under the policy; differentiable.
         entropy: entropy of the policy where the token was sampled, in nats; differentiable.
-        owner: number of the token's completion in its row, from 1; 0 is padding.
+        segment_ids: number of the token's completion in its row, from 1; 0 is padding.
         inputs: see `LossInputs`.
         surrogate: replaces the algorithm's.
 
@@ -80,13 +80,13 @@ def policy_loss(
     """
     weight, advantage, mask = inputs.weight, inputs.advantage, inputs.weight > 0
     old = jax.lax.stop_gradient(logps) if inputs.old_logps is None else inputs.old_logps
-    ratio = RATIOS[algorithm.ratio](logps, old, mask, owner)
+    ratio = RATIOS[algorithm.ratio](logps, old, mask, segment_ids)
     per_token = (surrogate or SURROGATES[algorithm.surrogate])(ratio, logps, advantage, algorithm)
     means = {"entropy": entropy}
     if surrogate is None and algorithm.surrogate in CLIPPED:
         means |= CLIPPED[algorithm.surrogate](ratio, advantage, algorithm)
     if algorithm.correction != "none":
-        means["sampling/correction/mean"] = correction(algorithm, old, inputs.sampled, mask, owner)
+        means["sampling/correction/mean"] = correction(algorithm, old, inputs.sampled, mask, segment_ids)
         per_token = per_token * means["sampling/correction/mean"]
     if inputs.ref_logps is not None:
         means["kl"] = KLS[algorithm.kl](logps, inputs.ref_logps)
@@ -117,7 +117,11 @@ def sampler_shares(old_logps: PerToken, inputs: LossInputs) -> Shares:
 
 
 def correction(
-    algorithm: Algorithm, old_logps: PerToken, sampled: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
+    algorithm: Algorithm,
+    old_logps: PerToken,
+    sampled: PerToken,
+    mask: Bool[Array, "R M"],
+    segment_ids: Int[Array, "R M"],
 ) -> PerToken:
     """Compute the importance weight that corrects for a sampler whose log-probs differ from the trainer's (Yao et al.,
     2025, "Your efficient RL framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer −
@@ -127,43 +131,45 @@ def correction(
     mean over the completion's tokens, so that ρ does not grow with length.
     """
     level, cut = algorithm.correction.split("_")
-    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, sampled, mask, owner))
+    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, sampled, mask, segment_ids))
     return jnp.where(rho > algorithm.correction_cap, algorithm.correction_cap if cut == "truncate" else 0.0, rho)
 
 
 # --- ratios
 
 
-def token_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
+def token_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
     """Compute exp(logp − logp_old), the importance ratio of each token (Schulman et al., 2017)."""
     return _exp(logps - old)
 
 
-def sequence_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
+def sequence_ratio(
+    logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]
+) -> PerToken:
     """Compute exp of the mean of logp − logp_old over the completion's tokens, at each of them (Zheng et al., 2025,
     eq. 7).
 
     A completion without tokens in the loss has ratio 1.
     """
-    return _exp(sample_mean(logps - old, mask, owner))
+    return _exp(sample_mean(logps - old, mask, segment_ids))
 
 
 def sequence_token_ratio(
-    logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]
+    logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]
 ) -> PerToken:
     """Compute `sequence_ratio` with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
     (Zheng et al., 2025, section 4.3).
     """
-    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, owner)) * _one(logps)
+    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, segment_ids)) * _one(logps)
 
 
-def sample_mean(values: PerToken, mask: Bool[Array, "R M"], owner: Int[Array, "R M"]) -> PerToken:
-    """Compute the mean over the masked tokens with the same owner in the row, at each token; 0 where there are none.
+def sample_mean(values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
+    """Compute the mean over the masked tokens of the same segment, at each token; 0 where there are none.
 
     It compares all pairs, O(M²) as attention does: this works row by row under any mesh and any vmap, and unlike a
     scatter it adds in the same order every time.
     """
-    together = (owner[..., :, None] == owner[..., None, :]) & mask[..., None, :]
+    together = (segment_ids[..., :, None] == segment_ids[..., None, :]) & mask[..., None, :]
     total = jnp.sum(jnp.where(together, values[..., None, :], 0.0), axis=-1)
     return total / jnp.maximum(jnp.sum(together, axis=-1), 1)
 

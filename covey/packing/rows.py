@@ -36,8 +36,8 @@ class Rows(NamedTuple):
         sample: number of its completion, counted from 1 in each row; 0 is a prompt.
         source: input position whose hidden state predicts each scored token.
         target: the scored tokens.
-        owner: number of each scored token's completion in the row (as in `sample`); 0 is padding.
-        home: index of that completion in the step, and of the token in the completion; -1 is padding.
+        segment_ids: number of each scored token's completion in the row (as in `sample`); 0 is padding.
+        scatter_index: index of that completion in the step, and of the token in the completion; -1 is padding.
     """
 
     tokens: Int[Any, "R L"]
@@ -46,13 +46,13 @@ class Rows(NamedTuple):
     sample: Int[Any, "R L"]
     source: Int[Any, "R M"]
     target: Int[Any, "R M"]
-    owner: Int[Any, "R M"]
-    home: Int[Any, "R M 2"]
+    segment_ids: Int[Any, "R M"]
+    scatter_index: Int[Any, "R M 2"]
 
     @property
     def scored(self) -> Bool[Any, "R M"]:
         """Mask that is True where a scored token is not padding."""
-        return self.owner > 0
+        return self.segment_ids > 0
 
 
 def pack(
@@ -85,7 +85,7 @@ def pack(
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
     """Return per-token values in the order of the step: one float32 array per completion, `lengths[i]` long."""
     out = [np.zeros(n, np.float32) for n in lengths]
-    number, place = rows.home[..., 0], rows.home[..., 1]
+    number, place = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
     for row, column in zip(*np.nonzero(number >= 0), strict=True):
         out[number[row, column]][place[row, column]] = values[row, column]
     return out
@@ -93,7 +93,7 @@ def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int])
 
 def spread(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
     """Copy one value per completion to each of its scored tokens; 0 at padding."""
-    number = rows.home[..., 0]
+    number = rows.scatter_index[..., 0]
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
 
 
@@ -101,7 +101,7 @@ def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]
     """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding. Inverse of `unpack`."""
     starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
     flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
-    number, place = rows.home[..., 0], rows.home[..., 1]
+    number, place = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
     return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -1)], np.float32(0))
 
 
@@ -161,19 +161,19 @@ def _whole(groups: Sequence[Group]) -> Iterator[Piece]:
 def _fill(pieces: Sequence[Piece], length: int) -> Rows:
     none, nowhere = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
     row = Rows._make([*none, nowhere])
-    at = out = owner = 0
+    at = out = segment = 0
     for group, piece in enumerate(pieces, start=1):
         prompt = len(piece.prompt)
         at = _write(row, at, piece.prompt, 0, group, 0)
         last_of_prompt = at - 1
         for completion, number in zip(piece.completions, piece.numbers, strict=True):
-            owner += 1
+            segment += 1
             start, end = at, out + len(completion)
-            at = _write(row, at, completion[:-1], prompt, group, owner)
+            at = _write(row, at, completion[:-1], prompt, group, segment)
             row.source[out:end] = [last_of_prompt, *range(start, at)][: len(completion)]
             row.target[out:end] = completion
-            row.owner[out:end] = owner
-            row.home[out:end, 0], row.home[out:end, 1] = number, np.arange(len(completion))
+            row.segment_ids[out:end] = segment
+            row.scatter_index[out:end, 0], row.scatter_index[out:end, 1] = number, np.arange(len(completion))
             out = end
     return row
 

@@ -103,7 +103,7 @@ def _policy_loss(
 ) -> tuple[Array, Shares]:
     bonus = bool(algorithm.entropy_bonus)
     scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bonus)
-    return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.owner, batch.inputs, surrogate)
+    return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
 
 
 def _value_loss(clip: float, graph: Any, params: Any, batch: RowBatch) -> tuple[Array, Shares]:

@@ -110,7 +110,9 @@ def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> N
     cluster = played(prompts=2, samples=3).train(2)
     ((batch,),) = cluster.updates
     advantages = np.concatenate([group.advantages for group in cluster.records[0].groups])
-    for number, place, advantage in zip(*np.moveaxis(batch.rows.home, -1, 0), batch.inputs.advantage, strict=True):
+    for number, place, advantage in zip(
+        *np.moveaxis(batch.rows.scatter_index, -1, 0), batch.inputs.advantage, strict=True
+    ):
         np.testing.assert_array_equal(advantage[number >= 0], advantages[number[number >= 0]])
         assert not advantage[place < 0].any()
 
@@ -119,7 +121,7 @@ def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> N
 
 
 def inputs(lengths: Sequence[int], seed: int = 0, **changes: Any) -> tuple[jax.Array, jax.Array, LossInputs]:
-    """Samples of these lengths, one a row: policy log-probs, owner, and what the loss needs beside them."""
+    """Samples of these lengths, one a row: policy log-probs, segment_ids, and what the loss needs beside them."""
     rng, width = np.random.default_rng(seed), 8
     mask = np.arange(width) < np.array(lengths)[:, None]
     draw = lambda: np.where(mask, rng.normal(size=mask.shape) - 2, 0).astype(np.float32)  # noqa: E731
@@ -134,20 +136,20 @@ def inputs(lengths: Sequence[int], seed: int = 0, **changes: Any) -> tuple[jax.A
     return jnp.asarray(draw()), jnp.asarray(mask.astype(np.int32)), given._replace(**changes)
 
 
-def loss(logps: jax.Array, owner: jax.Array, given: LossInputs, algorithm: Algorithm = GRPO) -> tuple[Any, Any]:
+def loss(logps: jax.Array, segment_ids: jax.Array, given: LossInputs, algorithm: Algorithm = GRPO) -> tuple[Any, Any]:
     """The sum, with its metrics."""
-    return policy_loss(algorithm, logps, jnp.zeros_like(logps), owner, given)
+    return policy_loss(algorithm, logps, jnp.zeros_like(logps), segment_ids, given)
 
 
-def gradient(logps: jax.Array, owner: jax.Array, given: LossInputs) -> np.ndarray:
-    return np.asarray(jax.grad(lambda x: loss(x, owner, given)[0])(logps))
+def gradient(logps: jax.Array, segment_ids: jax.Array, given: LossInputs) -> np.ndarray:
+    return np.asarray(jax.grad(lambda x: loss(x, segment_ids, given)[0])(logps))
 
 
 def test_the_kl_is_exp_d_minus_d_minus_1() -> None:
-    logps, owner, given = inputs([3, 2])
+    logps, segment_ids, given = inputs([3, 2])
     d = np.asarray(given.ref_logps, np.float64) - np.asarray(logps, np.float64)
-    want = np.where(owner, np.exp(d) - d - 1, 0)
-    kl = loss(logps, owner, given)[1]["kl"]
+    want = np.where(segment_ids, np.exp(d) - d - 1, 0)
+    kl = loss(logps, segment_ids, given)[1]["kl"]
     assert float(kl.total / kl.count) == pytest.approx((want * given.weight).sum() / given.weight.sum(), rel=1e-5)
     assert GRPO.kl == "k3"
 
@@ -168,11 +170,11 @@ def test_with_one_update_per_batch_there_is_no_stored_old_log_prob(
 
 
 def test_with_one_update_the_ratio_is_1_and_the_gradient_is_the_policy_gradient() -> None:
-    logps, owner, given = inputs([4, 2, 1], ref_logps=None)
-    value, metrics = loss(logps, owner, given)
+    logps, segment_ids, given = inputs([4, 2, 1], ref_logps=None)
+    value, metrics = loss(logps, segment_ids, given)
     assert float(value) == pytest.approx(-(given.weight * given.advantage).sum(), rel=1e-5)
     assert float(metrics["clip_ratio/region_mean"].total) == 0
-    np.testing.assert_allclose(gradient(logps, owner, given), -given.weight * given.advantage, rtol=1e-6)
+    np.testing.assert_allclose(gradient(logps, segment_ids, given), -given.weight * given.advantage, rtol=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
@@ -192,10 +194,10 @@ def test_the_ratio_is_clipped_to_within_epsilon(advantage: float, ratio: float) 
 
 @pytest.mark.parametrize("beta", [0.02, 0.08])
 def test_the_loss_of_a_token_is_minus_surrogate_minus_beta_kl(beta: float) -> None:
-    logps, owner, given = inputs([3, 5])
+    logps, segment_ids, given = inputs([3, 5])
     given = given._replace(beta=np.full((2, 1), beta, np.float32))
-    without, metrics = loss(logps, owner, given)[0], loss(logps, owner, given)[1]
-    plain = loss(logps, owner, given._replace(ref_logps=None))[0]
+    without, metrics = loss(logps, segment_ids, given)[0], loss(logps, segment_ids, given)[1]
+    plain = loss(logps, segment_ids, given._replace(ref_logps=None))[0]
     assert float(without) == pytest.approx(float(plain) + beta * float(metrics["kl"].total), rel=1e-5)
     assert beta * float(metrics["kl"].total) > 1e-3
 
@@ -213,18 +215,18 @@ def test_a_sample_without_tokens_contributes_0_and_never_0_over_0() -> None:
     """It counts among the samples: beside it the other weighs a half."""
     weights, denominator = AGGREGATES[GRPO.aggregate](np.array([4, 0]), 8)
     assert (weights.tolist(), denominator) == ([0.25, 0.0], 2.0)
-    logps, owner, given = inputs([4, 0])
-    assert np.isfinite(float(loss(logps, owner, given)[0]))
-    assert not gradient(logps, owner, given)[1].any()
+    logps, segment_ids, given = inputs([4, 0])
+    assert np.isfinite(float(loss(logps, segment_ids, given)[0]))
+    assert not gradient(logps, segment_ids, given)[1].any()
     nothing = given._replace(weight=np.zeros_like(given.weight))
-    assert float(loss(logps, owner, nothing)[0]) == 0.0
-    assert not gradient(logps, owner, nothing).any()
+    assert float(loss(logps, segment_ids, nothing)[0]) == 0.0
+    assert not gradient(logps, segment_ids, nothing).any()
 
 
 def test_samples_that_are_masked_whole_contribute_0_to_a_step(played: Callable) -> None:
     """Every second completion was cut off: masked, it has no weight and still counts in the mean."""
     ((batch,),) = played(prompts=2, samples=4, mask_truncated=True).train(2).updates
-    number = batch.rows.home[..., 0]
+    number = batch.rows.scatter_index[..., 0]
     assert not batch.inputs.weight[number % 2 == 1].any()
     assert (batch.inputs.weight[(number >= 0) & (number % 2 == 0)] > 0).all()
     assert batch.denominator == 8.0

@@ -164,7 +164,7 @@ def computed(oracle: Oracle, rows: Rows, dtype: type) -> tuple[float, Array, Arr
     samples, x = oracle.samples, oracle.x
     weights, denominator = AGGREGATES[x.aggregate](oracle.counts, MAX_NEW)
     places = {i: number for row in rows for number, i in enumerate(row, start=1)}
-    owner = laid(repeated([places[i] for i in range(len(samples))], samples), rows).astype(np.int32)
+    segment_ids = laid(repeated([places[i] for i in range(len(samples))], samples), rows).astype(np.int32)
 
     def of(name: str, padding: float = 0.0) -> Array:
         return laid([getattr(s, name) for s in samples], rows, padding).astype(dtype)
@@ -177,7 +177,7 @@ def computed(oracle: Oracle, rows: Rows, dtype: type) -> tuple[float, Array, Arr
         old_logps=of("old") if oracle.old else None,
         ref_logps=of("ref") if oracle.ref else None,
     )
-    loss = lambda lp, entropy: policy_loss(x, lp, entropy, owner, inputs)[0] / denominator  # noqa: E731
+    loss = lambda lp, entropy: policy_loss(x, lp, entropy, segment_ids, inputs)[0] / denominator  # noqa: E731
     with jax.enable_x64(True) if dtype == np.float64 else nullcontext():
         points = jnp.asarray(of("logps", padding=7.0)), jnp.asarray(of("entropy", padding=7.0))
         value, grads = jax.value_and_grad(loss, (0, 1))(*points)

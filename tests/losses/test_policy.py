@@ -61,10 +61,12 @@ def in_row(values: list[float]) -> jax.Array:
 def test_ratios_by_hand() -> None:
     """Two completions of two and one tokens, and a third whose tokens are not in the loss."""
     logps, old = in_row([-1, -2, -3, -4, 9]), in_row([-1.2, -2.4, -3, -9, 0])
-    owner, mask = jnp.array([[1, 1, 2, 3, 0]]), jnp.array([[1, 1, 1, 0, 0]], bool)
-    np.testing.assert_allclose(token_ratio(logps, old, mask, owner)[:, :3], np.exp([[0.2, 0.4, 0.0]]), rtol=1e-6)
+    segment_ids, mask = jnp.array([[1, 1, 2, 3, 0]]), jnp.array([[1, 1, 1, 0, 0]], bool)
+    np.testing.assert_allclose(token_ratio(logps, old, mask, segment_ids)[:, :3], np.exp([[0.2, 0.4, 0.0]]), rtol=1e-6)
     for ratio in (sequence_ratio, sequence_token_ratio):
-        np.testing.assert_allclose(ratio(logps, old, mask, owner)[:, :4], np.exp([[0.3, 0.3, 0.0, 0.0]]), rtol=1e-6)
+        np.testing.assert_allclose(
+            ratio(logps, old, mask, segment_ids)[:, :4], np.exp([[0.3, 0.3, 0.0, 0.0]]), rtol=1e-6
+        )
 
 
 @settings(max_examples=30)
@@ -73,24 +75,25 @@ def test_a_sequence_ratio_does_not_grow_with_length(drift: float, length: int) -
     """A policy that moved alike at each token: e^drift for one token and for sixty."""
     logps, old = np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32)
     logps[0, :length] = drift
-    owner = (np.arange(64) < length).astype(np.int32)[None]
-    ratio = sequence_ratio(jnp.asarray(logps), jnp.asarray(old), owner > 0, owner)
+    segment_ids = (np.arange(64) < length).astype(np.int32)[None]
+    ratio = sequence_ratio(jnp.asarray(logps), jnp.asarray(old), segment_ids > 0, segment_ids)
     np.testing.assert_allclose(ratio[0, :length], np.exp(drift), rtol=1e-5)
 
 
 def test_samples_are_told_apart_by_owner_and_row() -> None:
     """Not by place: the same number in another row is another sample, and tokens of one need not be neighbours."""
-    values, owner = jnp.array([[1.0, 5.0, 3.0], [10.0, 7.0, 0.0]]), jnp.array([[1, 2, 1], [1, 2, 0]])
-    mean = sample_mean(values, owner > 0, owner)
+    values, segment_ids = jnp.array([[1.0, 5.0, 3.0], [10.0, 7.0, 0.0]]), jnp.array([[1, 2, 1], [1, 2, 0]])
+    mean = sample_mean(values, segment_ids > 0, segment_ids)
     np.testing.assert_allclose(mean[:, :2], [[2.0, 5.0], [10.0, 7.0]])
-    np.testing.assert_allclose(jax.vmap(sample_mean)(values, owner > 0, owner), mean)
+    np.testing.assert_allclose(jax.vmap(sample_mean)(values, segment_ids > 0, segment_ids), mean)
 
 
 def test_the_token_gradient_of_gspo() -> None:
     """∂/∂logp_t of the one ratio is w/n at every token of the sample, of the other w at the token itself."""
-    logps, old, owner = in_row([-1, -2, -3]), in_row([-1.1, -1.5, -3.2]), jnp.array([[1, 1, 2]])
+    logps, old, segment_ids = in_row([-1, -2, -3]), in_row([-1.1, -1.5, -3.2]), jnp.array([[1, 1, 2]])
     jacobian = {
-        f: jax.jacobian(f)(logps, old, owner > 0, owner)[0, :, 0] for f in (sequence_ratio, sequence_token_ratio)
+        f: jax.jacobian(f)(logps, old, segment_ids > 0, segment_ids)[0, :, 0]
+        for f in (sequence_ratio, sequence_token_ratio)
     }
     first, second = np.exp(-0.2), np.exp(0.2)
     half = first / 2
@@ -100,9 +103,11 @@ def test_the_token_gradient_of_gspo() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_exponents_are_cut_off_at_twenty(ratio: str) -> None:
-    owner = jnp.ones((1, 1), jnp.int32)
+    segment_ids = jnp.ones((1, 1), jnp.int32)
     for exponent, kept in ((19.5, 19.5), (20.5, 20.0)):
-        assert float(RATIOS[ratio](one(exponent), one(0.0), owner > 0, owner)[0, 0]) == pytest.approx(np.exp(kept))
+        assert float(RATIOS[ratio](one(exponent), one(0.0), segment_ids > 0, segment_ids)[0, 0]) == pytest.approx(
+            np.exp(kept)
+        )
 
 
 # --- surrogates
@@ -236,8 +241,8 @@ def test_k3_still_pulls_where_the_reference_has_nothing() -> None:
 def test_corrections_by_hand(name: str, want: list[float]) -> None:
     """ρ = 2 and ½ in one answer (geometric mean 1), 4 and 1 in the other (2); the cap is 1.5."""
     x = replace(BASE, correction=name, correction_cap=1.5)
-    old, owner = in_row(list(np.log([2, 0.5, 4, 1]))), jnp.array([[1, 1, 2, 2]])
-    weights = lambda old: correction(x, old, jnp.zeros((1, 4)), owner > 0, owner)  # noqa: E731
+    old, segment_ids = in_row(list(np.log([2, 0.5, 4, 1]))), jnp.array([[1, 1, 2, 2]])
+    weights = lambda old: correction(x, old, jnp.zeros((1, 4)), segment_ids > 0, segment_ids)  # noqa: E731
     np.testing.assert_allclose(weights(old)[0], want, rtol=1e-6)
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
 
@@ -246,8 +251,8 @@ def test_corrections_by_hand(name: str, want: list[float]) -> None:
 def test_a_correction_on_its_cap_is_kept(name: str) -> None:
     """Only what is above the cap is masked."""
     x = replace(BASE, correction=name, correction_cap=1.0)
-    owner = jnp.ones((1, 2), jnp.int32)
-    assert correction(x, in_row([-1, -2]), in_row([-1, -2]), owner > 0, owner).tolist() == [[1.0, 1.0]]
+    segment_ids = jnp.ones((1, 2), jnp.int32)
+    assert correction(x, in_row([-1, -2]), in_row([-1, -2]), segment_ids > 0, segment_ids).tolist() == [[1.0, 1.0]]
 
 
 # --- aggregates

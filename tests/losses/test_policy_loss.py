@@ -31,8 +31,8 @@ def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, di
     """Loss, gradient and metrics of one sample of one token with weight 1."""
     given = {"advantage": 1.0, "weight": 1.0, "sampled": logp, "beta": x.beta} | fields
     inputs = LossInputs(**{name: one(value) for name, value in given.items()})
-    owner = jnp.ones((1, 1), jnp.int32)
-    (value, shares), grad = by_gradient(x, one(logp), one(2.0), owner, inputs)
+    segment_ids = jnp.ones((1, 1), jnp.int32)
+    (value, shares), grad = by_gradient(x, one(logp), one(2.0), segment_ids, inputs)
     return float(value), float(grad[0, 0]), shares
 
 
@@ -57,7 +57,7 @@ def laid(
         old_logps=lay(rows, old),
         ref_logps=lay(rows, ref),
     )
-    return lay(rows, logps), np.abs(lay(rows, near(1.0))), rows.owner, inputs
+    return lay(rows, logps), np.abs(lay(rows, near(1.0))), rows.segment_ids, inputs
 
 
 def test_shares_by_hand(groups_of: Callable) -> None:
@@ -73,7 +73,7 @@ def test_shares_by_hand(groups_of: Callable) -> None:
         ref_logps=row(-1.0, -2.0, -2.0),  # d = 0, then 0 and 1
     )
     x = replace(BASE, epsilon_high=0.3, entropy_bonus=0.5)
-    loss, shares = policy_loss(x, row(-1.0, -2.0, -3.0), row(3.0, 1.0, 2.0), rows.owner, inputs)
+    loss, shares = policy_loss(x, row(-1.0, -2.0, -3.0), row(3.0, 1.0, 2.0), rows.segment_ids, inputs)
     kl, surrogate = (np.e - 2) / 4, (-1.3 + (2.0 + 2 * 0.8) / 2) / 2
     want = {
         "kl": kl,
@@ -182,8 +182,8 @@ def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None
 
 def test_metrics_have_no_gradient(groups_of: Callable) -> None:
     x = replace(BASE, correction="token_truncate", entropy_bonus=0.1)
-    logps, entropy, owner, inputs = laid(groups_of, [2, 3])
-    metrics = lambda *of: sum(map(jnp.sum, jax.tree.leaves(policy_loss(x, *of, owner, inputs)[1])))  # noqa: E731
+    logps, entropy, segment_ids, inputs = laid(groups_of, [2, 3])
+    metrics = lambda *of: sum(map(jnp.sum, jax.tree.leaves(policy_loss(x, *of, segment_ids, inputs)[1])))  # noqa: E731
     assert not any(np.asarray(g).any() for g in jax.grad(metrics, (0, 1))(logps, entropy))
 
 
@@ -227,8 +227,8 @@ def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> No
 
 def test_equal_old_log_probs_give_the_same_loss_and_gradient(groups_of: Callable) -> None:
     """The first of several updates on a batch is the only update of a batch used once."""
-    logps, entropy, owner, inputs = laid(groups_of, [5, 9, 3, 20])
-    step = jax.value_and_grad(lambda lp, inputs: policy_loss(BASE, lp, entropy, owner, inputs)[0])
+    logps, entropy, segment_ids, inputs = laid(groups_of, [5, 9, 3, 20])
+    step = jax.value_and_grad(lambda lp, inputs: policy_loss(BASE, lp, entropy, segment_ids, inputs)[0])
     value, grad = step(jnp.asarray(logps), inputs._replace(old_logps=None))
     again, grad_again = step(jnp.asarray(logps), inputs._replace(old_logps=logps))
     assert float(value) == float(again)
@@ -237,8 +237,8 @@ def test_equal_old_log_probs_give_the_same_loss_and_gradient(groups_of: Callable
 
 def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callable) -> None:
     """With β = 0, and with the KL in the reward, whatever β."""
-    logps, entropy, owner, inputs = laid(groups_of, [5, 9])
-    step = lambda x, i: jax.value_and_grad(partial(policy_loss, x), has_aux=True)(logps, entropy, owner, i)  # noqa: E731
+    logps, entropy, segment_ids, inputs = laid(groups_of, [5, 9])
+    step = lambda x, i: jax.value_and_grad(partial(policy_loss, x), has_aux=True)(logps, entropy, segment_ids, i)  # noqa: E731
     (plain, shares), plain_grad = step(BASE, inputs._replace(ref_logps=None))
     assert "kl" not in shares
     for x, beta in ((BASE, 0.0), (replace(BASE, kl_in="reward"), 0.5)):
@@ -259,11 +259,11 @@ def test_gspo_and_its_token_form_agree_where_advantages_do(groups_of: Callable) 
 
 def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
     """No loss, no gradient, and comparisons that say nothing is wrong, whatever the model says at padding."""
-    logps, entropy, owner, inputs = laid(groups_of, [4])
-    inputs, owner = jax.tree.map(np.zeros_like, (inputs, owner))
+    logps, entropy, segment_ids, inputs = laid(groups_of, [4])
+    inputs, segment_ids = jax.tree.map(np.zeros_like, (inputs, segment_ids))
     for name in PRESETS:
         step = jax.value_and_grad(partial(policy_loss, PRESETS[name]), (0, 1), has_aux=True)
-        (value, shares), grads = step(logps - 500, entropy, owner, inputs)
+        (value, shares), grads = step(logps - 500, entropy, segment_ids, inputs)
         assert float(value) == 0
         assert not any(np.asarray(g).any() for g in grads)
         bare = {"sampling/importance_ratio/min": np.inf, "sampling/importance_ratio/max": 0.0}

@@ -216,7 +216,7 @@ def test_each_answer_gets_one_token_more_and_neighbours_share_their_prompt() -> 
 def test_the_added_token_is_never_fed() -> None:
     """Its state is that of the answer's last token, or of the prompt's."""
     rows = pack(groups_to_score([[1, 2], [1, 2]], [[7, 8, 9], []]), 64)
-    last = [rows.home[0].tolist().index([0, 3]), rows.home[0].tolist().index([1, 0])]
+    last = [rows.scatter_index[0].tolist().index([0, 3]), rows.scatter_index[0].tolist().index([1, 0])]
     assert rows.tokens[0, rows.source[0, last]].tolist() == [9, 2]
     assert np.count_nonzero(rows.group) == 5
 

@@ -58,7 +58,7 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
     samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
     found = [0] * len(samples)
     for row, at in zip(*np.nonzero(rows.scored), strict=True):
-        number, place = rows.home[row, at]
+        number, place = rows.scatter_index[row, at]
         prompt, tokens = samples[number]
         source = int(rows.source[row, at])
         assert rows.target[row, at] == tokens[place]
@@ -66,21 +66,21 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
         assert rows.positions[row, source] == len(prompt) + place - 1
         found[number] += 1
     assert found == [len(tokens) for _, tokens in samples]
-    assert (rows.home[~rows.scored] == -1).all()
-    assert rows.home.shape == (*rows.owner.shape, 2)
+    assert (rows.scatter_index[~rows.scored] == -1).all()
+    assert rows.scatter_index.shape == (*rows.segment_ids.shape, 2)
 
 
 def test_groups_and_completions_are_counted_from_one_in_each_row() -> None:
     """0 is padding, and in `sample` a prompt."""
     rows = pack(random_groups([(10, [6, 6])] * 4), 64)
-    group, sample, owner = (part.tolist() for part in (rows.group, rows.sample, rows.owner))
+    group, sample, segment_ids = (part.tolist() for part in (rows.group, rows.sample, rows.segment_ids))
     prompt, answers = [0] * 10, lambda first, n: [first] * n + [first + 1] * n
     assert group[0] == [1] * 20 + [2] * 20 + [3] * 20 + [0] * 4
     assert sample[0] == [*prompt, *answers(1, 5), *prompt, *answers(3, 5), *prompt, *answers(5, 5)] + [0] * 4
-    assert owner[0] == [*answers(1, 6), *answers(3, 6), *answers(5, 6)] + [0] * 28
+    assert segment_ids[0] == [*answers(1, 6), *answers(3, 6), *answers(5, 6)] + [0] * 28
     assert group[1] == [1] * 20 + [0] * 44
     assert sample[1] == [*prompt, *answers(1, 5)] + [0] * 44
-    assert owner[1] == answers(1, 6) + [0] * 52
+    assert segment_ids[1] == answers(1, 6) + [0] * 52
 
 
 @pytest.mark.parametrize("packing", ["groups", "dense"])
@@ -190,9 +190,9 @@ def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
     rows = pack(random_groups(SHAPES), 64, "dense")
     parts = list(micro_batches(rows, 4))
     assert [part.tokens.shape[0] for part in parts] == [4] * -(-len(LENGTHS) // 4)
-    joined = np.concatenate([part.owner for part in parts])
-    assert np.array_equal(joined[: len(rows.owner)], rows.owner)
-    assert not joined[len(rows.owner) :].any()
+    joined = np.concatenate([part.segment_ids for part in parts])
+    assert np.array_equal(joined[: len(rows.segment_ids)], rows.segment_ids)
+    assert not joined[len(rows.segment_ids) :].any()
 
 
 def test_micro_batches_of_a_single_array() -> None:
@@ -267,7 +267,7 @@ def test_loss_and_gradients_equal_the_dense_layout(
 
         def loss(trained: nnx.State) -> jax.Array:
             scores = row_scores(graph, nnx.merge_state(trained, rest), rows, 0.9)
-            total, _ = policy_loss(PRESETS["grpo"], scores.logps, scores.entropy, rows.owner, inputs)
+            total, _ = policy_loss(PRESETS["grpo"], scores.logps, scores.entropy, rows.segment_ids, inputs)
             return total / len(LENGTHS)
 
         return jax.jit(jax.value_and_grad(loss))(trained)

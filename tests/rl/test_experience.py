@@ -113,7 +113,7 @@ def test_a_tools_tokens_weigh_nothing_and_are_not_counted(fed: Callable) -> None
     assert batch.denominator == 3
     assert batch.inputs.weight.sum() == 3
     (batch,), _ = fed([row("a", (0.0, 1.0), answers)])
-    weights = batch.inputs.weight[batch.rows.home[..., 0] == 0]
+    weights = batch.inputs.weight[batch.rows.scatter_index[..., 0] == 0]
     assert weights.tolist() == [0.5, 0, 0, 0.5]
     assert batch.denominator == 2
 
