@@ -16,7 +16,7 @@ from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
-from covey.packing.rows import Rows, lay, micro_batches, pack, padding_waste, spread
+from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spread
 from covey.rl.trainer import RLTrainer, RowBatch, rows_at_a_time
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Part
@@ -59,7 +59,7 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     return LossInputs(
         advantage=spread(rows, np.random.default_rng(4).normal(size=len(lengths))),
         weight=spread(rows, sequence_mean(lengths, int(lengths.max()))[0]),
-        sampled=lay(rows, [c.logps for c in completions]),
+        sampled=scatter_to_rows(rows, [c.logps for c in completions]),
         beta=np.zeros((len(rows.tokens), 1), np.float32),
     )
 

@@ -178,7 +178,7 @@ def groups_of() -> Callable[..., Any]:
 def inputs_for() -> Callable[..., Any]:
     """`inputs_for(rows, lengths, ref=True)`: random advantages, references and the weights of the sequence mean."""
     from covey.losses.policy import LossInputs, sequence_mean
-    from covey.packing.rows import Rows, lay, spread
+    from covey.packing.rows import Rows, scatter_to_rows, spread
 
     def make(rows: Rows, lengths: Sequence[int], ref: bool = True) -> LossInputs:
         rng = np.random.default_rng(1)
@@ -189,9 +189,9 @@ def inputs_for() -> Callable[..., Any]:
         return LossInputs(
             advantage=spread(rows, advantages),
             weight=spread(rows, weights),
-            sampled=lay(rows, sampled),
+            sampled=scatter_to_rows(rows, sampled),
             beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
-            ref_logps=lay(rows, references) if ref else None,
+            ref_logps=scatter_to_rows(rows, references) if ref else None,
         )
 
     return make

@@ -97,7 +97,7 @@ def spread(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
 
 
-def lay(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]:
+def scatter_to_rows(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]:
     """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding. Inverse of `unpack`."""
     starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
     flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)

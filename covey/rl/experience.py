@@ -20,7 +20,7 @@ from covey.losses.advantages import informative
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
-from covey.packing.rows import Rows, lay, pack, padding_waste
+from covey.packing.rows import Rows, pack, padding_waste, scatter_to_rows
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.cluster import RLCluster
@@ -272,12 +272,12 @@ class Feeder:
         limit = self.cluster.config.rollout_config.max_new_tokens
         weights, denominator = AGGREGATES[self.algorithm.aggregate](np.array([m.sum() for m in in_loss]), limit)
         inputs = LossInputs(
-            advantage=lay(rows, x.advantages),
-            weight=lay(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
-            sampled=lay(rows, [c.logps for c in completions]),
+            advantage=scatter_to_rows(rows, x.advantages),
+            weight=scatter_to_rows(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
+            sampled=scatter_to_rows(rows, [c.logps for c in completions]),
             beta=np.full((len(rows.tokens), 1), self.beta, np.float32),
-            old_logps=None if x.old_logps is None else lay(rows, x.old_logps),
-            ref_logps=None if x.ref_logps is None else lay(rows, x.ref_logps),
+            old_logps=None if x.old_logps is None else scatter_to_rows(rows, x.old_logps),
+            ref_logps=None if x.ref_logps is None else scatter_to_rows(rows, x.ref_logps),
         )
         return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
 
@@ -337,4 +337,8 @@ def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> V
         return None
     scored = ~np.isnan(x.rewards.ravel())
     weight = [mask & known for mask, known in zip(in_loss, scored, strict=True)]
-    return ValueInputs(returns=lay(rows, x.returns), old_values=lay(rows, x.values), weight=lay(rows, weight))
+    return ValueInputs(
+        returns=scatter_to_rows(rows, x.returns),
+        old_values=scatter_to_rows(rows, x.values),
+        weight=scatter_to_rows(rows, weight),
+    )

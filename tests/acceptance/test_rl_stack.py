@@ -20,7 +20,7 @@ from covey.errors import DataError, RecipeError
 from covey.losses.value import ValueInputs
 from covey.models.lora import has_lora, split_trainable
 from covey.models.value_model import value_model
-from covey.packing.rows import lay
+from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import learner
 from covey.rl.cluster import RLCluster
@@ -135,7 +135,7 @@ def test_values_and_update_critic(judged: RLCluster, sampled: Any) -> None:
     assert isinstance(judged.critic_trainer, CriticTrainer)
     before, actor = judged.get_values(rows, lengths), jax.tree.map(np.array, judged.trainer.params)
     fill = lambda value: np.where(rows.scored, np.float32(value), 0)  # noqa: E731
-    given = ValueInputs(returns=fill(2), old_values=lay(rows, before), weight=fill(1))
+    given = ValueInputs(returns=fill(2), old_values=scatter_to_rows(rows, before), weight=fill(1))
     judged.update_critic([TrainBatch(groups, rows, None, 0.0, given)])  # type: ignore[arg-type]
     after = judged.get_values(rows, lengths)
     assert [len(x) for x in after] == lengths

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from covey.config.algorithms import PRESETS, Algorithm
 from covey.losses.policy import AGGREGATES, CLIPPED, RATIOS, SURROGATES, LossInputs, k3, policy_loss
-from covey.packing.rows import lay, micro_batches, pack, spread, unpack
+from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread, unpack
 from covey.types import Mean
 
 BASE = PRESETS["grpo"]
@@ -52,18 +52,18 @@ def laid(
     inputs = LossInputs(
         advantage=spread(rows, rng.normal(size=len(lengths))),
         weight=spread(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
-        sampled=lay(rows, sampled),
+        sampled=scatter_to_rows(rows, sampled),
         beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
-        old_logps=lay(rows, old),
-        ref_logps=lay(rows, ref),
+        old_logps=scatter_to_rows(rows, old),
+        ref_logps=scatter_to_rows(rows, ref),
     )
-    return lay(rows, logps), np.abs(lay(rows, near(1.0))), rows.segment_ids, inputs
+    return scatter_to_rows(rows, logps), np.abs(scatter_to_rows(rows, near(1.0))), rows.segment_ids, inputs
 
 
 def test_shares_by_hand(groups_of: Callable) -> None:
     """Two samples of 1 and 2 tokens: every metric is the mean over samples of the mean over tokens."""
     rows = pack(groups_of([(3, [1, 2])]), 64)
-    row = lambda *values: lay(rows, [np.array(values[:1]), np.array(values[1:])])  # noqa: E731
+    row = lambda *values: scatter_to_rows(rows, [np.array(values[:1]), np.array(values[1:])])  # noqa: E731
     inputs = LossInputs(
         advantage=row(1.0, -2.0, -2.0),
         weight=row(1.0, 0.5, 0.5),

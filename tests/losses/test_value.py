@@ -17,7 +17,7 @@ from covey.losses.value import explained_variance, groups_to_score, row_values, 
 from covey.models.attention import causal
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel, value_model
-from covey.packing.rows import lay, micro_batches, pack, spread, unpack
+from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread, unpack
 from covey.parallel import flatten
 from covey.types import Group, Mean
 
@@ -88,7 +88,7 @@ def test_gradients_do_not_depend_on_packing(lora: int, critic: Callable, groups_
 
     def gradient(packing: Any) -> Any:
         rows = pack(groups, 64, packing)
-        inputs = lay(rows, old), lay(rows, returns), spread(rows, np.ones(len(LENGTHS)))
+        inputs = scatter_to_rows(rows, old), scatter_to_rows(rows, returns), spread(rows, np.ones(len(LENGTHS)))
         loss = lambda p, rows: value_loss(row_values(graph, p, rows), *inputs, 0.2)[0]  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params, rows)
 

@@ -17,7 +17,7 @@ from covey.losses.policy import policy_loss
 from covey.models.attention import causal
 from covey.models.blockwise import seen
 from covey.packing.bins import rows_together
-from covey.packing.rows import Rows, lay, micro_batches, pack, padding_waste, spans_of, spread, unpack
+from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spans_of, spread, unpack
 from covey.types import Completion, FinishReason, Group
 
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
@@ -174,16 +174,16 @@ def test_values_come_home(shape: list[tuple[int, list[int]]], packing: str) -> N
     rows = pack(groups, 64, packing)  # type: ignore[arg-type]
     sizes = [len(c.tokens) for g in groups for c in g.completions]
     values = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
-    for one, other in zip(unpack(rows, lay(rows, values), sizes), values, strict=True):
+    for one, other in zip(unpack(rows, scatter_to_rows(rows, values), sizes), values, strict=True):
         assert np.array_equal(one, other)
-    assert not lay(rows, values)[~rows.scored].any()
+    assert not scatter_to_rows(rows, values)[~rows.scored].any()
     spread_out = spread(rows, np.arange(len(sizes)) + 1.0)
     assert spread_out.sum() == sum((i + 1) * n for i, n in enumerate(sizes))
 
 
 def test_values_of_empty_answers_lie_nowhere() -> None:
     rows = pack(random_groups([(3, [0, 0])]))
-    assert not lay(rows, [np.zeros(0), np.zeros(0)]).any()
+    assert not scatter_to_rows(rows, [np.zeros(0), np.zeros(0)]).any()
 
 
 def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:

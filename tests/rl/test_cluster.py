@@ -18,7 +18,7 @@ from covey.losses.policy import LossInputs, sequence_mean
 from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora, with_lora
-from covey.packing.rows import Rows, lay, pack, spread
+from covey.packing.rows import Rows, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -85,7 +85,7 @@ def updated_and_compared(made: RLCluster, step: tuple[Rows, np.ndarray, LossInpu
     """How far one update moved the reference's and the actor's log-probs."""
     rows, lengths, inputs = step
     ref, old = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
-    made.update_actor(one_batch(rows, inputs._replace(ref_logps=lay(rows, ref))))
+    made.update_actor(one_batch(rows, inputs._replace(ref_logps=scatter_to_rows(rows, ref))))
     made.sync_weights()
     ref_after, after = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
     return moved(ref, ref_after), moved(old, after)

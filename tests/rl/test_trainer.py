@@ -14,7 +14,7 @@ from flax import nnx
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
-from covey.packing.rows import lay, micro_batches, pack, spread
+from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
 from covey.rl.trainer import RLTrainer, RowBatch
@@ -51,10 +51,10 @@ def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
         inputs = LossInputs(
             advantage=spread(rows, 3 * rng.normal(size=len(LENGTHS))),
             weight=spread(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
-            sampled=lay(rows, logps()),
+            sampled=scatter_to_rows(rows, logps()),
             beta=np.full((len(rows.tokens), 1), 0.1, np.float32),
-            old_logps=lay(rows, logps()),
-            ref_logps=lay(rows, logps()),
+            old_logps=scatter_to_rows(rows, logps()),
+            ref_logps=scatter_to_rows(rows, logps()),
         )
         return RowBatch(rows, inputs)
 
