@@ -13,7 +13,7 @@ from covey.parallel.sharding import row_count, row_sharding, shardings
 Tree = TypeVar("Tree")
 
 
-def row_ways(mesh: Mesh | None) -> int:
+def num_row_shards(mesh: Mesh | None) -> int:
     """Return the number of devices that the rows of a batch are divided over."""
     return 1 if mesh is None else row_count(mesh)
 

@@ -17,7 +17,7 @@ from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
 from covey.packing.bins import rows_together
 from covey.packing.rows import Rows, micro_batches
-from covey.parallel.placement import put_rows, row_ways
+from covey.parallel.placement import num_row_shards, put_rows
 from covey.train.trainer import Part, Trainer
 from covey.types import Group
 
@@ -95,7 +95,7 @@ def parts(batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | No
 def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
     """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
     count, length = rows.tokens.shape
-    return rows_together(count, length, max_tokens, row_ways(mesh))
+    return rows_together(count, length, max_tokens, num_row_shards(mesh))
 
 
 def _policy_loss(

@@ -22,7 +22,7 @@ from covey.errors import DataError
 from covey.losses.logprobs import row_scores
 from covey.packing.bins import rows_together
 from covey.packing.rows import Rows, micro_batches, pack
-from covey.parallel.placement import put_rows, row_ways
+from covey.parallel.placement import num_row_shards, put_rows
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import LossFn, Part, Shares
 from covey.types import Completion, FinishReason, Group, Mean
@@ -108,7 +108,7 @@ def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) ->
 def at_a_time(rows: Rows, config: SFTConfig, mesh: Mesh | None = None) -> int:
     """Return the number of rows per micro-batch."""
     count, length = rows.tokens.shape
-    return rows_together(count, length, config.max_tokens_per_micro_batch, row_ways(mesh))
+    return rows_together(count, length, config.max_tokens_per_micro_batch, num_row_shards(mesh))
 
 
 class HeldOutLoss:
