@@ -16,7 +16,7 @@ ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, row lengths are its multiples."""
 ATTENTION = 2048
 """Row length at which attention costs as much as the rest of a layer (measured at SmolLM2's width, on CPU)."""
-CALL = 200
+LAUNCH_COST_TOKENS = 200
 """Fixed cost of a micro-batch, in tokens (measured like ATTENTION)."""
 MARGIN = 1.08
 """Factor by which the usual row length may cost more than another: each length is a program to compile."""
@@ -137,7 +137,7 @@ def _place(bins: Sequence[Bin], piece: Piece, apart: bool) -> tuple[Bin | None, 
 def _cost(count: int, length: int, micro_batch: int) -> float:
     """Compute the cost in tokens: padding of the last micro-batch, attention at this length and calls included."""
     together = rows_together(count, length, micro_batch)
-    return -(-count // together) * (together * length * (1 + length / ATTENTION) + CALL)
+    return -(-count // together) * (together * length * (1 + length / ATTENTION) + LAUNCH_COST_TOKENS)
 
 
 def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
