@@ -33,7 +33,7 @@ from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
 from covey.rl.trainer import TrainBatch
-from covey.train.trainer import Metrics, Skips
+from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 
 
@@ -121,7 +121,7 @@ class Learner(Keywords, ABC):
         validate(_Settings(config))
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
-        self._skips = Skips(training.skip_nonfinite)
+        self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         sizes = stage_sizes(training, config.num_generations)
         distributed.refuse_uneven(training.prompts_per_step)
         self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
@@ -194,12 +194,17 @@ class Learner(Keywords, ABC):
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
         failed = dict(self.runner.failed)
-        return {"beta": self.feeder.beta, "prompts": self._prompts, "skipped": self._skips.made, "failed": failed}
+        return {
+            "beta": self.feeder.beta,
+            "prompts": self._prompts,
+            "skipped": self._nonfinite_guard.made,
+            "failed": failed,
+        }
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
         self.step, self.feeder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
-        self._skips.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
+        self._nonfinite_guard.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     @contextmanager
     def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
@@ -227,7 +232,7 @@ class Learner(Keywords, ABC):
             batches: micro-batches of the update.
             seen: the micro-batches made so far.
         """
-        return self._skips.guard(
+        return self._nonfinite_guard.guard(
             lambda: self.update(batches),
             lambda error: self.on_bad_batch(step, seen, error),
             self.cluster.skip_update,

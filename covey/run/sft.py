@@ -111,10 +111,10 @@ class SFTRun(Run[SFTRecipe]):
         return self.trainer.state()
 
     def remembers(self) -> dict[str, Any]:
-        return {"skipped": self.learner.skips.made}
+        return {"skipped": self.learner.nonfinite_guard.made}
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.step, self.learner.skips.made = step, int(extra["skipped"])
+        self.learner.step, self.learner.nonfinite_guard.made = step, int(extra["skipped"])
         self.trainer.load_state(state, step)
 
     def _show(self, record: StepRecord) -> None:

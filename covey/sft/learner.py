@@ -26,7 +26,7 @@ from covey.parallel.reshard import reshard
 from covey.sft.batch import Fitted, HeldOutLoss, at_a_time, fit, groups_of, parts, perplexity, rows_of, supervised_loss
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.trainer import LossFn, Metrics, Skips, Trainer
+from covey.train.trainer import LossFn, Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
 
 
@@ -101,7 +101,7 @@ class SFTLearner(Keywords):
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        self.tokenizer, self.step, self.skips = tokenizer, 0, Skips(self.config.skip_nonfinite)
+        self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = _placed(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
@@ -169,7 +169,7 @@ class SFTLearner(Keywords):
 
     def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
         """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
-        return self.skips.guard(
+        return self.nonfinite_guard.guard(
             lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
             lambda error: self.on_bad_batch(self.step + 1, groups, rows, error),
             trainer.skip,

@@ -164,7 +164,7 @@ class Trainer:
         self.opt_state, self.step = state["opt_state"], step
 
 
-class Skips:
+class NonFiniteGuard:
     """Skip non-finite updates, up to a budget.
 
     A skipped update changes no weight and no moment, but counts as a step of the loop, the learning-rate schedule, the
