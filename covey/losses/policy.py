@@ -22,7 +22,7 @@ from covey.types import Mean
 LIMIT = 20.0
 """Largest exponent: e^20 is 5e8."""
 
-Shares = dict[str, Mean | Array]
+MetricSums = dict[str, Mean | Array]
 """A micro-batch's part of each metric: a `Mean`, or an array to take the extreme of for names in `/min` or `/max`."""
 
 PerToken = Float[Array, "R M"]
@@ -62,7 +62,7 @@ def policy_loss(
     segment_ids: Int[Array, "R M"],
     inputs: LossInputs,
     surrogate: Surrogate | None = None,
-) -> tuple[Float[Array, ""], Shares]:
+) -> tuple[Float[Array, ""], MetricSums]:
     """Compute Σ weight·(surrogate·correction + beta·KL − entropy_bonus·entropy) of a micro-batch, and its metrics.
 
     Args:
@@ -93,8 +93,8 @@ def policy_loss(
         per_token = per_token + inputs.beta * means["kl"] if algorithm.kl_in == "loss" else per_token
     if algorithm.entropy_bonus:
         per_token = per_token - algorithm.entropy_bonus * entropy
-    shares = sampler_shares(old, inputs) | {name: weighted(value, weight) for name, value in means.items()}
-    return jnp.sum(weight * per_token), jax.lax.stop_gradient(shares)
+    metric_sums = sampler_metric_sums(old, inputs) | {name: weighted(value, weight) for name, value in means.items()}
+    return jnp.sum(weight * per_token), jax.lax.stop_gradient(metric_sums)
 
 
 def weighted(values: PerToken, weight: PerToken) -> Mean:
@@ -102,7 +102,7 @@ def weighted(values: PerToken, weight: PerToken) -> Mean:
     return Mean(jnp.sum(weight * values), jnp.sum(weight))
 
 
-def sampler_shares(old_logps: PerToken, inputs: LossInputs) -> Shares:
+def sampler_metric_sums(old_logps: PerToken, inputs: LossInputs) -> MetricSums:
     """Compare the trainer's log-probs before any update with the sampler's: their difference and their ratio."""
     real = inputs.weight > 0
     difference = jnp.where(real, old_logps - inputs.sampled, 0.0)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from covey.errors import DataError
 from covey.losses.logprobs import picked_hidden
-from covey.losses.policy import Shares, weighted
+from covey.losses.policy import MetricSums, weighted
 from covey.packing.rows import Rows
 from covey.types import Completion, FinishReason, Group
 
@@ -53,7 +53,7 @@ def value_loss(
     returns: Float[Array, "R M"],
     weight: Float[Array, "R M"],
     clip: float,
-) -> tuple[Float[Array, ""], Shares]:
+) -> tuple[Float[Array, ""], MetricSums]:
     """Compute Σ weight · ½ max((v − R)², (v_c − R)²), v_c = v clipped to v_old ± clip (Schulman et al., 2017, as in
     their code; Huang et al., 2022, detail 9).
 
@@ -74,8 +74,8 @@ def value_loss(
     stopped = clipped > free
     loss = 0.5 * jnp.where(stopped, clipped, free)
     means = {"value_loss": loss, "value_mean": values, "value_clip_ratio": stopped.astype(jnp.float32)}
-    shares: Shares = {name: weighted(value, weight) for name, value in means.items()}
-    return jnp.sum(weight * loss), jax.lax.stop_gradient(shares)
+    metric_sums: MetricSums = {name: weighted(value, weight) for name, value in means.items()}
+    return jnp.sum(weight * loss), jax.lax.stop_gradient(metric_sums)
 
 
 def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> float:

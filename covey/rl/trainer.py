@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import row_scores
-from covey.losses.policy import LossInputs, Shares, Surrogate, policy_loss
+from covey.losses.policy import LossInputs, MetricSums, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
@@ -100,12 +100,12 @@ def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
 
 def _policy_loss(
     algorithm: Algorithm, temperature: float, surrogate: Surrogate | None, graph: Any, params: Any, batch: RowBatch
-) -> tuple[Array, Shares]:
+) -> tuple[Array, MetricSums]:
     bonus = bool(algorithm.entropy_bonus)
     scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bonus)
     return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
 
 
-def _value_loss(clip: float, graph: Any, params: Any, batch: RowBatch) -> tuple[Array, Shares]:
+def _value_loss(clip: float, graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
     values, inputs = row_values(graph, params, batch.rows), batch.inputs
     return value_loss(values, inputs.old_values, inputs.returns, inputs.weight, clip)

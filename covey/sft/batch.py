@@ -24,11 +24,11 @@ from covey.packing.bins import rows_together
 from covey.packing.rows import Rows, micro_batches, pack
 from covey.parallel.placement import num_row_shards, put_rows
 from covey.text.tokenizer import Tokenizer
-from covey.train.trainer import LossFn, Part, Shares
+from covey.train.trainer import LossFn, MetricSums, Part
 from covey.types import Completion, FinishReason, Group, Mean
 
 
-def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, ""], Shares]:
+def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, ""], MetricSums]:
     """Compute −Σ log p(token | its prefix in the example) over the scored tokens, in nats, and their entropy.
 
     A `LossFn`: the trainer divides by the number of scored tokens of the whole step.

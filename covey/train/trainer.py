@@ -24,12 +24,12 @@ from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
 from covey.types import Mean
 
-Shares = dict[str, Mean | Array]
+MetricSums = dict[str, Mean | Array]
 """A micro-batch's contribution to each metric: totals and counts are summed; bare arrays, whose names end in `/min` or
 `/max`, are reduced by minimum or maximum.
 """
 
-LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Shares]]
+LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
 """Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""
 
 Metrics = dict[str, float]
@@ -112,11 +112,11 @@ class Trainer:
     def gradients(self, parts: Iterable[Part]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
-        totals: Shares = {}
+        totals: MetricSums = {}
         denominator = 0.0
         for part in parts:
-            grads, shares = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
-            totals = _added(totals, shares)
+            grads, metric_sums = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
+            totals = _add_metric_sums(totals, metric_sums)
             denominator += part.denominator
         grads, totals, denominator = _of_all_processes(grads, totals, denominator)
         scale = 1 / max(denominator, 1e-9)
@@ -145,11 +145,11 @@ class Trainer:
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
             )
 
-    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any) -> tuple[Any, Shares]:
-        def loss(trainable: Any) -> tuple[Array, Shares]:
+    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any) -> tuple[Any, MetricSums]:
+        def loss(trainable: Any) -> tuple[Array, MetricSums]:
             params = dropped(self.graph, nnx.merge_state(trainable, frozen), step)
-            total, shares = self.loss_fn(self.graph, params, batch)
-            return total, {**shares, LOSS: total}
+            total, metric_sums = self.loss_fn(self.graph, params, batch)
+            return total, {**metric_sums, LOSS: total}
 
         share, metrics = jax.grad(loss, has_aux=True)(trainable)
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
@@ -197,32 +197,32 @@ class NonFiniteGuard:
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
-def _added(totals: Shares, shares: Shares) -> Shares:
+def _add_metric_sums(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
     """Add a micro-batch's metrics to those of the step. Either may be empty: at the start or if all groups tied."""
-    return _sums(totals, shares) if totals and shares else totals or shares
+    return _sums(totals, metric_sums) if totals and metric_sums else totals or metric_sums
 
 
 @jax.jit
-def _sums(totals: Shares, shares: Shares) -> Shares:
+def _sums(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
     combine = {"min": jnp.minimum, "max": jnp.maximum}
     return {
         name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], jnp.add), totals[name], share)
-        for name, share in shares.items()
+        for name, share in metric_sums.items()
     }
 
 
-def _of_all_processes(grads: Any, totals: Shares, denominator: float) -> tuple[Any, Shares, float]:
+def _of_all_processes(grads: Any, totals: MetricSums, denominator: float) -> tuple[Any, MetricSums, float]:
     """Sum a step's gradients, metrics and denominator over all processes; with one process, return them unchanged."""
     if distributed.count() == 1:
         return grads, totals, denominator
     everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
-    combined: Shares = {}
-    for shares, _ in everyone:
-        combined = _added(combined, shares)
+    combined: MetricSums = {}
+    for metric_sums, _ in everyone:
+        combined = _add_metric_sums(combined, metric_sums)
     return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 
-def _metrics(totals: Shares, scale: float) -> Metrics:
+def _metrics(totals: MetricSums, scale: float) -> Metrics:
     """Compute the step's metrics; those with a count of 0, as when all completions were masked, are 0."""
     host = jax.device_get(totals)
     loss = float(host.pop(LOSS, 0.0)) * scale

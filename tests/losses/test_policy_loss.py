@@ -32,12 +32,12 @@ def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, di
     given = {"advantage": 1.0, "weight": 1.0, "sampled": logp, "beta": x.beta} | fields
     inputs = LossInputs(**{name: one(value) for name, value in given.items()})
     segment_ids = jnp.ones((1, 1), jnp.int32)
-    (value, shares), grad = by_gradient(x, one(logp), one(2.0), segment_ids, inputs)
-    return float(value), float(grad[0, 0]), shares
+    (value, metric_sums), grad = by_gradient(x, one(logp), one(2.0), segment_ids, inputs)
+    return float(value), float(grad[0, 0]), metric_sums
 
 
-def finished(shares: dict[str, Any]) -> dict[str, float]:
-    return {n: float(s.total / s.count) if isinstance(s, Mean) else float(s) for n, s in shares.items()}
+def finished(metric_sums: dict[str, Any]) -> dict[str, float]:
+    return {n: float(s.total / s.count) if isinstance(s, Mean) else float(s) for n, s in metric_sums.items()}
 
 
 def laid(
@@ -73,7 +73,7 @@ def test_shares_by_hand(groups_of: Callable) -> None:
         ref_logps=row(-1.0, -2.0, -2.0),  # d = 0, then 0 and 1
     )
     x = replace(BASE, epsilon_high=0.3, entropy_bonus=0.5)
-    loss, shares = policy_loss(x, row(-1.0, -2.0, -3.0), row(3.0, 1.0, 2.0), rows.segment_ids, inputs)
+    loss, metric_sums = policy_loss(x, row(-1.0, -2.0, -3.0), row(3.0, 1.0, 2.0), rows.segment_ids, inputs)
     kl, surrogate = (np.e - 2) / 4, (-1.3 + (2.0 + 2 * 0.8) / 2) / 2
     want = {
         "kl": kl,
@@ -88,7 +88,7 @@ def test_shares_by_hand(groups_of: Callable) -> None:
         "sampling/importance_ratio/min": np.exp(-0.25),
         "sampling/importance_ratio/max": np.exp(1.5),
     }
-    assert finished(shares) == pytest.approx(want, rel=1e-5)
+    assert finished(metric_sums) == pytest.approx(want, rel=1e-5)
     assert float(loss) / 2 == pytest.approx(surrogate + 0.04 * kl - 0.5 * 4.5 / 2, rel=1e-5)
 
 
@@ -119,27 +119,29 @@ def test_shares_by_hand(groups_of: Callable) -> None:
 def test_clip_ratios_count_what_the_clip_stops(
     settings: dict, ratio: float, advantage: float, low: int, high: int, region: int
 ) -> None:
-    _, grad, shares = single(replace(BASE, **settings), 0.0, advantage=advantage, old_logps=-np.log(ratio))
+    _, grad, metric_sums = single(replace(BASE, **settings), 0.0, advantage=advantage, old_logps=-np.log(ratio))
     parts = {"low": low, "high": high, "region": region}
-    assert {name: finished(shares)[f"clip_ratio/{name}_mean"] for name in parts} == parts
+    assert {name: finished(metric_sums)[f"clip_ratio/{name}_mean"] for name in parts} == parts
     if settings.get("surrogate") != "cispo":
         assert (grad == 0) == bool(region or not advantage)
 
 
 def test_surrogates_that_do_not_clip_say_nothing_of_it() -> None:
     for surrogate in SURROGATES:
-        _, _, shares = single(replace(BASE, surrogate=surrogate), -1.0)
-        assert ("clip_ratio/region_mean" in shares) == (surrogate in CLIPPED)
+        _, _, metric_sums = single(replace(BASE, surrogate=surrogate), -1.0)
+        assert ("clip_ratio/region_mean" in metric_sums) == (surrogate in CLIPPED)
 
 
 def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
     """It gets ratio, log-probs, advantages and the algorithm. What it cuts is not known: there is no clip ratio."""
     batch = laid(groups_of, [2, 3])
-    loss, shares = policy_loss(BASE, *batch, surrogate=lambda ratio, logps, advantage, x: ratio + x.epsilon - logps)
+    loss, metric_sums = policy_loss(
+        BASE, *batch, surrogate=lambda ratio, logps, advantage, x: ratio + x.epsilon - logps
+    )
     logps, _, _, inputs = batch
     want = np.exp(logps - inputs.old_logps) + 0.2 - logps + inputs.beta * k3(logps, inputs.ref_logps)
     np.testing.assert_allclose(loss, np.sum(inputs.weight * want), rtol=1e-5)
-    assert not [name for name in shares if name.startswith("clip_ratio")]
+    assert not [name for name in metric_sums if name.startswith("clip_ratio")]
     same, with_ratios = policy_loss(BASE, *batch, surrogate=None)
     assert float(policy_loss(BASE, *batch, surrogate=SURROGATES["clip"])[0]) == float(same)
     assert "clip_ratio/low_mean" in with_ratios
@@ -165,19 +167,19 @@ def test_cispo_weighs_and_never_stops(ratio: float, weight: float) -> None:
 
 def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
     x = replace(BASE, correction="token_truncate", correction_cap=9.0)
-    value, grad, shares = single(x, -1.0, sampled=-1.0 - np.log(3.0), ref_logps=-2.0)
+    value, grad, metric_sums = single(x, -1.0, sampled=-1.0 - np.log(3.0), ref_logps=-2.0)
     plain, plain_grad, _ = single(BASE, -1.0, ref_logps=-2.0)
     assert value - plain == pytest.approx(-2.0, rel=1e-5)  # −3·A instead of −A
     assert grad - plain_grad == pytest.approx(-2.0, rel=1e-5)
-    assert finished(shares)["sampling/correction/mean"] == pytest.approx(3.0, rel=1e-5)
+    assert finished(metric_sums)["sampling/correction/mean"] == pytest.approx(3.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
     for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):
-        value, grad, shares = single(replace(BASE, correction=name), -1.0, sampled=sampled)
+        value, grad, metric_sums = single(replace(BASE, correction=name), -1.0, sampled=sampled)
         assert (value, grad) == pytest.approx((finite, finite))
-        assert all(np.isfinite(x) for x in finished(shares).values())
+        assert all(np.isfinite(x) for x in finished(metric_sums).values())
 
 
 def test_metrics_have_no_gradient(groups_of: Callable) -> None:
@@ -193,12 +195,12 @@ def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> No
     x = replace(PRESETS[name], correction="sequence_truncate", entropy_bonus=0.01)
     batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37, 30], x)
     evaluate = partial(policy_loss, x)
-    whole, shares = evaluate(*batch)
+    whole, metric_sums = evaluate(*batch)
     assert len(batch[0]) == 3
     for size in (1, 2):
         parts = [evaluate(*part) for part in micro_batches(batch, size)]
         assert sum(float(loss) for loss, _ in parts) == pytest.approx(float(whole), rel=1e-5, abs=1e-6)
-        for key, value in shares.items():
+        for key, value in metric_sums.items():
             combine = {"min": min, "max": max}.get(key.rsplit("/")[-1], sum)
             together = jax.tree.map(lambda *xs: combine(map(float, xs)), *(s[key] for _, s in parts))  # noqa: B023
             np.testing.assert_allclose(together, value, rtol=1e-5, atol=1e-6, err_msg=key)
@@ -239,13 +241,13 @@ def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callabl
     """With β = 0, and with the KL in the reward, whatever β."""
     logps, entropy, segment_ids, inputs = laid(groups_of, [5, 9])
     step = lambda x, i: jax.value_and_grad(partial(policy_loss, x), has_aux=True)(logps, entropy, segment_ids, i)  # noqa: E731
-    (plain, shares), plain_grad = step(BASE, inputs._replace(ref_logps=None))
-    assert "kl" not in shares
+    (plain, metric_sums), plain_grad = step(BASE, inputs._replace(ref_logps=None))
+    assert "kl" not in metric_sums
     for x, beta in ((BASE, 0.0), (replace(BASE, kl_in="reward"), 0.5)):
-        (value, shares), grad = step(x, inputs._replace(beta=np.full((1, 1), beta, np.float32)))
+        (value, metric_sums), grad = step(x, inputs._replace(beta=np.full((1, 1), beta, np.float32)))
         assert float(value) == float(plain)
         np.testing.assert_array_equal(grad, plain_grad)
-        assert finished(shares)["kl"] > 0.01
+        assert finished(metric_sums)["kl"] > 0.01
 
 
 def test_gspo_and_its_token_form_agree_where_advantages_do(groups_of: Callable) -> None:
@@ -263,13 +265,13 @@ def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
     inputs, segment_ids = jax.tree.map(np.zeros_like, (inputs, segment_ids))
     for name in PRESETS:
         step = jax.value_and_grad(partial(policy_loss, PRESETS[name]), (0, 1), has_aux=True)
-        (value, shares), grads = step(logps - 500, entropy, segment_ids, inputs)
+        (value, metric_sums), grads = step(logps - 500, entropy, segment_ids, inputs)
         assert float(value) == 0
         assert not any(np.asarray(g).any() for g in grads)
         bare = {"sampling/importance_ratio/min": np.inf, "sampling/importance_ratio/max": 0.0}
         bare["sampling/logp_difference/max"] = 0.0
-        assert all(tuple(map(float, s)) == (0, 0) for s in shares.values() if isinstance(s, Mean))
-        assert {n: float(shares[n]) for n in bare} == bare
+        assert all(tuple(map(float, s)) == (0, 0) for s in metric_sums.values() if isinstance(s, Mean))
+        assert {n: float(metric_sums[n]) for n in bare} == bare
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -279,6 +281,6 @@ def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:
     x = replace(PRESETS[name], ratio=ratio, kl="k3", kl_in="loss", correction="token_truncate", entropy_bonus=0.1)
     for logp, old, ref in ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30)):
         for advantage in (-3.0, 0.0, 1e-6, 2.0):
-            value, grad, shares = single(x, logp, advantage=advantage, old_logps=old, ref_logps=ref, sampled=old)
+            value, grad, metric_sums = single(x, logp, advantage=advantage, old_logps=old, ref_logps=ref, sampled=old)
             assert np.isfinite([value, grad]).all()
-            assert all(np.isfinite(s) for s in finished(shares).values())
+            assert all(np.isfinite(s) for s in finished(metric_sums).values())

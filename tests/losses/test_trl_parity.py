@@ -15,7 +15,7 @@ import pytest
 
 from covey.config.algorithms import PRESETS, Algorithm
 from covey.losses.advantages import ADVANTAGES
-from covey.losses.policy import AGGREGATES, LossInputs, Shares, policy_loss
+from covey.losses.policy import AGGREGATES, LossInputs, MetricSums, policy_loss
 from covey.losses.shaping import kl_penalty
 from covey.rewards.score import score
 from covey.types import Completion, FinishReason, Group
@@ -70,7 +70,7 @@ def drawn(name: str) -> dict[str, np.ndarray]:
     return {key.removeprefix(start): value for key, value in ARRAYS.items() if key.startswith(start)}
 
 
-def own_loss(name: str) -> tuple[float, np.ndarray, Shares]:
+def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
     """Value, gradient with respect to the log-probs, and metrics: one sample a row, the whole step at once."""
     algorithm, trl, x = algorithm_like(CASES[name]), CASES[name]["settings"], drawn(name)
     real = np.arange(x["logps"].shape[1]) < x["lengths"][:, None]
@@ -89,7 +89,7 @@ def own_loss(name: str) -> tuple[float, np.ndarray, Shares]:
         ref_logps=at_tokens(x["ref"]) if algorithm.beta and algorithm.kl_in == "loss" else None,
     )
 
-    def loss(logps: jax.Array) -> tuple[jax.Array, Shares]:
+    def loss(logps: jax.Array) -> tuple[jax.Array, MetricSums]:
         total, shares = policy_loss(algorithm, logps, jnp.zeros_like(logps), jnp.asarray(real, jnp.int32), inputs)
         return total / denominator, shares
 

@@ -120,16 +120,16 @@ def oracle(v: np.ndarray, old: np.ndarray, r: np.ndarray, w: np.ndarray, clip: f
 def check(v: Any, old: Any, r: Any, w: Any, clip: float) -> None:
     arrays = [np.asarray(x, np.float32).reshape(1, -1) for x in (v, old, r, w)]
     loss = lambda v: value_loss(v, *arrays[1:], clip)  # noqa: E731
-    (got, shares), gradient = jax.value_and_grad(loss, has_aux=True)(arrays[0])
+    (got, metric_sums), gradient = jax.value_and_grad(loss, has_aux=True)(arrays[0])
     total, wanted, clipped = oracle(*(x.astype(np.float64) for x in arrays), clip)
     np.testing.assert_allclose(got, total, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
     weight = arrays[3].sum(dtype=np.float64)
     means = {"value_loss": total, "value_mean": (arrays[3] * arrays[0]).sum(dtype=np.float64)}
     for name, value in (means | {"value_clip_ratio": clipped}).items():
-        assert isinstance(shares[name], Mean)
-        np.testing.assert_allclose(shares[name].total, value, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(shares[name].count, weight, rtol=1e-6)
+        assert isinstance(metric_sums[name], Mean)
+        np.testing.assert_allclose(metric_sums[name].total, value, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(metric_sums[name].count, weight, rtol=1e-6)
 
 
 # Multiples of 1/8 are exact in float32, so that draws fall on the edges of the range, and not beside them.
@@ -164,18 +164,18 @@ def test_at_the_edges_of_the_range(v: float, old: float, r: float, gradient: flo
 
 def test_without_tokens_the_loss_is_zero() -> None:
     zero = jnp.zeros((1, 4))
-    loss, shares = value_loss(zero, zero, zero, zero, 0.2)
+    loss, metric_sums = value_loss(zero, zero, zero, zero, 0.2)
     assert float(loss) == 0
-    assert all(float(m.total) == float(m.count) == 0 for m in shares.values())
+    assert all(float(m.total) == float(m.count) == 0 for m in metric_sums.values())
 
 
 def test_parts_add_up_to_the_whole() -> None:
     rng = np.random.default_rng(0)
     whole = (*rng.normal(size=(3, 5, 6)).astype(np.float32), np.ones((5, 6), np.float32))
-    loss, shares = value_loss(*whole, 0.2)
+    loss, metric_sums = value_loss(*whole, 0.2)
     parts = [value_loss(*part, 0.2) for part in micro_batches(whole, 2)]
     np.testing.assert_allclose(sum(float(p) for p, _ in parts), loss, rtol=1e-6)
-    for name, mean in shares.items():
+    for name, mean in metric_sums.items():
         np.testing.assert_allclose(np.sum([p[name] for _, p in parts], axis=0), mean, rtol=1e-5)
 
 

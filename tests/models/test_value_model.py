@@ -67,7 +67,7 @@ def pointers(model: Any) -> dict[str, int]:
     return {name: x.unsafe_buffer_pointer() for name, x in arrays(model).items()}
 
 
-# --- what it computes and shares
+# --- what it computes and metric_sums
 
 
 def test_a_new_critic_says_nothing() -> None:

@@ -72,7 +72,7 @@ BOTH = EvalConfig(prompts=3, samples=4, accuracy="judges:right", format="judges:
 
 
 def test_shares_and_error_by_hand() -> None:
-    """Shares by prompt 2/4, 1/4, 0: unscored is not right, 0.5 is not enough. The error is over prompts."""
+    """MetricSums by prompt 2/4, 1/4, 0: unscored is not right, 0.5 is not enough. The error is over prompts."""
     found = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT)
     assert found.accuracy == pytest.approx(1 / 4)
     assert found.error == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
