@@ -19,7 +19,7 @@ from covey.losses.policy import LossInputs, sequence_mean
 from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spread
 from covey.rl.trainer import RLTrainer, RowBatch, rows_at_a_time
 from covey.train.optimizers import make_optimizer
-from covey.train.trainer import Part
+from covey.train.trainer import MicroBatch
 from covey.types import Group
 
 
@@ -44,13 +44,13 @@ def trainer_of(settings: Settings, remat: bool) -> RLTrainer:
     return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), PRESETS["grpo"], 1.0)
 
 
-def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[Part]:
+def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBatch]:
     """A step's groups as the trainer takes them, with random advantages."""
     rows = pack(groups, size.row_length, packing, size.micro_batch)
     together = rows_at_a_time(rows, None, size.micro_batch)
     pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), together))
     samples = sum(len(g.completions) for g in groups)
-    return [Part(piece, samples / len(pieces)) for piece in pieces]
+    return [MicroBatch(piece, samples / len(pieces)) for piece in pieces]
 
 
 def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
@@ -64,7 +64,7 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     )
 
 
-def _facts(trainer: RLTrainer, parts: list[Part]) -> dict[str, Any]:
+def _facts(trainer: RLTrainer, parts: list[MicroBatch]) -> dict[str, Any]:
     batches = [part.batch for part in parts]
     # The trainer's program has no public name; its memory is half of what remat is about.
     zeros = jax.tree.map(jnp.zeros_like, trainer.trainable)

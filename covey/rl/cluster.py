@@ -33,7 +33,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.rl.trainer import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.trainer import Gradients, Metrics, Part
+from covey.train.trainer import Gradients, Metrics, MicroBatch
 from covey.types import Group
 
 ModelT = TypeVar("ModelT", Decoder, ValueModel)
@@ -312,7 +312,7 @@ class RLCluster(Keywords):
         optimizer = make_optimizer(training.critic_optimizer, total_steps)
         self.critic_trainer = CriticTrainer(self._critic, optimizer, algorithm.value_clip)
 
-    def _actor_parts(self, batches: Iterable[TrainBatch]) -> Iterator[Part]:
+    def _actor_parts(self, batches: Iterable[TrainBatch]) -> Iterator[MicroBatch]:
         limit, mesh, trainer = self._max_tokens, self.config.mesh(Role.ACTOR), self._trained
         for batch in batches:
             yield from parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)

@@ -72,7 +72,7 @@ RewardFns = Sequence[RewardFn | str] | RewardFn | str
 
 @dataclass(frozen=True)
 class _Settings:
-    """Part of a recipe that a learner uses, under the name that `recipe.validate` expects."""
+    """MicroBatch of a recipe that a learner uses, under the name that `recipe.validate` expects."""
 
     grpo: GRPOConfig
 

@@ -18,7 +18,7 @@ from covey.models.value_model import ValueModel
 from covey.packing.bins import rows_together
 from covey.packing.rows import Rows, micro_batches
 from covey.parallel.placement import num_row_shards, put_rows
-from covey.train.trainer import Part, Trainer
+from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group
 
 
@@ -85,10 +85,12 @@ class CriticTrainer(Trainer):
         super().__init__(model, optimizer, partial(_value_loss, value_clip))
 
 
-def parts(batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | None, max_tokens: int) -> Iterator[Part]:
+def parts(
+    batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | None, max_tokens: int
+) -> Iterator[MicroBatch]:
     """Yield a micro-batch on the trainer's devices in pieces of about `max_tokens`; the first has the denominator."""
     for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
-        yield Part(put_rows(piece, trainer.trainable), denominator)
+        yield MicroBatch(put_rows(piece, trainer.trainable), denominator)
         denominator = 0.0
 
 

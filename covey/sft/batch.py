@@ -24,7 +24,7 @@ from covey.packing.bins import rows_together
 from covey.packing.rows import Rows, micro_batches, pack
 from covey.parallel.placement import num_row_shards, put_rows
 from covey.text.tokenizer import Tokenizer
-from covey.train.trainer import LossFn, MetricSums, Part
+from covey.train.trainer import LossFn, MetricSums, MicroBatch
 from covey.types import Completion, FinishReason, Group, Mean
 
 
@@ -99,10 +99,10 @@ def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
     return pack(groups, config.row_length, "groups" if config.packing else "dense", config.max_tokens_per_micro_batch)
 
 
-def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[Part]:
+def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[MicroBatch]:
     """Split `rows` into micro-batches on the devices that hold `like`, each with its number of scored tokens."""
     for part in micro_batches(rows, at_a_time(rows, config, mesh)):
-        yield Part(put_rows(part, like), float(part.scored.sum()))
+        yield MicroBatch(put_rows(part, like), float(part.scored.sum()))
 
 
 def at_a_time(rows: Rows, config: SFTConfig, mesh: Mesh | None = None) -> int:

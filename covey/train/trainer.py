@@ -37,7 +37,7 @@ Metrics = dict[str, float]
 LOSS = "loss"
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch on its devices, and its contribution to the step's denominator."""
 
     batch: Any
@@ -87,7 +87,7 @@ class Trainer:
         self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
         options = compiler_options(model)
         self._accumulate = jax.jit(
-            self._share, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
+            self._accumulate_grads, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
         )
         self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=places)
         self._norm = jax.jit(optax.tree.norm)
@@ -98,7 +98,7 @@ class Trainer:
         """Full state (trainable and frozen) of the decoder's graph."""
         return nnx.merge_state(self.trainable, self.frozen)
 
-    def update(self, parts: Iterable[Part]) -> Metrics:
+    def update(self, parts: Iterable[MicroBatch]) -> Metrics:
         """Make one optimizer step on the micro-batches of `parts`, which may be produced lazily during training.
 
         Returns:
@@ -109,7 +109,7 @@ class Trainer:
         """
         return self.apply(self.gradients(parts))
 
-    def gradients(self, parts: Iterable[Part]) -> Gradients:
+    def gradients(self, parts: Iterable[MicroBatch]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
         totals: MetricSums = {}
@@ -145,7 +145,9 @@ class Trainer:
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
             )
 
-    def _share(self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any) -> tuple[Any, MetricSums]:
+    def _accumulate_grads(
+        self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any
+    ) -> tuple[Any, MetricSums]:
         def loss(trainable: Any) -> tuple[Array, MetricSums]:
             params = dropped(self.graph, nnx.merge_state(trainable, frozen), step)
             total, metric_sums = self.loss_fn(self.graph, params, batch)

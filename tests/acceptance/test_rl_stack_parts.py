@@ -30,7 +30,7 @@ from covey.rl.trainer import CriticTrainer, RLTrainer
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 from covey.train.progress import Progress
-from covey.train.trainer import Part, Trainer
+from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
 LIMIT = 10.0
@@ -107,7 +107,7 @@ def trainer(decoder: Callable) -> Callable[..., Trainer]:
 
     def make(*micro_batches: list[float], lora: int = 0) -> Trainer:
         made = Trainer(decoder(lora), optax.sgd(0.1, momentum=0.9), toy)
-        made.update(Part(np.array(batch, np.float32), float(len(batch))) for batch in micro_batches)
+        made.update(MicroBatch(np.array(batch, np.float32), float(len(batch))) for batch in micro_batches)
         return made
 
     return make
@@ -134,7 +134,7 @@ def test_the_trainer_goes_into_a_checkpoint_and_comes_out_of_it(trainer: Callabl
         state, _ = saves.restore(target=other.state())
     other.load_state(state, 1)
     for resumed in (made, other):
-        resumed.update([Part(np.ones(2, np.float32), 2.0)])
+        resumed.update([MicroBatch(np.ones(2, np.float32), 2.0)])
     assert jax.tree.all(jax.tree.map(np.array_equal, made.state(), other.state()))
     assert made.step == other.step == 2
 

@@ -18,7 +18,7 @@ from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
 from covey.rl.trainer import RLTrainer, RowBatch
-from covey.train.trainer import Part, Trainer
+from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
 SHAPES = [(5, [1, 3, 9, 20]), (30, [14, 4, 1, 1])]
@@ -74,7 +74,7 @@ class OneStep:
         trainer = self.trainer
         trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
         pieces = [put_rows(piece, trainer.trainable) for piece in micro_batches(batch, size)]
-        metrics = trainer.update(Part(piece, len(LENGTHS) / len(pieces)) for piece in pieces)
+        metrics = trainer.update(MicroBatch(piece, len(LENGTHS) / len(pieces)) for piece in pieces)
         after, before = flatten(trainer.trainable), flatten(self.start)
         return {name: np.asarray(after[name], np.float64) - before[name] for name in before}, metrics
 
@@ -144,7 +144,7 @@ def test_the_base_under_adapters_does_not_move_by_a_bit(whole: Callable, batch: 
     actor, base = step.trainer, flatten(nnx.state(decoder(4)))
     held = {name: x.unsafe_buffer_pointer() for name, x in flatten(actor.frozen).items()}
     for _ in range(2):
-        actor.update([Part(batch("dense"), len(LENGTHS))])
+        actor.update([MicroBatch(batch("dense"), len(LENGTHS))])
     for name, x in flatten(actor.frozen).items():
         assert np.array_equal(x, base[name]), name
         assert x.unsafe_buffer_pointer() == held[name]
@@ -164,8 +164,8 @@ def toy_loss(graph: Any, params: Any, batch: np.ndarray) -> tuple[jax.Array, dic
     return value, {"mean": mean, "x/min": batch.min(), "x/max": batch.max(), "nothing": Mean(jnp.float32(0), 0.0)}
 
 
-def toy_parts(*batches: list[float]) -> list[Part]:
-    return [Part(np.array(batch, np.float32), float(len(batch))) for batch in batches]
+def toy_parts(*batches: list[float]) -> list[MicroBatch]:
+    return [MicroBatch(np.array(batch, np.float32), float(len(batch))) for batch in batches]
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> No
 
 def test_a_step_without_a_token_in_its_loss_is_finite(toy: Trainer) -> None:
     """As when every completion was cut off and masked."""
-    got = toy.update([Part(np.zeros(2, np.float32), 0.0)])
+    got = toy.update([MicroBatch(np.zeros(2, np.float32), 0.0)])
     assert got["loss"] == got["grad_norm"] == 0.0
 
 
@@ -218,7 +218,7 @@ def test_what_is_trained_is_taken_over_and_the_rest_is_only_read(decoder: Callab
     given, base = flatten(nnx.state(model, nnx.LoRAParam)), flatten(nnx.state(model, nnx.Param))
     base = {name: x for name, x in base.items() if ".lora." not in name}
     trainer = Trainer(model, optax.sgd(0.1), lambda g, p, b: (jnp.sum(jax.tree.leaves(p)[0]), {}))
-    trainer.update([Part(np.zeros(1), 1.0)])
+    trainer.update([MicroBatch(np.zeros(1), 1.0)])
     assert all(x.is_deleted() for x in given.values())
     assert not any(x.is_deleted() for x in base.values())
     assert not any(x.is_deleted() for x in jax.tree.leaves(trainer.params))
