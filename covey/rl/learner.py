@@ -1,7 +1,7 @@
 """Training loop shared by GRPO and PPO.
 
 Per step: sample a group of completions for each prompt, score them, compute advantages, pack the completions into rows
-with the log-probs that the loss needs (all this in the feeder), update, give the new weights to the rollout. Observers
+with the log-probs that the loss needs (all this in the experience_builder), update, give the new weights to the rollout. Observers
 log, print and save the results of each step. Several processes run the loop in lockstep (`parallel.distributed`): they
 make each update together, and the observers of each process see the results of all.
 """
@@ -27,7 +27,7 @@ from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, judges
-from covey.rl.experience import Clock, Experience, Feeder, StepLog
+from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog
 from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work_metrics
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
@@ -127,7 +127,7 @@ class Learner(Keywords, ABC):
         self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
-        self.feeder = Feeder(
+        self.experience_builder = ExperienceBuilder(
             cluster=rl_cluster,
             reward_fns=self.reward_fns,
             config=config,
@@ -195,7 +195,7 @@ class Learner(Keywords, ABC):
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
         failed = dict(self.runner.failed)
         return {
-            "beta": self.feeder.beta,
+            "beta": self.experience_builder.beta,
             "prompts": self._prompts,
             "skipped": self._nonfinite_guard.made,
             "failed": failed,
@@ -203,17 +203,17 @@ class Learner(Keywords, ABC):
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
-        self.step, self.feeder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
+        self.step, self.experience_builder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
         self._nonfinite_guard.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     @contextmanager
     def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
         """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training."""
-        feed = self.feeder.feed(examples, loader.take, self.step, clock)
+        feed = self.experience_builder.feed(examples, loader.take, self.step, clock)
         if not self._asynchronous:
             yield list(feed)
             return
-        accumulated = -(-len(examples) // self.feeder.sizes.train)
+        accumulated = -(-len(examples) // self.experience_builder.sizes.train)
         with produce(feed, DataQueue(accumulated + 2)) as queue:
             yield queue
 
@@ -282,7 +282,7 @@ class Learner(Keywords, ABC):
 
     def _of_all_processes(self, clock: Clock) -> tuple[StepLog, Clock]:
         """Return the step's log of all processes, and the time of each phase in the slowest process."""
-        logs, seconds = zip(*distributed.gathered((self.feeder.log, clock.seconds), "step"), strict=True)
+        logs, seconds = zip(*distributed.gathered((self.experience_builder.log, clock.seconds), "step"), strict=True)
         phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
         return StepLog.of_all(logs), Clock(phases, started=clock.started)
 
@@ -294,7 +294,7 @@ class Learner(Keywords, ABC):
             **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
             **over_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
-            **({} if self.algorithm.kl_target is None else {"beta": self.feeder.beta}),
+            **({} if self.algorithm.kl_target is None else {"beta": self.experience_builder.beta}),
             "learning_rate": self.cluster.learning_rate(),
             **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
         }
@@ -312,7 +312,9 @@ class Learner(Keywords, ABC):
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
             samples = sum(len(g.completions) for g in record.groups)
-            self.feeder.beta = adapted_beta(self.feeder.beta, kl, a.kl_target, a.kl_horizon, samples)
+            self.experience_builder.beta = adapted_beta(
+                self.experience_builder.beta, kl, a.kl_target, a.kl_horizon, samples
+            )
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 

@@ -25,7 +25,7 @@ from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
-from covey.rl.experience import Clock, Feeder, StepLog
+from covey.rl.experience import Clock, ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
@@ -246,7 +246,7 @@ def fed(config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]
     estimate = partial(gae_advantages if algorithm.has_critic else group_advantages, algorithm=algorithm)
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
     sizes = stage_sizes(training, config.num_generations)
-    feeder = Feeder(
+    experience_builder = ExperienceBuilder(
         Played(),
         [reward],
         config,
@@ -257,13 +257,13 @@ def fed(config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]
         algorithm.beta,  # type: ignore[arg-type]
     )
     loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
-    batches = list(feeder.feed(next(loader), loader.take, step, Clock()))
+    batches = list(experience_builder.feed(next(loader), loader.take, step, Clock()))
     of_rows = [
         np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.sampled], -1)[b.rows.scored]
         for b in batches
     ]
     tokens = np.concatenate([np.zeros((0, 4)), *of_rows])
-    return tokens, sum(b.denominator for b in batches), feeder.log, loader.position
+    return tokens, sum(b.denominator for b in batches), experience_builder.log, loader.position
 
 
 @pytest.mark.parametrize("name", WHOLE_STEP)

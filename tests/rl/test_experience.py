@@ -12,7 +12,7 @@ from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.rewards import RewardRunner
-from covey.rl.experience import Clock, Feeder, StepLog, tokens_in_loss
+from covey.rl.experience import Clock, ExperienceBuilder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
@@ -59,10 +59,10 @@ def row(prompt: str, points: tuple[float, float], completions: tuple[Completion,
 
 
 @pytest.fixture
-def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
-    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the feeder that made them."""
+def fed() -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
+    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the experience_builder that made them."""
 
-    def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Feeder]:
+    def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], ExperienceBuilder]:
         runner = settings.pop("runner", RewardRunner())
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         training, algorithm = RLTrainingConfig(prompts_per_step=len(rows)), algorithm_of(config)
@@ -72,7 +72,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
             taken, stock[:] = stock[:count], stock[count:]
             return taken
 
-        feeder = Feeder(
+        experience_builder = ExperienceBuilder(
             cluster=Fake(),  # type: ignore[arg-type]
             reward_fns=[in_order],
             config=config,
@@ -83,7 +83,7 @@ def fed() -> Callable[..., tuple[list[TrainBatch], Feeder]]:
             beta=algorithm.beta,
             runner=runner,
         )
-        return list(feeder.feed(rows, take, 0, Clock())), feeder
+        return list(experience_builder.feed(rows, take, 0, Clock())), experience_builder
 
     return make
 
@@ -146,13 +146,13 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable)
     """The counts of a step, not of the run; those of several processes are added."""
     runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
     for _ in range(2):
-        (batch,), feeder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
-        assert feeder.log.failed == {"in_order": 1}
+        (batch,), experience_builder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
+        assert experience_builder.log.failed == {"in_order": 1}
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
-    other = StepLog(feeder.log.groups, feeder.log.numbers, failed={"in_order": 3, "another": 0})
-    assert StepLog.of_all([feeder.log, other]).failed == {"in_order": 4, "another": 0}
+    other = StepLog(experience_builder.log.groups, experience_builder.log.numbers, failed={"in_order": 3, "another": 0})
+    assert StepLog.of_all([experience_builder.log, other]).failed == {"in_order": 4, "another": 0}
 
 
 # --- dynamic sampling
@@ -161,33 +161,40 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable)
 def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Callable) -> None:
     rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0)), row("tied too", (0.0, 0.0))]
     spare = [row("new", (0.0, 1.0)), row("tied again", (1.0, 1.0)), row("newer", (1.0, 0.0)), row("unused", (1.0, 0.0))]
-    batches, feeder = fed(rows, spare, max_sampling_rounds=4)
+    batches, experience_builder = fed(rows, spare, max_sampling_rounds=4)
     assert prompts(batches) == ["good", "new", "newer"]
-    assert (feeder.log.rounds, feeder.log.replaced, feeder.log.tied) == (3, 3, 0)
-    assert [g.prompt for g in feeder.log.groups] == ["tied", "good", "tied too", "new", "tied again", "newer"]
-    assert feeder.cluster.asked == [  # type: ignore[attr-defined]
+    assert (experience_builder.log.rounds, experience_builder.log.replaced, experience_builder.log.tied) == (3, 3, 0)
+    assert [g.prompt for g in experience_builder.log.groups] == [
+        "tied",
+        "good",
+        "tied too",
+        "new",
+        "tied again",
+        "newer",
+    ]
+    assert experience_builder.cluster.asked == [  # type: ignore[attr-defined]
         (0, ["tied", "good", "tied too"]), (3, ["new", "tied again"]), (5, ["newer"])
     ]  # fmt: skip
 
 
 def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed: Callable) -> None:
     rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
-    batches, feeder = fed(rows, spare, max_sampling_rounds=3)
+    batches, experience_builder = fed(rows, spare, max_sampling_rounds=3)
     assert prompts(batches) == ["good", "tied"]
-    assert (feeder.log.rounds, feeder.log.replaced, feeder.log.tied) == (3, 2, 1)
+    assert (experience_builder.log.rounds, experience_builder.log.replaced, experience_builder.log.tied) == (3, 2, 1)
     assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
 
 
 def test_data_that_end_stop_the_search(fed: Callable) -> None:
-    batches, feeder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
+    batches, experience_builder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
     assert prompts(batches) == ["good", "tied"]
-    assert (feeder.log.rounds, feeder.log.tied) == (1, 1)
+    assert (experience_builder.log.rounds, experience_builder.log.tied) == (1, 1)
 
 
 def test_one_round_replaces_nothing(fed: Callable) -> None:
-    batches, feeder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
+    batches, experience_builder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
     assert prompts(batches) == ["tied"]
-    assert (feeder.log.rounds, feeder.log.replaced) == (1, 0)
+    assert (experience_builder.log.rounds, experience_builder.log.replaced) == (1, 0)
 
 
 # --- overlong shaping

@@ -156,7 +156,7 @@ class Lab:
         """The training micro-batches of the first step."""
         self._set(sizes)
         loader = data(ROWS)
-        return list(self.learner.feeder.feed(next(loader), loader.take, 0, Clock()))
+        return list(self.learner.experience_builder.feed(next(loader), loader.take, 0, Clock()))
 
     def updates(self, batches: Sequence[TrainBatch]) -> list[Gradient]:
         """The gradient of each update on `batches`."""
@@ -178,7 +178,7 @@ class Lab:
     def _set(self, sizes: Sizes, **settings: Any) -> None:
         training = replace(self.training, **{"queueing": "sync", **settings})
         self.cluster.config = replace(self.cluster.config, training_config=training)
-        self.learner.feeder.training, self.learner.feeder.sizes = training, StageSizes(*sizes)
+        self.learner.experience_builder.training, self.learner.experience_builder.sizes = training, StageSizes(*sizes)
 
     def _remember(self, record: StepRecord) -> None:
         self.steps.records.append(record)
