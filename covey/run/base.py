@@ -26,7 +26,7 @@ from covey.data.loader import PromptLoader
 from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
-from covey.run.compile_counter import Programs
+from covey.run.compile_counter import CompileCounter
 from covey.run.load_model import CHECKPOINTS, refuse_other_weights
 from covey.run.settings import compare, settings_of
 from covey.run.signals import Stopper
@@ -153,7 +153,7 @@ class Run(ABC, Generic[RecipeT]):
                 return self._told_finished()
             watched = self.out if self.writes else None
             self.watchdog = opened(Watchdog(watched, training.watchdog_seconds, self.progress.say))
-            self.programs = opened(Programs(self.progress.say))
+            self.programs = opened(CompileCounter(self.progress.say))
             names = self.recipe.tracking if self.writes else ()
             self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
             self.stopper = opened(Stopper())

@@ -20,7 +20,7 @@ WARM, LOOK_BACK = 20, 10
 """Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
 
 
-class Programs:
+class CompileCounter:
     """Count programs between enter and exit. A phase belongs to the thread that begins it: one may sample while another
     trains.
 
