@@ -29,7 +29,7 @@ from covey.parallel import distributed, mesh_for
 from covey.run.compile_counter import CompileCounter
 from covey.run.load_model import CHECKPOINTS, refuse_other_weights
 from covey.run.settings import compare, settings_of
-from covey.run.signals import Stopper
+from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, give_back, replace_file
@@ -156,7 +156,7 @@ class Run(ABC, Generic[RecipeT]):
             self.programs = opened(CompileCounter(self.progress.say))
             names = self.recipe.tracking if self.writes else ()
             self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
-            self.stopper = opened(Stopper())
+            self.signals = opened(SignalHandler())
             try:
                 return self._go()
             except Stopped as stopped:
@@ -174,12 +174,12 @@ class Run(ABC, Generic[RecipeT]):
         self._keep_recipe()
         summary = self.written or self.beginning() | {"before": self._before()}
         self._summarise(summary)
-        with self.stopper.deferring():
+        with self.signals.deferring():
             self.steps()
             if self._saved != self.step:
                 self.save()
             self.saves.wait()
-            self.stopper.leave_if_asked()
+            self.signals.leave_if_asked()
         if (best := self.saves.best()) is not None:
             summary["best"] = best
         summary |= {"after": self.judged("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
@@ -206,7 +206,7 @@ class Run(ABC, Generic[RecipeT]):
     def after_step(self, record: Step) -> None:
         """Save if a checkpoint is due, and end the run if a signal requested it. Called last in each step."""
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
-        if asked := self.stopper.asked():
+        if asked := self.signals.asked():
             self.save()
             self.saves.wait()
             raise Stopped(asked)

@@ -19,7 +19,7 @@ from covey.parallel import distributed
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stopper:
+class SignalHandler:
     """Handle `SIGNALS` as a context manager; outside the main thread, where Python allows no signal handlers, it does
     nothing.
     """

@@ -118,14 +118,14 @@ def test_a_signal_stops_supervised_training_too(tmp_path: Path, at_step: Any, ca
 
 LISTENER = """
     import os, signal, sys, time
-    from covey.run.signals import Stopper
+    from covey.run.signals import SignalHandler
     from covey.errors import Stopped
 
-    with Stopper() as stopper:
+    with SignalHandler() as signals:
         try:
-            with stopper.deferring() if sys.argv[1] == "steps" else __import__("contextlib").nullcontext():
+            with signals.deferring() if sys.argv[1] == "steps" else __import__("contextlib").nullcontext():
                 print("ready", flush=True)
-                while not (sys.argv[2] == "once" and stopper.asked()):
+                while not (sys.argv[2] == "once" and signals.asked()):
                     time.sleep(0.05)
                 print("saved", flush=True)
         except Stopped as stopped:
