@@ -18,7 +18,7 @@ Finding = tuple[str, str]
 """Pair of an observation and the advice on it."""
 
 
-class TiedGroups:
+class ZeroAdvantageWarning:
     """Observer of steps in which all completions of every group have equal rewards: all advantages are 0 and nothing is
     learnt. After `PATIENCE` such steps in a row it warns, once until the rewards in a group differ again.
     """

@@ -28,7 +28,7 @@ from covey.rl.learner import Learner, Observer, StepRecord, total_steps
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
-from covey.run.advice import TiedGroups
+from covey.run.advice import ZeroAdvantageWarning
 from covey.run.base import Run
 from covey.run.inference import fitting, judge_held_out
 from covey.run.load_model import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
@@ -152,7 +152,7 @@ class RLRun(Run[Recipe]):
 
     def _advisers(self) -> list[Observer]:
         """Return the observers of the steps. With a critic, groups of equal rewards still give a learning signal."""
-        return [] if algorithm_of(self.recipe.grpo).has_critic else [TiedGroups(self.progress.say)]
+        return [] if algorithm_of(self.recipe.grpo).has_critic else [ZeroAdvantageWarning(self.progress.say)]
 
     def _fit_prompts(self, cluster: RLCluster) -> None:
         """Leave out or cut prompts that are too long, if the recipe allows it, and count them."""

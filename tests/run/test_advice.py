@@ -8,7 +8,7 @@ import pytest
 
 from covey.rl.learner import StepRecord
 from covey.rl.metrics import group_metrics
-from covey.run.advice import PATIENCE, TiedGroups
+from covey.run.advice import PATIENCE, ZeroAdvantageWarning
 from covey.types import Completion, FinishReason, Group
 
 NAN = float("nan")
@@ -23,7 +23,7 @@ def group(rewards: Sequence[float], texts: Sequence[str] = "abcd", finish: str =
 def said(*steps: Sequence[Group], learning_rate: float = 0.1) -> list[str]:
     """What is said of steps with these groups."""
     told: list[str] = []
-    adviser = TiedGroups(told.append)
+    adviser = ZeroAdvantageWarning(told.append)
     for number, groups in enumerate(steps, start=1):
         metrics = group_metrics(groups) | {"learning_rate": learning_rate, "step": number}
         adviser(StepRecord(number, 1, 99, metrics, groups))
