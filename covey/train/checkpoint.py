@@ -31,7 +31,16 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
-from covey.train.checksums import damage_in, free_for_folder, is_held, put_in_place, remove, seal, take_lock, tidy
+from covey.train.checksums import (
+    damage_in,
+    free_for_folder,
+    is_held,
+    put_in_place,
+    remove,
+    take_lock,
+    tidy,
+    write_checksums,
+)
 
 ARRAYS, META = "arrays", "meta.json"
 
@@ -198,7 +207,7 @@ class Checkpointer:
             (partial / META).write_text(meta)
             if wait is not None:
                 wait()
-            seal(partial)
+            write_checksums(partial)
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Write folders atomically: sealed with digests, renamed into place, written by one process.
 
-A folder is filled under the name `X.partial`. `seal` writes its SHA256SUMS last; from then on it is complete, and
+A folder is filled under the name `X.partial`. `write_checksums` writes its SHA256SUMS last; from then on it is complete, and
 `put_in_place` renames it to `X`. `X.old` is a folder being removed. `tidy` finishes operations that a kill
 interrupted. A file or link in the place of one of these folders is not ours: an error names it, and it is kept.
 """
@@ -34,7 +34,7 @@ def _digests(files: Mapping[str, Path]) -> dict[str, str]:
         return dict(zip(files, pool.map(file_sha256, files.values()), strict=True))
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Sync all files to disk, then write the digests, which mark the folder complete."""
     draft = folder / f".{SUMS}"
     draft.write_text("".join(f"{digest}  {name}\n" for name, digest in _digests(_files(folder)).items()))

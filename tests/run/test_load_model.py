@@ -28,7 +28,7 @@ from covey.run import inference
 from covey.run.load_model import load_source, mesh_at_hand, refuse_other_weights
 from covey.run.rl import RLRun
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import seal
+from covey.train.checksums import write_checksums
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -250,7 +250,7 @@ def forget(saved: Path, name: str) -> None:
     meta = json.loads((saved / "meta.json").read_text())
     del meta["extra"][name]
     (saved / "meta.json").write_text(json.dumps(meta))
-    seal(saved)
+    write_checksums(saved)
 
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])

@@ -25,7 +25,7 @@ from covey.models.loading import weights
 from covey.models.lora import projections, with_lora
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import seal
+from covey.train.checksums import write_checksums
 from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -245,7 +245,7 @@ def make_older(out: Path, newer: set[str]) -> None:
     for name in newer:
         del meta["extra"]["settings"][name]
     (saved / "meta.json").write_text(json.dumps(meta))
-    seal(saved)
+    write_checksums(saved)
     (out / "recipe.yaml").write_text(without(newer, (out / "recipe.yaml").read_text()))
 
 
