@@ -92,7 +92,7 @@ def merged(model: Model) -> Model:
     return model
 
 
-def rebased(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
+def merge_as_base(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
     """Return a base for new adapters that computes what `model` does: its own adapters are merged, its weights cast to
     `dtype`, and its projections quantised to the format `how`, one projection at a time.
 

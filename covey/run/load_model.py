@@ -20,7 +20,7 @@ from covey.models import scratch
 from covey.models.decoder import Decoder
 from covey.models.loading import digests, peft, weights
 from covey.models.loading.sources import cache_folder, log
-from covey.models.lora import rebased, split_trainable, with_lora
+from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import format_of
 from covey.parallel import mesh_for, reshard, shardings
 from covey.text.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> 
     theirs = recipes.load_any(folder).model
     held_as = replace(theirs, **_computed(options))
     model, tokenizer, origin = _trained(Path(folder), held_as, say, mesh)
-    return rebased(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
+    return merge_as_base(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
 
 
 def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

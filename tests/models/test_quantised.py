@@ -22,7 +22,7 @@ from covey.models.export.files import logits
 from covey.models.layers import project, project_frozen
 from covey.models.loading import weights
 from covey.models.loading.peft import with_adapter
-from covey.models.lora import merged, projections, rebased, split_trainable, with_lora, without_lora
+from covey.models.lora import merge_as_base, merged, projections, split_trainable, with_lora, without_lora
 from covey.models.quantised import Format, Frozen, Quantised, format_of, held, quantise
 from covey.parallel import flatten, make_mesh, reshard, shardings
 
@@ -164,7 +164,7 @@ def as_floats(model: Decoder) -> Decoder:
 def test_adapters_have_the_gradient_they_have_over_the_same_numbers_in_float(
     how: Format, switches: dict[str, bool]
 ) -> None:
-    model = stirred(rebased(Decoder(CONFIG, rngs=nnx.Rngs(0), **switches), "float32", how))
+    model = stirred(merge_as_base(Decoder(CONFIG, rngs=nnx.Rngs(0), **switches), "float32", how))
 
     def value_and_gradient(model: Decoder) -> tuple[Any, Any]:
         graph, trained, rest = split_trainable(model)
@@ -186,7 +186,7 @@ def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised:
     of decoding dequantises all of them before it begins.
     """
     wide = replace(CONFIG, hidden_size=512, intermediate_size=1024, num_layers=8, head_dim=64)
-    model = with_lora(rebased(Decoder(wide, rngs=nnx.Rngs(0), remat=remat), "float32", how), LoRAConfig(rank=1))
+    model = with_lora(merge_as_base(Decoder(wide, rngs=nnx.Rngs(0), remat=remat), "float32", how), LoRAConfig(rank=1))
     whole = 4 * sum(linear.kernel.size for linear in projections(model).values())
     graph, trained, rest = split_trainable(model)
     run = forward(graph)
@@ -270,8 +270,8 @@ def test_merged_and_rebased_compute_the_same(how: Format) -> None:
     assert nnx.state(plain).keys() == nnx.state(weights.load(TINY).model).keys()
     assert {x.dtype for x in jax.tree.leaves(nnx.state(plain))} == {jnp.dtype("float32")}
     np.testing.assert_allclose(logits(plain, TOKENS), wanted, atol=1e-4)
-    np.testing.assert_allclose(logits(rebased(model, "float32"), TOKENS), wanted, atol=1e-4)
-    anew = rebased(model, "bfloat16", Format("int8", 64))
+    np.testing.assert_allclose(logits(merge_as_base(model, "float32"), TOKENS), wanted, atol=1e-4)
+    anew = merge_as_base(model, "bfloat16", Format("int8", 64))
     assert np.abs(logits(anew, TOKENS) - wanted).mean() < 0.05 * wanted.std()
     assert anew.embed.embedding.dtype == "bfloat16"
 
