@@ -21,8 +21,8 @@ Settings = dict[str, Any]
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
-    """Return the JSON value of every setting by dotted name, except those that do not affect the run (`FREE`)."""
-    return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, FREE)}
+    """Return the JSON value of every setting by dotted name, except those that do not affect the run (`IGNORED_ON_RESUME`)."""
+    return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, IGNORED_ON_RESUME)}
 
 
 def as_begun(recipe: Recipe, then: Settings) -> Recipe:
@@ -92,7 +92,7 @@ DECISIVE = (
 )  # fmt: skip
 """Settings, and sections of settings, that may not change when a run is resumed."""
 
-FREE = (
+IGNORED_ON_RESUME = (
     "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "model.source", "model.adapter",
     "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
     "training.watchdog_seconds", "training.show", "training.max_to_keep",
