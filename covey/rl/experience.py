@@ -1,7 +1,7 @@
 """Data of a training step, from prompts to micro-batches: rollout, rewards, log-probs, advantages, rows.
 
 Each stage has its own number of prompts at a time (`microbatch`); the result does not depend on it. When several
-processes train, each prepares its part of the step's prompts (`parallel.distributed`). The experience_builder yields micro-batches
+processes train, each prepares its part of the step's prompts (`parallel.distributed`). The builder yields micro-batches
 as they get ready, so that a thread may run it while the trainer works.
 """
 

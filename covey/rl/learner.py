@@ -1,9 +1,9 @@
 """Training loop shared by GRPO and PPO.
 
 Per step: sample a group of completions for each prompt, score them, compute advantages, pack the completions into rows
-with the log-probs that the loss needs (all this in the experience_builder), update, give the new weights to the rollout. Observers
-log, print and save the results of each step. Several processes run the loop in lockstep (`parallel.distributed`): they
-make each update together, and the observers of each process see the results of all.
+with the log-probs that the loss needs (all this in the experience builder), update, give the new weights to the
+rollout. Observers log, print and save the results of each step. Several processes run the loop in lockstep
+(`parallel.distributed`): they make each update together, and the observers of each process see the results of all.
 """
 
 from abc import ABC, abstractmethod

@@ -85,7 +85,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     completion that no function scored gives no gradient: its advantages are 0 and its returns equal its values. The
     same holds for tokens that a tool inserted; only tokens that the model sampled count.
     """
-    assert x.values is not None, "the experience_builder computes values for an algorithm with a critic"
+    assert x.values is not None, "the experience builder computes values for an algorithm with a critic"
     penalties = [np.zeros(n) for n in x.lengths]
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)

@@ -21,7 +21,7 @@ Settings = dict[str, Any]
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
-    """Return the JSON value of every setting by dotted name, except those that do not affect the run (`IGNORED_ON_RESUME`)."""
+    """Return the JSON value of every setting by dotted name, except `IGNORED_ON_RESUME`."""
     return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, IGNORED_ON_RESUME)}
 
 

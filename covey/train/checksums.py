@@ -1,8 +1,8 @@
 """Write folders atomically: sealed with digests, renamed into place, written by one process.
 
-A folder is filled under the name `X.partial`. `write_checksums` writes its SHA256SUMS last; from then on it is complete, and
-`put_in_place` renames it to `X`. `X.old` is a folder being removed. `tidy` finishes operations that a kill
-interrupted. A file or link in the place of one of these folders is not ours: an error names it, and it is kept.
+A folder is filled under the name `X.partial`. `write_checksums` writes its SHA256SUMS last; from then on it
+is complete, and `put_in_place` renames it to `X`. `X.old` is a folder being removed. `tidy` finishes operations that a
+kill interrupted. A file or link in the place of one of these folders is not ours: an error names it, and it is kept.
 """
 
 import errno

@@ -60,7 +60,7 @@ def row(prompt: str, points: tuple[float, float], completions: tuple[Completion,
 
 @pytest.fixture
 def fed() -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
-    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the experience_builder that made them."""
+    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the builder that made them."""
 
     def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], ExperienceBuilder]:
         runner = settings.pop("runner", RewardRunner())
