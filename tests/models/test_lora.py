@@ -17,7 +17,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import dropped, has_lora, merged, projections, with_lora, without_lora
 from covey.parallel import flatten
-from covey.train.trainer import Part, Trainer
+from covey.train.trainer import MicroBatch, Trainer
 
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -245,9 +245,9 @@ def test_updates_with_dropout_do_not_depend_on_how_they_are_cut_and_go_on_where_
     config = LoRAConfig(rank=4, targets=("q_proj", "down_proj"), dropout=0.25)
     start = lambda: stirred(with_lora(Decoder(replace(CONFIG, num_layers=1), rngs=nnx.Rngs(0), remat=False), config))  # noqa: E731
     straight, stopped = (Trainer(start(), optax.sgd(0.01), loss) for _ in range(2))
-    straight.update([Part(jnp.asarray(TOKENS), 2.0)])
+    straight.update([MicroBatch(jnp.asarray(TOKENS), 2.0)])
     stopped.load_state(jax.tree.map(jnp.copy, straight.state()), 1)
-    straight.update([Part(jnp.asarray(TOKENS), 2.0)])
-    stopped.update(Part(jnp.asarray(TOKENS[row : row + 1]), 1.0) for row in (0, 1))
+    straight.update([MicroBatch(jnp.asarray(TOKENS), 2.0)])
+    stopped.update(MicroBatch(jnp.asarray(TOKENS[row : row + 1]), 1.0) for row in (0, 1))
     for name, x in flatten(straight.trainable).items():
         np.testing.assert_allclose(flatten(stopped.trainable)[name], x, atol=1e-5)
