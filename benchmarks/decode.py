@@ -20,7 +20,7 @@ from benchmarks.peaks import peaks, product_rate
 from covey.sampling import device as steps
 from covey.sampling.cache import Slots, empty_slots
 from covey.sampling.lengths import bucket
-from covey.sampling.logits import Warp
+from covey.sampling.logits import SamplingParams
 
 BATCHES = (8, 32)
 """Decoded beside as many as the size has slots."""
@@ -79,7 +79,7 @@ class _Work:
         time = bucket(place + self.chunk)
         self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.dtype(settings.dtype))
         self.place = place
-        program = partial(steps.decode, graph, (c.vocab_size,), warp=Warp(), steps=self.chunk)
+        program = partial(steps.decode, graph, (c.vocab_size,), sampling_params=SamplingParams(), steps=self.chunk)
         self.program = jax.jit(program, donate_argnums=(1,))
 
     def __call__(self, tokens: int) -> bool:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.sampling.cache import NOTHING, Prefix, Slots, admit, decoding, prefilling
-from covey.sampling.logits import Warp, draw
+from covey.sampling.logits import SamplingParams, draw
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -33,12 +33,12 @@ def start(
     keys: Array,
     limit: Array,
     *,
-    warp: Warp,
+    sampling_params: SamplingParams,
 ) -> tuple[Slots, tuple[Array, ...]]:
     """Put prompts into the slots that are `taken` and draw the first token of each."""
     keys = jnp.where(taken[:, None], keys, slots.key)
     zero = jnp.zeros_like(slots.drawn)
-    token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), warp)
+    token, logp, sampler_logp = draw(prefix.logits[source], _noise(keys, zero), sampling_params)
     going = ~_stops(token, stop_ids) & (limit > 1)
 
     def pick(new: Array, old: Array) -> Array:
@@ -63,7 +63,7 @@ def decode(
     params: Any,
     slots: Slots,
     *,
-    warp: Warp,
+    sampling_params: SamplingParams,
     steps: int,
     pause: int | None = None,
 ) -> tuple[Slots, tuple[Array, ...], Array, Array]:
@@ -86,7 +86,7 @@ def decode(
         step, slots, out, valid = carry
         hidden, cache = model(slots.token[:, None], slots.length[:, None], decoding(slots.length), slots.cache)
         forced = None if slots.forced is None else slots.forced[:, 0]
-        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), warp, forced)
+        drawn = draw(model.logits(hidden[:, 0]), _noise(slots.key, slots.drawn), sampling_params, forced)
         was = slots.active
         count = slots.drawn + was
         after = Slots(

@@ -27,7 +27,7 @@ from covey.models.decoder import Decoder
 from covey.sampling import device as steps
 from covey.sampling.cache import NOTHING, Prefix, empty_slots, refit
 from covey.sampling.lengths import bucket, check_length, few_above, power_of_two
-from covey.sampling.logits import Warp
+from covey.sampling.logits import SamplingParams
 from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
 
@@ -116,9 +116,13 @@ class Sampler:
         self.stop_ids = tuple(sorted(stop_ids))
         self.stats = SamplerStats()
         self._prefill = jax.jit(partial(steps.prefill, graph))
-        self._admit = jax.jit(partial(steps.start, self.stop_ids), static_argnames=("warp",), donate_argnums=(0,))
+        self._admit = jax.jit(
+            partial(steps.start, self.stop_ids), static_argnames=("sampling_params",), donate_argnums=(0,)
+        )
         self._decode = jax.jit(
-            partial(steps.decode, graph, self.stop_ids), static_argnames=("warp", "steps", "pause"), donate_argnums=(1,)
+            partial(steps.decode, graph, self.stop_ids),
+            static_argnames=("sampling_params", "steps", "pause"),
+            donate_argnums=(1,),
         )
 
     def generate(
@@ -167,7 +171,7 @@ class _Run:
             check_length(len(request.prompt), self.config, f"prompt {number}")
             self.waiting.extend(_Sample(number, sample, [], []) for sample in range(request.samples))
         self.total = len(self.waiting)
-        self.warp = Warp.of(self.config)
+        self.sampling_params = SamplingParams.from_config(self.config)
         self.keys = self._sample_keys()
         longest = max((len(r.prompt) for r in self.requests), default=1)
         self.width = bucket(longest, smallest=16)
@@ -252,12 +256,14 @@ class _Run:
             self.lengths[slot] = len(self.requests[sample.request].prompt)
         self.sampler.stats.first_tokens += len(placed)
         limit = np.int32(self.config.max_new_tokens)
-        self.slots, drawn = self.sampler._admit(self.slots, self.prefix, source, taken, keys, limit, warp=self.warp)
+        self.slots, drawn = self.sampler._admit(
+            self.slots, self.prefix, source, taken, keys, limit, sampling_params=self.sampling_params
+        )
         self._collect(drawn, taken[None])
 
     def _decode_chunk(self) -> None:
         chunk, pause = self.config.decode_chunk, None if self.tool is None else self.tool.markers.end
-        decode = partial(self.sampler._decode, warp=self.warp, steps=chunk, pause=pause)
+        decode = partial(self.sampler._decode, sampling_params=self.sampling_params, steps=chunk, pause=pause)
         self.slots, drawn, valid, used = decode(self.params, self.slots)
         valid = np.asarray(valid)
         self.sampler.stats.slot_steps += int(used) * len(self.held)

@@ -19,7 +19,7 @@ _LOWEST = jnp.finfo(jnp.float32).min
 
 
 @dataclass(frozen=True)
-class Warp:
+class SamplingParams:
     """Settings of the sampling distribution; hashable, with one compiled program for each. Temperature 0 is greedy."""
 
     temperature: float = 1.0
@@ -27,7 +27,7 @@ class Warp:
     top_k: int = 0
 
     @classmethod
-    def of(cls, config: RolloutConfig) -> "Warp":
+    def from_config(cls, config: RolloutConfig) -> "SamplingParams":
         return cls(float(config.temperature), float(config.top_p), int(config.top_k))
 
     @property
@@ -41,7 +41,10 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 
 
 def draw(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], warp: Warp, forced: Int[Array, "S"] | None = None
+    logits: Float[Array, "S V"],
+    uniform: Float[Array, "S"],
+    sampling_params: SamplingParams,
+    forced: Int[Array, "S"] | None = None,
 ) -> Draw:
     """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness.
 
@@ -49,12 +52,12 @@ def draw(
         forced: token that replaces the drawn one, -1 for none. Its log-softmax is the model's; its log-probability
             under the truncated distribution (the last result) is 0, since no other token was possible.
     """
-    scaled = logits.astype(jnp.float32) / warp.scale
+    scaled = logits.astype(jnp.float32) / sampling_params.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
-    if warp.temperature == 0:
+    if sampling_params.temperature == 0:
         token = _put(forced, jnp.argmax(scaled, axis=-1).astype(jnp.int32))
         return token, _at(scaled, token) - total, jnp.zeros_like(total)
-    kept = truncated(scaled, warp)
+    kept = truncated(scaled, sampling_params)
     kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
     token = _put(forced, inverse_cdf(mass, uniform))
@@ -62,12 +65,12 @@ def draw(
     return token, chosen - total, _put(forced, chosen - kept_total, 0.0)
 
 
-def truncated(scaled: Float[Array, "S V"], warp: Warp) -> Float[Array, "S V"]:
+def truncated(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
     """Set logits outside top-k and then outside top-p to the lowest float; return the same array when both are off."""
-    if 0 < warp.top_k < scaled.shape[-1]:
-        scaled = jnp.where(scaled >= kth_largest(scaled, warp.top_k)[:, None], scaled, _LOWEST)
-    if warp.top_p < 1:
-        scaled = jnp.where(scaled >= nucleus_threshold(scaled, warp.top_p)[:, None], scaled, _LOWEST)
+    if 0 < sampling_params.top_k < scaled.shape[-1]:
+        scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, _LOWEST)
+    if sampling_params.top_p < 1:
+        scaled = jnp.where(scaled >= nucleus_threshold(scaled, sampling_params.top_p)[:, None], scaled, _LOWEST)
     return scaled
 
 

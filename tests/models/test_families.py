@@ -21,7 +21,7 @@ from covey.models.loading import weights
 from covey.packing.rows import pack, unpack
 from covey.sampling import device as steps
 from covey.sampling.engine import Request, Sampler
-from covey.sampling.logits import Warp, draw
+from covey.sampling.logits import SamplingParams, draw
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
@@ -93,7 +93,7 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     for at in range(12):
         noise = steps._noise(keys, np.full(2, at))
         last = logits(model, whole)[:, len(prompt) + at - 1]
-        whole[:, len(prompt) + at] = draw(last, noise, Warp.of(config))[0]
+        whole[:, len(prompt) + at] = draw(last, noise, SamplingParams.from_config(config))[0]
     drawn = sampler.generate(params, request)[0]
     assert [c.tokens.tolist() for c in drawn] == whole[:, len(prompt) :].tolist()
     assert drawn[0].tokens.tolist() != drawn[1].tokens.tolist()

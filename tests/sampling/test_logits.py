@@ -8,43 +8,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats  # comes with jax
 
-from covey.sampling.logits import Warp, draw, inverse_cdf, kth_largest, nucleus_threshold
+from covey.sampling.logits import SamplingParams, draw, inverse_cdf, kth_largest, nucleus_threshold
 
 DRAWS = 20_000
 jitted_threshold = jax.jit(nucleus_threshold)
 fast_draw = jax.jit(draw, static_argnums=2, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def oracle(logits: np.ndarray, warp: Warp) -> np.ndarray:
+def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
     """The truncated distribution in float64 by sorting: temperature, top-k, top-p in that order."""
-    scaled = logits.astype(np.float64) / warp.temperature
+    scaled = logits.astype(np.float64) / sampling_params.temperature
     order = np.argsort(-scaled)
-    kept = order[: warp.top_k or None]
+    kept = order[: sampling_params.top_k or None]
     mass = np.exp(scaled[kept] - scaled[kept].max())
     mass /= mass.sum()
-    count = int(np.searchsorted(np.cumsum(mass), warp.top_p - 1e-9)) + 1
+    count = int(np.searchsorted(np.cumsum(mass), sampling_params.top_p - 1e-9)) + 1
     out = np.zeros_like(scaled)
     out[kept[:count]] = mass[:count] / mass[:count].sum()
     return out
 
 
 @pytest.mark.parametrize(
-    "warp",
+    "sampling_params",
     [
-        Warp(),
-        pytest.param(Warp(temperature=0.7), marks=pytest.mark.slow),
-        pytest.param(Warp(top_k=50), marks=pytest.mark.slow),
-        pytest.param(Warp(temperature=1.3, top_k=7), marks=pytest.mark.slow),
-        pytest.param(Warp(top_p=0.9), marks=pytest.mark.slow),
-        pytest.param(Warp(temperature=0.8, top_p=0.5), marks=pytest.mark.slow),
-        Warp(temperature=0.9, top_k=40, top_p=0.95),
+        SamplingParams(),
+        pytest.param(SamplingParams(temperature=0.7), marks=pytest.mark.slow),
+        pytest.param(SamplingParams(top_k=50), marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=1.3, top_k=7), marks=pytest.mark.slow),
+        pytest.param(SamplingParams(top_p=0.9), marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=0.8, top_p=0.5), marks=pytest.mark.slow),
+        SamplingParams(temperature=0.9, top_k=40, top_p=0.95),
     ],
 )
-def test_draws_follow_the_truncated_distribution(warp: Warp) -> None:
+def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams) -> None:
     logits = np.random.default_rng(3).normal(scale=2.5, size=1000).astype(np.float32)
-    expected = oracle(logits, warp)
+    expected = oracle(logits, sampling_params)
     uniform = jax.random.uniform(jax.random.PRNGKey(1), (DRAWS,))
-    token, _, sampler_logp = fast_draw(jnp.broadcast_to(logits, (DRAWS, 1000)), uniform, warp)
+    token, _, sampler_logp = fast_draw(jnp.broadcast_to(logits, (DRAWS, 1000)), uniform, sampling_params)
     counts = np.bincount(np.asarray(token), minlength=1000)
     assert counts[expected == 0].sum() == 0
     common = expected * DRAWS >= 5
@@ -60,14 +60,14 @@ def test_draws_follow_the_truncated_distribution(warp: Warp) -> None:
 def test_logps_are_of_the_untruncated_distribution_at_the_temperature() -> None:
     """What the trainer recomputes: comparing it with log-probs at temperature 1 would be wrong (a trap)."""
     logits = np.random.default_rng(0).normal(size=(64, 300)).astype(np.float32)
-    token, logp, _ = draw(jnp.asarray(logits), jnp.linspace(0, 0.999, 64), Warp(0.6, 0.8, 20))
+    token, logp, _ = draw(jnp.asarray(logits), jnp.linspace(0, 0.999, 64), SamplingParams(0.6, 0.8, 20))
     want = jax.nn.log_softmax(jnp.asarray(logits) / 0.6)[jnp.arange(64), token]
     np.testing.assert_allclose(logp, want, atol=1e-5)
 
 
 def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
     logits = jnp.array([[0.0, 3.0, 1.0], [5.0, 5.0, -1.0]])
-    token, logp, sampler_logp = draw(logits, jnp.array([0.99, 0.5]), Warp(temperature=0.0))
+    token, logp, sampler_logp = draw(logits, jnp.array([0.99, 0.5]), SamplingParams(temperature=0.0))
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-6)
     assert sampler_logp.tolist() == [0.0, 0.0]
@@ -75,7 +75,7 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
 
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = jax.random.normal(jax.random.PRNGKey(0), (32, 500))
-    token, _, _ = draw(logits, jnp.linspace(0, 0.999, 32), Warp(temperature=1e-4, top_k=1))
+    token, _, _ = draw(logits, jnp.linspace(0, 0.999, 32), SamplingParams(temperature=1e-4, top_k=1))
     assert jnp.array_equal(token, logits.argmax(-1))
 
 
@@ -109,6 +109,10 @@ def test_inverse_cdf_never_draws_what_has_no_mass(size: int) -> None:
 
 def test_no_sort_of_the_vocabulary_in_the_program() -> None:
     """A full sort costs more than the model on CPU."""
-    program = jax.jit(draw, static_argnums=2).lower(jnp.zeros((8, 49152)), jnp.zeros(8), Warp(0.9, 0.95, 0)).as_text()
+    program = (
+        jax.jit(draw, static_argnums=2)
+        .lower(jnp.zeros((8, 49152)), jnp.zeros(8), SamplingParams(0.9, 0.95, 0))
+        .as_text()
+    )
     assert "stablehlo.sort" not in program
     assert "top_k" not in program

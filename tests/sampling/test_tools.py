@@ -28,7 +28,7 @@ from covey.sampling import device as steps
 from covey.sampling.cache import empty_slots
 from covey.sampling.calculator import calculate
 from covey.sampling.engine import Request, Sampler
-from covey.sampling.logits import Warp, draw
+from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.tools import MOST_FORCED, Tool, tool_of
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
@@ -240,7 +240,7 @@ def test_logps_equal_the_trainers_over_the_whole_stream(drawn: list[list[Complet
 
 @pytest.mark.slow
 def test_noise_depends_on_the_place_in_the_completion_whatever_was_put_before_it(drawn: list[list[Completion]]) -> None:
-    redraw = jax.jit(lambda logits, uniform: draw(logits, uniform, Warp(0.9, top_k=20)))
+    redraw = jax.jit(lambda logits, uniform: draw(logits, uniform, SamplingParams(0.9, top_k=20)))
     for request, group in zip(requests(), drawn, strict=True):
         for number, c in enumerate(group):
             key = steps.sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))[0]
@@ -285,7 +285,7 @@ def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
 
     def program(forced: int, pause: int | None) -> str:
         slots = empty_slots(8, 128, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32, forced=forced)
-        return SHARED._decode.lower(PARAMS, slots, warp=Warp(), steps=4, pause=pause).as_text()
+        return SHARED._decode.lower(PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause=pause).as_text()
 
     queue = f"tensor<8x{MOST_FORCED}xi32>"
     assert queue not in program(0, None)
