@@ -19,7 +19,7 @@ from benchmarks.counting import Span, decoding
 from benchmarks.peaks import peaks, product_rate
 from covey.sampling import device as steps
 from covey.sampling.cache import Slots, empty_slots
-from covey.sampling.lengths import bucket
+from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams
 
 BATCHES = (8, 32)
@@ -76,7 +76,7 @@ class _Work:
     def __init__(self, settings: Settings, batch: int, place: int):
         self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
         graph, self.params = nnx.split(settings.model())
-        time = bucket(place + self.chunk)
+        time = length_bucket(place + self.chunk)
         self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.dtype(settings.dtype))
         self.place = place
         program = partial(steps.decode, graph, (c.vocab_size,), sampling_params=SamplingParams(), steps=self.chunk)

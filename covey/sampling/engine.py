@@ -26,7 +26,7 @@ from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling import device as steps
 from covey.sampling.cache import NOTHING, Prefix, empty_slots, refit
-from covey.sampling.lengths import bucket, check_length, few_above, power_of_two
+from covey.sampling.lengths import check_length, length_bucket, power_of_two, round_up_to_bucket
 from covey.sampling.logits import SamplingParams
 from covey.sampling.tools import MOST_FORCED, Tool
 from covey.types import Completion, FinishReason
@@ -174,7 +174,7 @@ class _Run:
         self.sampling_params = SamplingParams.from_config(self.config)
         self.keys = self._sample_keys()
         longest = max((len(r.prompt) for r in self.requests), default=1)
-        self.width = bucket(longest, smallest=16)
+        self.width = length_bucket(longest, smallest=16)
         self.prefill_rows = min(PREFILL_BATCH, power_of_two(len(self.requests)))
         self.prefix: Prefix | None = None
         self.prefix_first = self.prefix_end = 0
@@ -319,7 +319,7 @@ class _Run:
         """
         live = [slot for slot, held in enumerate(self.held) if held is not None]
         time = max(self.time, self._room(int(self.lengths[live].max())))
-        size = len(self.held) if self.waiting else max(few_above(len(live)), SMALLEST_BATCH)
+        size = len(self.held) if self.waiting else max(round_up_to_bucket(len(live)), SMALLEST_BATCH)
         if size >= len(self.held) and time == self.time:
             return
         idle = [slot for slot in range(len(self.held)) if self.held[slot] is None]
@@ -332,5 +332,5 @@ class _Run:
 
         It is at most `kv_cache_size`: no prompt with its completion is longer, so a chunk draws no token beyond it.
         """
-        room = bucket(length + self.config.decode_chunk)
+        room = length_bucket(length + self.config.decode_chunk)
         return min(room, self.config.kv_cache_size or room)

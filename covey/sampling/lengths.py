@@ -31,19 +31,19 @@ def check_positions(config: RolloutConfig, positions: int) -> None:
 
     Errors: RecipeError.
     """
-    prompt, answer = config.max_prompt_length, config.max_new_tokens
-    if prompt + answer > positions:
+    prompt, completion = config.max_prompt_length, config.max_new_tokens
+    if prompt + completion > positions:
         raise RecipeError(
-            f"a prompt of max_prompt_length = {prompt} and an answer of max_new_tokens = {answer} are {prompt + answer}"
-            " tokens",
+            f"a prompt of max_prompt_length = {prompt} and an answer of max_new_tokens = {completion} are"
+            f" {prompt + completion} tokens",
             want=f"at most {positions}, the positions this model was made for",
             fix="lower one of them (--rollout.max-prompt-length, --rollout.max-new-tokens)",
             where="rollout",
         )
 
 
-def bucket(length: int, smallest: int = 64) -> int:
-    """Round a buffer length up to a power of two from `smallest` on, or from 256 on also to 1.5 times one."""
+def length_bucket(length: int, smallest: int = 64) -> int:
+    """Round the length of a buffer up to a power of two from `smallest` on, or from 256 on also to 1.5 times one."""
     size = smallest
     while size < length:
         half = size + size // 2
@@ -58,12 +58,12 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def few_above(count: int) -> int:
+def round_up_to_bucket(count: int) -> int:
     """Return the smallest number ≥ `count` among the powers of two and, from 4 on, three quarters of them.
 
-    >>> [few_above(n) for n in (1, 3, 5, 6, 7, 13, 24, 25)]
+    >>> [round_up_to_bucket(n) for n in (1, 3, 5, 6, 7, 13, 24, 25)]
     [1, 3, 6, 6, 8, 16, 24, 32]
     """
-    whole = power_of_two(count)
-    part = 3 * whole // 4
-    return part if part >= max(count, 3) else whole
+    power = power_of_two(count)
+    three_quarters = 3 * power // 4
+    return three_quarters if three_quarters >= max(count, 3) else power

@@ -15,7 +15,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.sampling import engine as sampler
 from covey.sampling.engine import Request, Sampler
-from covey.sampling.lengths import bucket
+from covey.sampling.lengths import length_bucket
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)
@@ -219,7 +219,7 @@ def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.Mon
 
 
 def test_buckets_are_few_and_close() -> None:
-    sizes = {bucket(n) for n in range(1, 2049)}
+    sizes = {length_bucket(n) for n in range(1, 2049)}
     assert len(sizes) <= 10
-    assert all(n <= bucket(n) for n in range(1, 2049))
-    assert all(bucket(n) < 1.5 * n for n in range(257, 2049))
+    assert all(n <= length_bucket(n) for n in range(1, 2049))
+    assert all(length_bucket(n) < 1.5 * n for n in range(257, 2049))
