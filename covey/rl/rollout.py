@@ -15,7 +15,7 @@ from covey.rl.inference import RowScorer
 from covey.rl.trainer import rows_at_a_time
 from covey.sampling.engine import Request, Sampler, SamplerStats
 from covey.sampling.lengths import check_length, check_positions
-from covey.sampling.tools import Tool, tool_of
+from covey.sampling.tools import Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
@@ -163,7 +163,7 @@ class RolloutWorker:
     def _prepare(self, config: RolloutConfig) -> Tool | None:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
-        return tool_of(self.tokenizer, config)
+        return make_tool(self.tokenizer, config)
 
     def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
         text = self.tokenizer.decode(completion.tokens) if tool is None else tool.text(completion.tokens)

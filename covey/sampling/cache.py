@@ -1,4 +1,4 @@
-"""Slots of the KV cache: admit prompts, decode completions and remove finished ones.
+"""Slots of the KV cache: insert prefilled prompts, attend while decoding, resize.
 
 A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer per layer: a
 decode step then reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows
@@ -16,7 +16,7 @@ from covey.models.attention import Attend
 from covey.models.blockwise import causal_spans, spanned
 from covey.models.layers import softcapped
 
-NOTHING = -1
+NO_TOKEN = -1
 """Value that means "no forced token"."""
 
 LayerCache = tuple[Float[Array, "S K W T"], Float[Array, "S K T W"]]
@@ -29,11 +29,11 @@ class Slots(NamedTuple):
         cache: keys and values of each layer.
         length: number of tokens in the cache; also the position of the next one.
         token: the last token drawn, not yet in the cache.
-        drawn: number of tokens drawn so far.
+        drawn: number of tokens of the completion so far.
         limit: maximum number of tokens in the completion.
         key: the completion's random key; the token's index is folded in at each draw.
         active: whether the slot is still being decoded.
-        forced: tokens that replace those the next steps draw, followed by NOTHING; None without a tool.
+        forced_tokens: tokens that replace those the next steps draw, followed by NO_TOKEN; None without a tool.
     """
 
     cache: list[LayerCache]
@@ -43,7 +43,7 @@ class Slots(NamedTuple):
     limit: Int[Array, "S"]
     key: Array
     active: Bool[Array, "S"]
-    forced: Int[Array, "S F"] | None = None
+    forced_tokens: Int[Array, "S F"] | None = None
 
 
 class Prefix(NamedTuple):
@@ -54,22 +54,22 @@ class Prefix(NamedTuple):
     length: Int[Array, "P"]
 
 
-@partial(jax.jit, static_argnames=("slots", "time", "layers", "kv_heads", "head_dim", "dtype", "forced"))
+@partial(jax.jit, static_argnames=("slots", "time", "layers", "kv_heads", "head_dim", "dtype", "max_forced_tokens"))
 def empty_slots(
-    slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, forced: int = 0
+    slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, max_forced_tokens: int = 0
 ) -> Slots:
-    """Create empty slots, each with room for `forced` tokens from a tool."""
-    none = partial(jnp.zeros, (slots,))
+    """Create empty slots, each with room for `max_forced_tokens` tokens from a tool."""
+    zeros = partial(jnp.zeros, (slots,))
     cache = [
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
         for _ in range(layers)
     ]
-    length, token, drawn, limit = (none(jnp.int32) for _ in range(4))
-    queue = jnp.full((slots, forced), NOTHING) if forced else None
-    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), none(bool), queue)
+    length, token, drawn, limit = (zeros(jnp.int32) for _ in range(4))
+    forced_tokens = jnp.full((slots, max_forced_tokens), NO_TOKEN) if max_forced_tokens else None
+    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), zeros(bool), forced_tokens)
 
 
-def prefilling(length: Int[Array, "P"]) -> Attend:
+def prefill_attention(length: Int[Array, "P"]) -> Attend:
     """Return causal attention over right-padded prompts, which also outputs each layer's keys and values as cached."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
@@ -82,7 +82,7 @@ def prefilling(length: Int[Array, "P"]) -> Attend:
     return attend
 
 
-def decoding(length: Int[Array, "S"]) -> Attend:
+def decode_attention(length: Int[Array, "S"]) -> Attend:
     """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
@@ -115,22 +115,24 @@ def _attend_cached(
     return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)
 
 
-def admit(slots: Slots, prefix: Prefix, source: Int[Array, "S"], taken: Bool[Array, "S"]) -> list[LayerCache]:
-    """Copy the cache of prompt `source[s]` of `prefix` to the front of every slot that is `taken`."""
-    rows = taken[:, None, None, None]
+def insert_prefix(
+    slots: Slots, prefix: Prefix, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
+) -> list[LayerCache]:
+    """Copy the cache of prompt `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
+    rows = inserted[:, None, None, None]
 
-    def place(held: LayerCache, new: LayerCache) -> LayerCache:
-        (keys, values), (new_keys, new_values) = held, new
+    def insert(old: LayerCache, new: LayerCache) -> LayerCache:
+        (keys, values), (new_keys, new_values) = old, new
         time = min(new_keys.shape[-1], keys.shape[-1])
-        front_keys = jnp.where(rows, new_keys[source, ..., :time].astype(keys.dtype), keys[..., :time])
-        front_values = jnp.where(rows, new_values[source, :, :time].astype(values.dtype), values[:, :, :time])
+        front_keys = jnp.where(rows, new_keys[prompt, ..., :time].astype(keys.dtype), keys[..., :time])
+        front_values = jnp.where(rows, new_values[prompt, :, :time].astype(values.dtype), values[:, :, :time])
         return keys.at[..., :time].set(front_keys), values.at[:, :, :time].set(front_values)
 
-    return [place(held, new) for held, new in zip(slots.cache, prefix.cache, strict=True)]
+    return [insert(old, new) for old, new in zip(slots.cache, prefix.cache, strict=True)]
 
 
 @partial(jax.jit, static_argnames=("time",))
-def refit(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
+def resize(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
     """Keep only the slots in `rows`, in that order, and resize their caches to `time` tokens, cutting the rest."""
 
     def fit(x: Array, axis: int) -> Array:

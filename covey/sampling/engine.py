@@ -25,10 +25,10 @@ from flax import nnx
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling import device as steps
-from covey.sampling.cache import NOTHING, Prefix, empty_slots, refit
+from covey.sampling.cache import NO_TOKEN, Prefix, empty_slots, resize
 from covey.sampling.lengths import check_length, length_bucket, power_of_two, round_up_to_bucket
 from covey.sampling.logits import SamplingParams
-from covey.sampling.tools import MOST_FORCED, Tool
+from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
 from covey.types import Completion, FinishReason
 
 PREFILL_BATCH = 8
@@ -117,11 +117,11 @@ class Sampler:
         self.stats = SamplerStats()
         self._prefill = jax.jit(partial(steps.prefill, graph))
         self._admit = jax.jit(
-            partial(steps.start, self.stop_ids), static_argnames=("sampling_params",), donate_argnums=(0,)
+            partial(steps.insert, self.stop_ids), static_argnames=("sampling_params",), donate_argnums=(0,)
         )
         self._decode = jax.jit(
             partial(steps.decode, graph, self.stop_ids),
-            static_argnames=("sampling_params", "steps", "pause"),
+            static_argnames=("sampling_params", "steps", "pause_id"),
             donate_argnums=(1,),
         )
 
@@ -183,8 +183,10 @@ class _Run:
         c = model.config
         self.time = self._room(longest)
         dtype = model.head_weight.dtype
-        forced = 0 if self.tool is None else MOST_FORCED
-        self.slots = empty_slots(size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype, forced=forced)
+        forced = 0 if self.tool is None else MAX_FORCED_TOKENS
+        self.slots = empty_slots(
+            size, self.time, c.num_layers, c.num_kv_heads, c.head_dim, dtype, max_forced_tokens=forced
+        )
         self.held: list[_Sample | None] = [None] * size
         self.lengths = np.zeros(size, np.int64)
 
@@ -263,7 +265,7 @@ class _Run:
 
     def _decode_chunk(self) -> None:
         chunk, pause = self.config.decode_chunk, None if self.tool is None else self.tool.markers.end
-        decode = partial(self.sampler._decode, sampling_params=self.sampling_params, steps=chunk, pause=pause)
+        decode = partial(self.sampler._decode, sampling_params=self.sampling_params, steps=chunk, pause_id=pause)
         self.slots, drawn, valid, used = decode(self.params, self.slots)
         valid = np.asarray(valid)
         self.sampler.stats.slot_steps += int(used) * len(self.held)
@@ -300,17 +302,17 @@ class _Run:
         tokens = sample.tokens
         if tokens[-1] != self.tool.markers.end or len(tokens) >= self.config.max_new_tokens:
             return None
-        answer = self.tool.answer(tokens)
+        answer = self.tool.respond(tokens)
         sample.forced.append(slice(len(tokens), len(tokens) + len(answer)))
         return answer
 
     def _resume(self, answers: dict[int, np.ndarray]) -> None:
         resumed = np.zeros(len(self.held), bool)
-        forced = np.full((len(self.held), MOST_FORCED), NOTHING, np.int32)
+        forced = np.full((len(self.held), MAX_FORCED_TOKENS), NO_TOKEN, np.int32)
         for slot, answer in answers.items():
             resumed[slot], forced[slot, : len(answer)] = True, answer
-        active, held = steps.resume(self.slots.active, self.slots.forced, resumed, forced)
-        self.slots = self.slots._replace(active=active, forced=held)
+        active, held = steps.resume(self.slots.active, self.slots.forced_tokens, resumed, forced)
+        self.slots = self.slots._replace(active=active, forced_tokens=held)
 
     def _refit(self) -> None:
         """Resize the cache for the next chunk: the longest active completion plus the chunk's steps.
@@ -324,7 +326,7 @@ class _Run:
             return
         idle = [slot for slot in range(len(self.held)) if self.held[slot] is None]
         rows = np.array((live + idle)[:size] if size < len(self.held) else range(len(self.held)))
-        self.slots, self.time = refit(self.slots, rows, time), time
+        self.slots, self.time = resize(self.slots, rows, time), time
         self.held, self.lengths = [self.held[row] for row in rows], self.lengths[rows]
 
     def _room(self, length: int) -> int:

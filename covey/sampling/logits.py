@@ -55,17 +55,17 @@ def draw(
     scaled = logits.astype(jnp.float32) / sampling_params.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
     if sampling_params.temperature == 0:
-        token = _put(forced, jnp.argmax(scaled, axis=-1).astype(jnp.int32))
-        return token, _at(scaled, token) - total, jnp.zeros_like(total)
-    kept = truncated(scaled, sampling_params)
+        token = _replace_forced(forced, jnp.argmax(scaled, axis=-1).astype(jnp.int32))
+        return token, _gather(scaled, token) - total, jnp.zeros_like(total)
+    kept = truncate(scaled, sampling_params)
     kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
-    token = _put(forced, inverse_cdf(mass, uniform))
-    chosen = _at(scaled, token)
-    return token, chosen - total, _put(forced, chosen - kept_total, 0.0)
+    token = _replace_forced(forced, inverse_cdf(mass, uniform))
+    chosen = _gather(scaled, token)
+    return token, chosen - total, _replace_forced(forced, chosen - kept_total, 0.0)
 
 
-def truncated(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
+def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
     """Set logits outside top-k and then outside top-p to the lowest float; return the same array when both are off."""
     if 0 < sampling_params.top_k < scaled.shape[-1]:
         scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, _LOWEST)
@@ -80,22 +80,22 @@ def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Ar
     It searches blocks of tokens, then the tokens of the chosen block: two short cumulative sums instead of one over
     the vocabulary.
     """
-    blocks = _blocks(mass, 0.0)
+    blocks = _split_blocks(mass, 0.0)
     sums = blocks.sum(-1)
-    block, rest = _step_down(sums, uniform * sums.sum(-1))
+    block, remainder = _step_down(sums, uniform * sums.sum(-1))
     inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _step_down(inner, rest)
+    token, _ = _step_down(inner, remainder)
     return (block * BLOCK + token).astype(jnp.int32)
 
 
 def _step_down(mass: Float[Array, "S n"], target: Float[Array, "S"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Return the index of the first entry whose cumulative mass exceeds `target`, and the rest of `target` in it."""
+    """Return the index of the first entry whose cumulative mass exceeds `target`, and `target` less the mass before."""
     cumulative = jnp.cumsum(mass, axis=-1)
     # Rounding can leave the target at or past the end, or make a cumulative sum step over an empty entry.
     over = (cumulative > target[:, None]) & (mass > 0)
     last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
     index = jnp.where(over.any(-1), jnp.argmax(over, axis=-1), last)
-    before = _at(cumulative, index) - _at(mass, index)
+    before = _gather(cumulative, index) - _gather(mass, index)
     return index, jnp.clip(target - before, 0.0, None)
 
 
@@ -104,7 +104,7 @@ def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
 
     The k largest lie in the k blocks with the largest maxima, so only those are searched.
     """
-    blocks = _blocks(values, _LOWEST)
+    blocks = _split_blocks(values, _LOWEST)
     if k < blocks.shape[1]:
         _, best = jax.lax.top_k(blocks.max(-1), k)
         blocks = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
@@ -137,16 +137,16 @@ def _ordered_bits(values: Float[Array, "S V"]) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def _blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
+def _split_blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
     rows, size = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=fill)
     return padded.reshape(rows, -1, BLOCK)
 
 
-def _put(forced: Int[Array, "S"] | None, drawn: Array, instead: Any = None) -> Array:
-    """Replace `drawn` by the forced token (or by `instead`) in rows that have one."""
-    return drawn if forced is None else jnp.where(forced >= 0, forced if instead is None else instead, drawn)
+def _replace_forced(forced: Int[Array, "S"] | None, drawn: Array, value: Any = None) -> Array:
+    """Replace `drawn` by the forced token (or by `value`) in rows that have one."""
+    return drawn if forced is None else jnp.where(forced >= 0, forced if value is None else value, drawn)
 
 
-def _at(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
+def _gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]

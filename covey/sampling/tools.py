@@ -1,10 +1,10 @@
-"""A tool for the model during sampling: it writes a question between two markers and pauses for the answer.
+"""A tool for the model during sampling: it writes a call between two markers and pauses for the response.
 
     … <|python_start|> 12/60 <|python_end|> <|output_start|> 0.2 <|output_end|> …
       drawn by the model                    forced, without loss
 
-Only tokens of the completion count: the question is the tokens since its last begin marker, with no end marker between;
-a begin marker in the prompt is ignored. After a question that is empty or has no answer, nothing is forced.
+Only tokens of the completion count: the call is the tokens since its last begin marker, with no end marker between;
+a begin marker in the prompt is ignored. After a call that is empty or has no result, nothing is forced.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from covey.errors import RecipeError
 from covey.sampling.calculator import calculate
 from covey.text.tokenizer import Tokenizer
 
-MOST_FORCED = 64
-"""Maximum tokens of an answer, its markers included. A calculator's result has at most 32 characters."""
+MAX_FORCED_TOKENS = 64
+"""Maximum tokens of a response, its markers included. A calculator's result has at most 32 characters."""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Ids of the tokens around a question and around its answer."""
+    """Ids of the tokens around a call and around its response."""
 
     start: int
     end: int
@@ -39,11 +39,11 @@ class Markers:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that answers questions in a completion's tokens.
+    """A tool that responds to calls in a completion's tokens.
 
     Attributes:
-        markers: ids that mark where questions and answers begin and end.
-        evaluate: text of a question → text of its answer, or None when it has none.
+        markers: ids that mark where calls and responses begin and end.
+        evaluate: text of a call → text of its result, or None when it has none.
         decode: tokens → text, control tokens visible.
         encode: text → int32 [n].
         hidden: control tokens that are omitted from a completion's text: all except the markers.
@@ -55,28 +55,28 @@ class Tool:
     encode: Callable[[str], np.ndarray]
     hidden: frozenset[int] = frozenset()
 
-    def answer(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the answer, int32 [n], to append to `tokens`, the completion so far, which ends in the end marker."""
+    def respond(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the response, int32 [n], to append to the completion so far: `tokens`, up to the end marker."""
         before = tokens[:-1]
         starts, ends = (np.flatnonzero(before == marker) for marker in (self.markers.start, self.markers.end))
-        open_at = starts[-1] if starts.size else -1
-        asked = before[open_at + 1 :]
-        if open_at < 0 or open_at < ends.max(initial=-1) or not asked.size:
+        start = starts.max(initial=-1)
+        call = before[start + 1 :]
+        if start < 0 or start < ends.max(initial=-1) or not call.size:
             return np.zeros(0, np.int32)
-        result = self.evaluate(self.decode(asked.tolist()))
+        result = self.evaluate(self.decode(call.tolist()))
         return np.zeros(0, np.int32) if result is None else self._between_markers(self.encode(result))
 
     def text(self, tokens: np.ndarray) -> str:
-        """Decode `tokens`, with questions and answers between their markers."""
+        """Decode `tokens`, with calls and responses between their markers."""
         return self.decode([token for token in tokens.tolist() if token not in self.hidden])
 
     def _between_markers(self, result: np.ndarray) -> np.ndarray:
-        put = np.concatenate([[self.markers.output_start], result, [self.markers.output_end]]).astype(np.int32)
-        assert len(put) <= MOST_FORCED, f"an answer of {len(put)} tokens"
-        return put
+        response = np.array([self.markers.output_start, *result, self.markers.output_end], np.int32)
+        assert len(response) <= MAX_FORCED_TOKENS, f"a response of {len(response)} tokens"
+        return response
 
 
-def tool_of(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
+def make_tool(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
     """Return the tool that `config` names, or None when it names none.
 
     Errors: RecipeError when the tokenizer lacks a marker, or a marker equals another one or a stop token.

@@ -91,7 +91,7 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     whole = np.zeros((2, len(prompt) + 12), np.int32)
     whole[:, : len(prompt)] = prompt
     for at in range(12):
-        noise = steps._noise(keys, np.full(2, at))
+        noise = steps.uniform_noise(keys, np.full(2, at))
         last = logits(model, whole)[:, len(prompt) + at - 1]
         whole[:, len(prompt) + at] = draw(last, noise, SamplingParams.from_config(config))[0]
     drawn = sampler.generate(params, request)[0]

@@ -201,7 +201,7 @@ def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
 def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come in few lengths, so that few programs are compiled; 300 tokens would have 384."""
     made: list[int] = []
-    for name in ("empty_slots", "refit"):
+    for name in ("empty_slots", "resize"):
         build = getattr(sampler, name)
 
         def noted(*args: Any, build: Any = build, **options: Any) -> Any:

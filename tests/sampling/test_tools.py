@@ -29,7 +29,7 @@ from covey.sampling.cache import empty_slots
 from covey.sampling.calculator import calculate
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.tools import MOST_FORCED, Tool, tool_of
+from covey.sampling.tools import MAX_FORCED_TOKENS, Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
@@ -91,7 +91,7 @@ GRAPH, PARAMS = nnx.split(following(TALK, 4.5, attention=True))
 SHARED = Sampler(GRAPH, TOKENIZER.stop_ids, RolloutConfig())  # one for all, so that its programs are compiled once
 LIMIT, STEP = 48, 1
 BASE: dict[str, Any] = {"max_new_tokens": LIMIT, "temperature": 0.9, "top_k": 20, "slots": 16, "tool": "calculator"}
-TOOL = tool_of(TOKENIZER, RolloutConfig(**BASE))
+TOOL = make_tool(TOKENIZER, RolloutConfig(**BASE))
 PROMPTS = ["x", "1+1xx", "S12", "x 9 x"]
 
 
@@ -132,14 +132,14 @@ def drawn() -> list[list[Completion]]:
     ],
 )
 def test_the_question_is_what_stands_since_the_last_start(before: str, answer: str) -> None:
-    assert short(TOOL.answer(ids(before))) == answer
+    assert short(TOOL.respond(ids(before))) == answer
 
 
 @pytest.mark.parametrize("before", ["E", "6*7E", "SE", "S6*7EE", "S6*7EO42P1E"])
 def test_without_an_open_question_the_tool_is_not_asked(before: str) -> None:
     asked: list[str] = []
     tool = dataclasses.replace(TOOL, evaluate=lambda text: asked.append(text) or "1")
-    assert short(tool.answer(ids(before))) == ""
+    assert short(tool.respond(ids(before))) == ""
     assert asked == []
 
 
@@ -284,12 +284,14 @@ def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
     """No cost where it is off."""
 
     def program(forced: int, pause: int | None) -> str:
-        slots = empty_slots(8, 128, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32, forced=forced)
-        return SHARED._decode.lower(PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause=pause).as_text()
+        slots = empty_slots(
+            8, 128, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32, max_forced_tokens=forced
+        )
+        return SHARED._decode.lower(PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause_id=pause).as_text()
 
-    queue = f"tensor<8x{MOST_FORCED}xi32>"
+    queue = f"tensor<8x{MAX_FORCED_TOKENS}xi32>"
     assert queue not in program(0, None)
-    assert queue in program(MOST_FORCED, 20)
+    assert queue in program(MAX_FORCED_TOKENS, 20)
 
 
 # --- the worker
@@ -318,16 +320,16 @@ def test_the_answer_is_visible_in_the_text_and_a_call_may_turn_the_tool_on() -> 
 def test_a_tool_without_its_markers_is_an_error_that_names_them() -> None:
     bare = made_tokenizer(("<stop>", "<|python_start|>", "<|python_end|>", "<|output_end|>"))
     with pytest.raises(RecipeError, match=r"no token '<\|output_start\|>'"):
-        tool_of(bare, RolloutConfig(tool="calculator"))
-    assert tool_of(bare, RolloutConfig()) is None
+        make_tool(bare, RolloutConfig(tool="calculator"))
+    assert make_tool(bare, RolloutConfig()) is None
     with pytest.raises(RecipeError, match=r"<\|python_end\|>' is a stop token"):
-        tool_of(made_tokenizer(stop="<|python_end|>"), RolloutConfig(tool="calculator"))
+        make_tool(made_tokenizer(stop="<|python_end|>"), RolloutConfig(tool="calculator"))
 
 
 @pytest.mark.parametrize("markers", [(), ("<other>",), ("<other>",) * 4, (*CALCULATOR_MARKERS, "<other>")])
 def test_markers_are_four_and_different(markers: tuple[str, ...]) -> None:
     with pytest.raises(RecipeError, match="four different tokens"):
-        tool_of(TOKENIZER, RolloutConfig(tool="calculator", tool_markers=markers))
+        make_tool(TOKENIZER, RolloutConfig(tool="calculator", tool_markers=markers))
 
 
 def test_a_prompt_and_answer_beyond_the_models_positions_are_refused_up_front() -> None:
