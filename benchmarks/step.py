@@ -16,9 +16,9 @@ from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
 from covey.text.tokenizer import Tokenizer
+from covey.train.loop import StepRecord
 
 PHASES = ("rollout", "reward", "logps", "update", "sync")
 

@@ -22,8 +22,8 @@ from covey.models.scratch import character_tokenizer
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
+from covey.train.loop import StepRecord
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"

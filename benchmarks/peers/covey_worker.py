@@ -14,8 +14,8 @@ from covey.models.loading.weights import load
 from covey.models.lora import split_trainable, with_lora
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
+from covey.train.loop import StepRecord
 
 STEPS_OF_DATA = 64
 

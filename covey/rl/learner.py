@@ -17,10 +17,10 @@ import numpy as np
 from covey.config.algorithms import algorithm_of
 from covey.config.keywords import Keywords
 from covey.config.recipe import validate
-from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig
+from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import NumbersError, RecipeError
+from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapted_beta
 from covey.parallel import distributed
@@ -32,39 +32,9 @@ from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
-from covey.rl.trainer import TrainBatch
+from covey.rl.trainer import TrainBatch, arrays_of
+from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
 from covey.train.trainer import Metrics, NonFiniteGuard
-from covey.types import Group
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Record of a step, passed to observers.
-
-    Attributes:
-        step: number of optimizer updates made or skipped so far, `updates` of them on this batch, of `total` in the
-            run.
-        metrics: metrics by name; `time/...` are seconds.
-        groups: every completion with its rewards and advantage.
-    """
-
-    step: int
-    updates: int
-    total: int
-    metrics: dict[str, float]
-    groups: Sequence[Group]
-
-    def due(self, every: int) -> bool:
-        """Return True when this step reached or passed a multiple of `every`; never when `every` is 0."""
-        return bool(every) and self.step // every > (self.step - self.updates) // every
-
-
-Observer = Callable[[StepRecord], None]
-
-
-OnBadBatch = Callable[[int, Sequence[TrainBatch], NumbersError], None]
-"""Function of (step of the update, its micro-batches, the error)."""
-
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
 """Reward functions, or names of built-in ones, or a single one."""
@@ -111,7 +81,7 @@ class Learner(Keywords, ABC):
         on_phase: Callable[[str], None] = lambda name: None,
         eval_config: EvalConfig | None = None,
         reward_runner: RewardRunner | None = None,
-        on_bad_batch: OnBadBatch = lambda step, batches, error: None,
+        on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         standard = [self._print_line] if distributed.is_first() else []
@@ -164,7 +134,7 @@ class Learner(Keywords, ABC):
         check_columns(self.reward_fns, loader.rows)
         if held_out is not None and self.cluster.config.training_config.eval_every_n_steps:
             check_columns((*self.reward_fns, *judges(self.eval_config)), held_out)
-        total = total_steps(self.cluster.config.training_config, self.config, len(loader))
+        total = total_steps(self.cluster.config.training_config, len(loader), self.config.num_iterations)
         self.prepare(total)
         self.check_prompts(loader.rows)
         self._refuse_differences(loader, total)
@@ -234,7 +204,7 @@ class Learner(Keywords, ABC):
         """
         return self._nonfinite_guard.guard(
             lambda: self.update(batches),
-            lambda error: self.on_bad_batch(step, seen, error),
+            lambda error: self.on_bad_batch(step, [g for batch in seen for g in batch.groups], arrays_of(seen), error),
             self.cluster.skip_update,
         )
 
@@ -323,15 +293,9 @@ class Learner(Keywords, ABC):
         return evaluate(self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights, runner=self.runner)
 
     def _print_line(self, record: StepRecord) -> None:
-        shown = [name for name in self.cluster.config.training_config.show if name in record.metrics]
+        shown = self.cluster.config.training_config.show
         names = ("reward", "completions/mean_length", *shown, "grad_norm", "step_time")
-        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in names)
-        print(f"step {record.step}/{record.total}  {numbers}", flush=True)
-
-
-def total_steps(training: RLTrainingConfig, config: GRPOConfig, batches: int) -> int:
-    """Return the optimizer updates of a whole run over data of `batches` batches per epoch."""
-    return training.max_steps or batches * training.num_epochs * config.num_iterations
+        print_step(record, names)
 
 
 def _either(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:

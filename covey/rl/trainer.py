@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -39,6 +40,13 @@ class TrainBatch:
     inputs: LossInputs
     denominator: float
     value_inputs: ValueInputs | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the rows and the other inputs of the losses by name; the critic's names begin with `critic.`."""
+        of_critic = {} if self.value_inputs is None else self.value_inputs._asdict()
+        named = {f"critic.{name}": array for name, array in of_critic.items()}
+        arrays = self.rows._asdict() | self.inputs._asdict() | named
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 class RowBatch(NamedTuple):
@@ -98,6 +106,11 @@ def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
     """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
     count, length = rows.tokens.shape
     return rows_together(count, length, max_tokens, num_row_shards(mesh))
+
+
+def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
+    """Return the arrays of several micro-batches; those of the first are named `0.tokens`, `0.advantage`, ..."""
+    return {f"{i}.{name}": array for i, batch in enumerate(batches) for name, array in batch.arrays().items()}
 
 
 def _policy_loss(

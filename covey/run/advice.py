@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from covey.rl.learner import StepRecord
+from covey.train.loop import StepRecord
 from covey.types import FinishReason, Group
 
 PATIENCE = 5

@@ -8,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from covey.config import recipe as recipes
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
-from covey.errors import NumbersError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, value_model
@@ -24,16 +21,16 @@ from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, during_training, judges
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import Learner, Observer, StepRecord, total_steps
+from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.trainer import TrainBatch
 from covey.run.advice import ZeroAdvantageWarning
 from covey.run.base import Run
 from covey.run.inference import fitting, judge_held_out
 from covey.run.load_model import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
 from covey.run.settings import as_begun
 from covey.train.checkpoint import Checkpointer
+from covey.train.loop import Observer, StepRecord, total_steps
 from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine
 from covey.types import Group
@@ -71,7 +68,7 @@ class RLRun(Run[Recipe]):
         cluster, self.origin = self._cluster()
         self._fit_prompts(cluster)
         self.learner = self._learner(cluster)
-        total = total_steps(self.recipe.training, self.recipe.grpo, len(self.loader))
+        total = total_steps(self.recipe.training, len(self.loader), self.recipe.grpo.num_iterations)
         self.learner.prepare(total)
         self.learner.check_prompts(self.loader.rows)
         return total
@@ -143,7 +140,7 @@ class RLRun(Run[Recipe]):
             "on_phase": self.phase,
             "eval_config": during_training(ready.evaluation),
             "observers": [self._note, self._show, *self._advisers(), self.after_step],
-            "on_bad_batch": self._keep_bad_batch,
+            "on_bad_batch": self.keep_bad_batch,
             "reward_runner": self.opened(RewardRunner(ready.reward_safety, self.progress.say)),
         }
         if algorithm_of(ready.grpo).has_critic:
@@ -186,23 +183,6 @@ class RLRun(Run[Recipe]):
 
     def _show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics, _lines(record.groups), record.updates)
-
-    def _keep_bad_batch(self, step: int, batches: Sequence[TrainBatch], error: NumbersError) -> None:
-        groups = [group for batch in batches for group in batch.groups]
-        arrays = {
-            f"{number}.{name}": array
-            for number, batch in enumerate(batches)
-            for name, array in _arrays(batch).items()
-            if array is not None
-        }
-        self.keep_bad_batch(step, groups, arrays, error)
-
-
-def _arrays(batch: TrainBatch) -> dict[str, np.ndarray | None]:
-    """Return the rows of a micro-batch and the other inputs of the losses; the critic's names begin with `critic.`."""
-    of_critic = batch.value_inputs._asdict() if batch.value_inputs is not None else {}
-    named = {f"critic.{name}": array for name, array in of_critic.items()}
-    return batch.rows._asdict() | batch.inputs._asdict() | named
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:

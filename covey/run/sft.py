@@ -10,17 +10,15 @@ from covey.config import recipe as recipes
 from covey.config.recipe import SFTRecipe
 from covey.data import Dataset
 from covey.data import sources as data_source
-from covey.errors import NumbersError
-from covey.packing.rows import Rows
 from covey.rewards import check_columns
 from covey.rl.evaluate import judges
 from covey.run.base import Run
 from covey.run.inference import answer_examples, answerable, answering_worker
 from covey.run.load_model import load_source, mesh_at_hand, open_model
-from covey.sft.learner import SFTLearner, StepRecord, total_steps
+from covey.sft.learner import SFTLearner
+from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import METRICS, write_answers
 from covey.train.progress import Progress
-from covey.types import Group
 
 
 def train(ready: SFTRecipe, out: Path) -> dict[str, Any]:
@@ -73,7 +71,7 @@ class SFTRun(Run[SFTRecipe]):
             seed=ready.seed,
             observers=[self.write, self._show, self.after_step],
             on_phase=self.phase,
-            on_bad_batch=self._keep_bad_batch,
+            on_bad_batch=self.keep_bad_batch,
         )
         self.fitted = self.learner.fit(self.data.train)
         self.held_out = self.learner.fit(self.data.test, HELD_OUT).examples[: ready.evaluation.prompts or None]
@@ -119,9 +117,6 @@ class SFTRun(Run[SFTRecipe]):
 
     def _show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics)
-
-    def _keep_bad_batch(self, step: int, groups: Sequence[Group], rows: Rows, error: NumbersError) -> None:
-        self.keep_bad_batch(step, groups, rows._asdict(), error)
 
 
 def _data(ready: SFTRecipe) -> Dataset:

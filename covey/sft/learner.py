@@ -17,7 +17,7 @@ from covey.config.recipe import validate
 from covey.config.schema import OptimizerConfig, SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
-from covey.errors import NumbersError, RecipeError
+from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.packing.rows import Rows, padding_waste
@@ -25,33 +25,10 @@ from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
 from covey.sft.batch import Fitted, HeldOutLoss, at_a_time, fit, groups_of, parts, perplexity, rows_of, supervised_loss
 from covey.text.tokenizer import Tokenizer
-from covey.train.optimizers import learning_rate, make_optimizer
+from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
+from covey.train.optimizers import last_learning_rate, make_optimizer
 from covey.train.trainer import LossFn, Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Record that observers receive after each step.
-
-    Attributes:
-        step: optimizer updates made so far, out of `total` in the run.
-        metrics: metric values by name, including those of the loss function.
-    """
-
-    step: int
-    total: int
-    metrics: dict[str, float]
-
-    def due(self, every: int) -> bool:
-        """Tell whether this step is a multiple of `every`; never when that is 0."""
-        return bool(every) and self.step % every == 0
-
-
-Observer = Callable[[StepRecord], None]
-
-OnBadBatch = Callable[[int, Sequence[Group], Rows, NumbersError], None]
-"""Callback with the arguments (step, its examples, their rows, the error)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +55,7 @@ class SFTLearner(Keywords):
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        step: optimizer updates made; `skips.made` of them were skipped.
+        step: optimizer updates made; `nonfinite_guard.made` of them were skipped.
     """
 
     def __init__(
@@ -92,7 +69,7 @@ class SFTLearner(Keywords):
         loss_fn: LossFn = supervised_loss,
         observers: Sequence[Observer] | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
-        on_bad_batch: OnBadBatch = lambda step, groups, rows, error: None,
+        on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
         self.config, self.mesh, self.seed, self.loss_fn = config or SFTConfig(), mesh, seed, loss_fn
         validate(_Settings(_ranged(self.config)))
@@ -132,7 +109,7 @@ class SFTLearner(Keywords):
             self.step += 1
             metrics |= self._work(groups, rows, time.perf_counter() - started)
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
-            self._report(StepRecord(self.step, total, place | metrics), held_out)
+            self._report(StepRecord(self.step, 1, total, place | metrics), held_out)
         return self.model
 
     def fit(self, data: Any, name: str = "training data") -> Fitted:
@@ -171,7 +148,7 @@ class SFTLearner(Keywords):
         """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
         return self.nonfinite_guard.guard(
             lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
-            lambda error: self.on_bad_batch(self.step + 1, groups, rows, error),
+            lambda error: self.on_bad_batch(self.step + 1, groups, rows._asdict(), error),
             trainer.skip,
         )
 
@@ -179,20 +156,13 @@ class SFTLearner(Keywords):
         """Return the metrics of the step's cost, in tokens and seconds."""
         tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
         return {
-            "learning_rate": self._learning_rate(),
+            "learning_rate": last_learning_rate(self.config.optimizer, self._total_steps, self.step),
             "num_tokens": tokens,
             "loss_tokens": int(rows.scored.sum()),
             "waste/rows": padding_waste(rows, at_a_time(rows, self.config, self.mesh)),
             "tokens_per_second": tokens / seconds,
             "step_time": seconds,
         }
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the last update, or NaN for a user-supplied optimizer."""
-        optimizer = self.config.optimizer
-        if not isinstance(optimizer, OptimizerConfig):
-            return float("nan")
-        return float(learning_rate(optimizer, self._total_steps)(self.step - 1))
 
     def _report(self, record: StepRecord, held_out: Sequence[Row]) -> None:
         record.metrics["perplexity"] = perplexity(record.metrics["loss"])
@@ -203,14 +173,7 @@ class SFTLearner(Keywords):
             observer(record)
 
     def _print_line(self, record: StepRecord) -> None:
-        names = [name for name in ("loss", *self.config.show, "eval/loss", "step_time") if name in record.metrics]
-        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in names)
-        print(f"step {record.step}/{record.total}  {numbers}", flush=True)
-
-
-def total_steps(config: SFTConfig, batches: int) -> int:
-    """Return the optimizer updates of a whole run over data of `batches` batches per epoch."""
-    return config.max_steps or batches * config.num_epochs
+        print_step(record, ("loss", *self.config.show, "eval/loss", "step_time"))
 
 
 def _ranged(config: SFTConfig) -> SFTConfig:

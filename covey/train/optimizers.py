@@ -114,6 +114,13 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
 
 
+def last_learning_rate(config: OptimizerConfig | optax.GradientTransformation, total_steps: int, updates: int) -> float:
+    """Return the learning rate of the last of `updates` updates; NaN for an optax transformation, which hides it."""
+    if not isinstance(config, OptimizerConfig):
+        return math.nan
+    return float(learning_rate(config, total_steps)(updates - 1))
+
+
 def decayed(params: PyTree) -> PyTree:
     """Return True for each parameter with weight decay: matrices and embeddings, not biases and norm scales. The name
     decides as well as the rank: scales of stacked layers are [layers, D].

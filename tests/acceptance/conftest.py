@@ -26,10 +26,10 @@ from covey.models.value_model import value_model
 from covey.packing.rows import Rows, pack
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import StepRecord
 from covey.rl.roles import ClusterConfig
 from covey.rl.trainer import TrainBatch
 from covey.text.tokenizer import Tokenizer
+from covey.train.loop import StepRecord
 from covey.types import Completion, FinishReason, Group
 
 LIMIT = 10.0

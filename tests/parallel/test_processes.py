@@ -31,8 +31,8 @@ from covey.models.loading import weights
 from covey.parallel import distributed, flatten, make_mesh
 from covey.parallel.joining import ADDRESS, COUNT, NUMBER
 from covey.rl.evaluate import evaluate
-from covey.rl.learner import StepRecord
 from covey.train.checkpoint import Checkpointer
+from covey.train.loop import StepRecord
 from covey.types import Group
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

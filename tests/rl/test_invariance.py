@@ -31,12 +31,12 @@ from covey.parallel import flatten, make_mesh
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Clock
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import StepRecord
 from covey.rl.microbatch import StageSizes
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.trainer import TrainBatch
 from covey.text.tokenizer import Tokenizer
+from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer
 from covey.types import FinishReason
 

@@ -25,11 +25,11 @@ from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.inference import RowScorer
-from covey.rl.learner import StepRecord
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
+from covey.train.loop import StepRecord
 from covey.types import Group
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.rl.learner import StepRecord
 from covey.rl.metrics import group_metrics
 from covey.run.advice import PATIENCE, ZeroAdvantageWarning
+from covey.train.loop import StepRecord
 from covey.types import Completion, FinishReason, Group
 
 NAN = float("nan")

@@ -24,8 +24,9 @@ from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
 from covey.sft.batch import fit, groups_of, parts, rows_of, supervised_loss, tokens_of
-from covey.sft.learner import SFTLearner, StepRecord
+from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
+from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer
 from covey.types import Group, Mean
 
