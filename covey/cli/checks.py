@@ -29,7 +29,7 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 
     rewards = _check_stages(recipe) if isinstance(recipe, Recipe) else ()
 
-    from covey.rewards.score import resolve  # late: it needs NumPy, and the checks above do not
+    from covey.rewards.registry import resolve  # late: it needs NumPy, and the checks above do not
 
     evaluation = recipe.evaluation
     for name in filter(None, (*rewards, evaluation.accuracy, evaluation.partial, evaluation.format)):

@@ -3,28 +3,16 @@
 `call` defines what a function receives and may return; `sandbox.runner` handles its failures.
 """
 
-import importlib
-import os
-import sys
-import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from covey.errors import RecipeError, nearest
-from covey.extras import install
-from covey.rewards import exits
-from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.call import RewardFn, asked, in_words
-from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
-from covey.rewards.format import format_approximate, format_exact
-from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
-from covey.rewards.math_answers import math_verify
+from covey.errors import RecipeError
+from covey.rewards.call import RewardFn, asked
+from covey.rewards.registry import resolve
 from covey.rewards.sandbox.runner import RewardRunner
 from covey.types import Group
 
@@ -89,60 +77,6 @@ def function_names(functions: Sequence[RewardFn]) -> list[str]:
     return names
 
 
-def resolve(name: str) -> RewardFn:
-    """Return the reward function `name`: one of `REWARDS`, or `package.module:function`, also from the working folder.
-
-    Raises:
-        RecipeError: it does not exist, or its module or a package that it needs cannot be imported.
-    """
-    if name in REWARDS:
-        _check_package(name)
-        return REWARDS[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        fix = f"{nearest(name, REWARDS)}; a function of your own is named package.module:function"
-        raise RecipeError(f"there is no reward function {name!r}", fix=fix, where="rewards")
-    module = _module(module_name, name)
-    function: RewardFn | None = getattr(module, attribute, None)
-    if not callable(function):
-        have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        what = f"{module_name} has no function {attribute!r}"
-        raise RecipeError(what, fix=nearest(attribute, have) if have else "", where="rewards")
-    return function
-
-
-def _check_package(name: str) -> None:
-    module, extra = PACKAGES.get(name, ("covey", ""))
-    if find_spec(module) is None:
-        what = f"the reward function {name!r} needs the package {module.replace('_', '-')}"
-        raise RecipeError(what, fix=install(extra), where="rewards")
-
-
-def _module(module_name: str, name: str) -> ModuleType:
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        with exits.refused():
-            return importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # including scripts that exit when they are imported
-        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {in_words(error, str)}"
-        fix = f"name a module that Python can import from {here}"
-        raise RecipeError(what, want="package.module:function", fix=fix, where=_import_place(error)) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
-
-
-def _import_place(error: BaseException) -> str:
-    """Return file and line in the user's module that failed, or "rewards" when it was never reached."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "rewards"
-
-
 def _name(function: RewardFn) -> str:
     if isinstance(function, partial):
         return _name(function.func)
@@ -172,23 +106,3 @@ def _split(groups: Sequence[Group], names: Sequence[str], table: np.ndarray, tot
         replace(group, rewards=total, rewards_by_function=dict(zip(names, part, strict=True)))
         for group, total, part in parts
     ]
-
-
-REWARDS: dict[str, RewardFn] = {
-    "first_letter": first_letter,
-    "sentence": sentence,
-    "starts_with_letter": starts_with_letter,
-    "arithmetic_answer": arithmetic_answer,
-    "number_only": number_only,
-    "format_exact": format_exact,
-    "format_approximate": format_approximate,
-    "answer_ratio": answer_ratio,
-    "answer_number": answer_number,
-    "answer_close": answer_close,
-    "exact_answer": exact_answer,
-    "exact_answer_strict": exact_answer_strict,
-    "math_verify": math_verify,
-}
-
-PACKAGES = {"math_verify": ("math_verify", "math")}
-"""Reward → module that it needs, and the extra that installs it."""

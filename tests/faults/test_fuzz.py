@@ -31,8 +31,7 @@ from covey.data.rows import as_rows
 from covey.display import in_markdown, printable
 from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
-from covey.rewards import score
-from covey.rewards.score import REWARDS
+from covey.rewards import REWARDS, score
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import line, sample_rows
 from covey.train.progress import Progress, SampleLine

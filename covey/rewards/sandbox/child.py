@@ -69,7 +69,7 @@ def keep(worker: int, jobs: int) -> None:
 def work(jobs: int, results: int) -> None:
     """Run jobs until the pipe is closed."""
     from covey.errors import CoveyError  # imported late: the keeper does not need it
-    from covey.rewards.score import resolve
+    from covey.rewards.registry import resolve
 
     functions: dict[str, Any] = {}
     while (job := receive(jobs)) is not None:
