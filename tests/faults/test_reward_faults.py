@@ -27,6 +27,7 @@ from covey.config import recipe
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
+from covey.rewards.sandbox import workers
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks f
 
 TIMEOUT = 0.4
 FAULTY = """
-import asyncio, ctypes, os, re, signal, subprocess, sys
+import asyncio, ctypes, os, re, signal, subprocess, sys, threading
 
 GRANDCHILD = "trap '' TERM; echo $$ >> grandchildren; while :; do sleep 1; done"
 
@@ -54,7 +55,12 @@ def obey(text):
         os.kill(os.getpid(), signal.SIGSEGV)
     if text == "forge":  # an answer of full marks, before the right one
         answer = b'{"values": [1.0], "number": 1}'
-        os.write(int(sys.argv[2]), len(answer).to_bytes(8, "big") + answer)
+        os.write(int(sys.argv[1]), answer + b"\\n")
+    if text in ("kill", "stop"):
+        os.kill(os.getppid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[text])
+        obey("regex")
+    if text == "deaf":  # it answers, and from then on reads nothing
+        threading.Timer(0.2, obey, ["regex"]).start()
     if text == "exit":
         sys.exit("enough")
     if text == "raise":
@@ -219,6 +225,28 @@ def test_an_answer_that_was_not_asked_for_is_never_taken_for_the_next(faulty: st
         assert scores(runner, f"{faulty}:faulty", "forge") == [1.0]
         assert scores(runner, f"{faulty}:faulty", "abc") == [None], "its right answer came late"
         assert scores(runner, f"{faulty}:faulty", "abcd") == [4.0]
+
+
+@pytest.mark.parametrize("way", ["kill", "stop"])
+def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "EXIT_SECONDS", 0.2)
+    with guarded(on_error="none") as runner:
+        assert scores(runner, f"{faulty}:faulty", "a") == [1.0]
+        first = runner._workers[0].pid
+        assert first is not None
+        assert scores(runner, f"{faulty}:faulty", way) == [None]
+        assert comes_true(lambda: of_group(first) == [])
+        assert scores(runner, f"{faulty}:faulty", "a") == [1.0]
+
+
+def test_a_job_that_is_not_read_is_given_up_at_the_time_limit(faulty: str) -> None:
+    """It is longer than what the system keeps between two processes."""
+    with guarded(on_error="none") as runner:
+        assert scores(runner, f"{faulty}:faulty", "deaf") == [4.0]
+        time.sleep(0.4)
+        start = time.monotonic()
+        assert scores(runner, f"{faulty}:faulty", "x" * (1 << 23)) == [None]
+        assert time.monotonic() - start < 5
 
 
 def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> None:

@@ -8,8 +8,8 @@ its module, never sent, and nothing is unpickled.
 import itertools
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,8 +26,9 @@ import numpy as np
 
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, from_wire
-from covey.rewards.sandbox import child
 
+CHILD = Path(__file__).with_name("child.py")
+"""Script that is the worker process. It is not imported: it imports the functions, and some of them start workers."""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
 LARGEST_ANSWER = 1 << 26
@@ -119,14 +120,14 @@ class Worker:
         job = {**job, "number": next(self._numbers)}
         limit = None if seconds is None else time.monotonic() + seconds
         try:
-            answer = self._process.asked(json.dumps(job).encode(), limit, given_up)
+            answer = self._process.asked(json.dumps(job).encode() + b"\n", limit, given_up)
         except TimeoutError:
             raise _Lost(f"took longer than {seconds:g} s and was killed", "a longer reward_safety.timeout") from None
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):
             raise _Lost(f"ended its worker process ({self._process.ending()})") from None
         try:
             found: dict[str, Any] = json.loads(answer)
-            if found["number"] == job["number"]:  # otherwise another writer used the pipe
+            if found["number"] == job["number"]:  # otherwise another writer used the socket
                 return found
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
@@ -151,59 +152,53 @@ def _outcome(answer: Mapping[str, Any], count: int) -> Outcome:
 
 
 class _Process:
-    """One process group with its two pipes. It ends with this object or with the run, if not earlier."""
+    """One process group and the socket to it. It ends with this object or with the run, if not earlier."""
 
     def __init__(self) -> None:
-        jobs, self._jobs = os.pipe()
-        self._results, results = os.pipe()
-        for descriptor in (self._jobs, self._results):
-            os.set_blocking(descriptor, False)
-        command = [sys.executable, "-P", str(Path(child.__file__)), str(jobs), str(results), json.dumps(sys.path)]
-        try:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
             self._popen = subprocess.Popen(
-                command,
+                [sys.executable, "-P", str(CHILD), str(theirs.fileno()), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(jobs, results),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the run holds the devices
             )
-        finally:
-            os.close(jobs)
-            os.close(results)
+        self._received = bytearray()
         self.pid = self._popen.pid
-        self.end = weakref.finalize(self, _end, self._popen, self._jobs, self._results)
+        self.end = weakref.finalize(self, _end, self._popen, self._socket)
 
-    def asked(self, message: bytes, limit: float | None, given_up: threading.Event) -> bytes:
-        """Send `message` and return the reply.
+    def asked(self, line: bytes, limit: float | None, given_up: threading.Event) -> bytes:
+        """Send `line` and return the line that is the reply.
 
         Raises:
             TimeoutError: it has not arrived at `limit`.
-            EOFError, BrokenPipeError: the worker has ended, or the reply is longer than `LARGEST_ANSWER`.
+            GivenUp: `given_up` was set.
+            EOFError, OSError: the worker has ended, or the reply is longer than `LARGEST_ANSWER`.
         """
-        rest = memoryview(child.LENGTH.pack(len(message)) + message)
-        while rest:
-            _wait(self._jobs, select.POLLOUT, limit, given_up)
-            with suppress(BlockingIOError):
-                rest = rest[os.write(self._jobs, rest) :]
-        (length,) = child.LENGTH.unpack(self._read(child.LENGTH.size, limit, given_up))
-        if length > LARGEST_ANSWER:
-            raise EOFError
-        return self._read(length, limit, given_up)
-
-    def _read(self, size: int, limit: float | None, given_up: threading.Event) -> bytes:
-        parts = b""
-        while len(parts) < size:
-            _wait(self._results, select.POLLIN, limit, given_up)
-            with suppress(BlockingIOError):
-                part = os.read(self._results, size - len(parts))
-                if not part:
+        rest = memoryview(line)
+        while (end := self._received.find(b"\n")) < 0:
+            left = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit - time.monotonic())
+            if given_up.is_set():
+                raise GivenUp
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            with suppress(TimeoutError):
+                if rest:
+                    rest = rest[self._socket.send(rest) :]
+                    continue
+                part = self._socket.recv(1 << 20)
+                if not part or len(self._received) > LARGEST_ANSWER:
                     raise EOFError
-                parts += part
-        return parts
+                self._received += part
+        answer = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return answer
 
     def kill(self) -> None:
-        """Kill the process group; `end` also cleans up."""
-        _kill(self._popen)
+        """Make a call in another thread end, and the keeper kill all processes; `end` also cleans up."""
+        _hang_up(self._socket)
 
     def ending(self) -> str:
         """Describe how a process that is gone has ended."""
@@ -215,33 +210,21 @@ class _Process:
         return names.get(code, f"exit code {code}")
 
 
-def _wait(pipe: int, event: int, limit: float | None, given_up: threading.Event) -> None:
-    """Wait until `pipe` is ready for `event` or at end of file."""
-    poll = select.poll()
-    poll.register(pipe, event)
-    while True:
-        left = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit - time.monotonic())
-        if poll.poll(max(0, left * 1000)):
-            return
-        if given_up.is_set():
-            raise GivenUp
-        if limit is not None and time.monotonic() >= limit:
-            raise TimeoutError
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # the worker may have ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _end(process: "subprocess.Popen[bytes]", *pipes: int) -> None:
-    _kill(process)
-    process.wait()
-    for pipe in pipes:
-        os.close(pipe)
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process group, unless the keeper was already reaped: it killed the rest, and its id may be reused."""
-    if process.returncode is None:
-        child.end_descendants(process.pid)
+def _end(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    """Have the keeper kill all processes, and kill the process group if the keeper itself was killed or stopped."""
+    _hang_up(connection)
+    connection.close()
+    with suppress(subprocess.TimeoutExpired):
+        keeper.wait(EXIT_SECONDS)
+    if keeper.returncode is None or keeper.returncode < 0:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(keeper.pid, signal.SIGKILL)
+        keeper.wait()
 
 
 def place_of(name: str, function: RewardFn) -> str:
