@@ -47,3 +47,4 @@ def test_covey_itself_is_counted() -> None:
     sizes = [figures[name] for name in ("lines", "code lines", "statements", "contract lines")]
     assert sizes == sorted(sizes, reverse=True)
     assert 0 < figures["import closure"] < figures["files"]
+    assert figures["import cycles"] == []
