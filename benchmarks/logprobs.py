@@ -21,7 +21,7 @@ from benchmarks.sizes import Size
 from covey.losses.logprobs import TokenScores, row_scores
 from covey.models.lora import split_trainable
 from covey.packing.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
-from covey.rl.trainer import rows_at_a_time
+from covey.rl.batch import rows_at_a_time
 from covey.types import Group
 
 

@@ -17,7 +17,7 @@ from benchmarks.sizes import Size
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spread
-from covey.rl.trainer import RLTrainer, RowBatch, rows_at_a_time
+from covey.rl.batch import RLTrainer, RowBatch, rows_at_a_time
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch
 from covey.types import Group

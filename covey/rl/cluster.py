@@ -27,10 +27,10 @@ from covey.packing.rows import Rows
 from covey.parallel import distributed
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
+from covey.rl.batch import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import ClusterConfig, Role, Settings
 from covey.rl.rollout import RolloutWorker
-from covey.rl.trainer import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch

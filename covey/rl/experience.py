@@ -23,9 +23,9 @@ from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, padding_waste, scatter_to_rows
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
+from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.microbatch import StageSizes, merge, service_batches, slices
-from covey.rl.trainer import TrainBatch
 from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

@@ -20,7 +20,7 @@ from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, micro_batches, pack, unpack
 from covey.parallel.placement import put_rows
-from covey.rl.trainer import rows_at_a_time
+from covey.rl.batch import rows_at_a_time
 
 RoleName = TypeVar("RoleName", bound=str)
 

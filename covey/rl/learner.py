@@ -25,6 +25,7 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapted_beta
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
+from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, judges
 from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog
@@ -32,7 +33,6 @@ from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
-from covey.rl.trainer import TrainBatch, arrays_of
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
 from covey.train.trainer import Metrics, NonFiniteGuard
 

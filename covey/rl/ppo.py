@@ -17,10 +17,10 @@ from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import explained_variance
 from covey.parallel import distributed
+from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner, RewardFns, remembered
-from covey.rl.trainer import TrainBatch
 from covey.train.trainer import Metrics
 
 

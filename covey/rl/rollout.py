@@ -11,8 +11,8 @@ from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack
 from covey.parallel.reshard import mesh_of
+from covey.rl.batch import rows_at_a_time
 from covey.rl.inference import RowScorer
-from covey.rl.trainer import rows_at_a_time
 from covey.sampling.engine import Request, Sampler, SamplerStats
 from covey.sampling.lengths import check_length, check_positions
 from covey.sampling.tools import Tool, make_tool

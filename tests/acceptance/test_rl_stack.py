@@ -23,12 +23,12 @@ from covey.models.value_model import value_model
 from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import learner
+from covey.rl.batch import CriticTrainer, RLTrainer, TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.inference import InferenceWorker
 from covey.rl.queue import DataQueue
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
-from covey.rl.trainer import CriticTrainer, RLTrainer, TrainBatch
 from covey.sampling.cache import empty_slots
 
 

@@ -25,8 +25,8 @@ from covey.errors import CoveyError
 from covey.models.attention import masked
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 from covey.rl import helpers
+from covey.rl.batch import CriticTrainer, RLTrainer
 from covey.rl.queue import Closed, DataQueue, Ended
-from covey.rl.trainer import CriticTrainer, RLTrainer
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 from covey.train.progress import Progress

@@ -455,7 +455,7 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what the critic's loss got, and the second of two updates on a batch under its own step."""
-    from covey.rl.trainer import CriticTrainer
+    from covey.rl.batch import CriticTrainer
 
     out = tmp_path / "run"
     poison(monkeypatch, step=2, trainer=CriticTrainer)

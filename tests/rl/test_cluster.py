@@ -20,11 +20,11 @@ from covey.models.decoder import Decoder
 from covey.models.lora import has_lora, with_lora
 from covey.packing.rows import Rows, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, mesh_of
+from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.trainer import TrainBatch
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import StepRecord
 from covey.types import Group

@@ -12,12 +12,12 @@ from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.rewards import RewardRunner
+from covey.rl.batch import TrainBatch
 from covey.rl.experience import Clock, ExperienceBuilder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
-from covey.rl.trainer import TrainBatch
 from covey.sampling.engine import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

@@ -28,13 +28,13 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.value_model import value_model
 from covey.parallel import flatten, make_mesh
+from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Clock
 from covey.rl.grpo import GRPOLearner
 from covey.rl.microbatch import StageSizes
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.trainer import TrainBatch
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer

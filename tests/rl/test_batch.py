@@ -17,7 +17,7 @@ from covey.models.decoder import Decoder
 from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
-from covey.rl.trainer import RLTrainer, RowBatch
+from covey.rl.batch import RLTrainer, RowBatch
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
