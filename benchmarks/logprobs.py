@@ -20,8 +20,7 @@ from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.losses.logprobs import TokenScores, row_scores
 from covey.models.lora import split_trainable
-from covey.packing.rows import Rows, micro_batches, pack, padding_waste, tree_attention, unpack
-from covey.rl.batch import rows_at_a_time
+from covey.packing.rows import Rows, micro_batches, pack, padding_waste, rows_at_a_time, tree_attention, unpack
 from covey.types import Group
 
 

@@ -16,8 +16,8 @@ from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
-from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spread
-from covey.rl.batch import RLTrainer, RowBatch, rows_at_a_time
+from covey.packing.rows import Rows, micro_batches, pack, padding_waste, rows_at_a_time, scatter_to_rows, spread
+from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch
 from covey.types import Group
@@ -39,9 +39,9 @@ def measure(settings: Settings) -> Result:
     return Result(interleaved(runs, settings.repeat), tokens, facts, checks, dict.fromkeys(runs, limit))
 
 
-def trainer_of(settings: Settings, remat: bool) -> RLTrainer:
+def trainer_of(settings: Settings, remat: bool) -> Trainer:
     """A trainer of the random model."""
-    return RLTrainer(settings.model(remat=remat), make_optimizer(STILL, 1), PRESETS["grpo"], 1.0)
+    return Trainer(settings.model(remat=remat), make_optimizer(STILL, 1), policy_loss_fn(PRESETS["grpo"], 1.0))
 
 
 def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBatch]:
@@ -64,7 +64,7 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     )
 
 
-def _facts(trainer: RLTrainer, parts: list[MicroBatch]) -> dict[str, Any]:
+def _facts(trainer: Trainer, parts: list[MicroBatch]) -> dict[str, Any]:
     batches = [part.batch for part in parts]
     # The trainer's program has no public name; its memory is half of what remat is about.
     zeros = jax.tree.map(jnp.zeros_like, trainer.trainable)

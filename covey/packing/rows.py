@@ -17,11 +17,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import Spans, spanned
-from covey.packing.bins import Piece, bucket, cheapest
+from covey.packing.bins import Piece, bucket, cheapest, rows_together
+from covey.parallel.placement import num_row_shards
 from covey.types import Group
 
 Tree = TypeVar("Tree")
@@ -138,6 +140,12 @@ def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
 
     for start in range(0, count, size):
         yield jax.tree.map(partial(cut, start), tree)
+
+
+def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
+    """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
+    count, length = rows.tokens.shape
+    return rows_together(count, length, max_tokens, num_row_shards(mesh))
 
 
 def padding_waste(rows: Rows, together: int = 1) -> float:

@@ -1,12 +1,10 @@
-"""Trainers of actor and critic: the supervised trainer with a loss on rows."""
+"""Training micro-batches of a step, and the losses of policy and critic on them, in the form that `Trainer` takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -14,12 +12,9 @@ from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import row_scores
 from covey.losses.policy import LossInputs, MetricSums, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
-from covey.models.decoder import Decoder
-from covey.models.value_model import ValueModel
-from covey.packing.bins import rows_together
-from covey.packing.rows import Rows, micro_batches
-from covey.parallel.placement import num_row_shards, put_rows
-from covey.train.trainer import MicroBatch, Trainer
+from covey.packing.rows import Rows, micro_batches, rows_at_a_time
+from covey.parallel.placement import put_rows
+from covey.train.trainer import LossFn, MicroBatch
 from covey.types import Group
 
 
@@ -56,56 +51,48 @@ class RowBatch(NamedTuple):
     inputs: Any
 
 
-class RLTrainer(Trainer):
-    """Train the policy on rows.
+def policy_micro_batches(
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int
+) -> Iterator[MicroBatch]:
+    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`."""
+    for batch in batches:
+        yield from _cut(RowBatch(batch.rows, batch.inputs), batch.denominator, like, mesh, max_tokens)
+
+
+def value_micro_batches(
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int
+) -> Iterator[MicroBatch]:
+    """Yield the inputs of the value loss, about `max_tokens` at a time, on the devices that hold `like`."""
+    for batch in batches:
+        if batch.value_inputs is not None:
+            count = float(batch.value_inputs.weight.sum())
+            yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, mesh, max_tokens)
+
+
+def policy_loss_fn(algorithm: Algorithm, temperature: float, surrogate: Surrogate | None = None) -> LossFn:
+    """Return the policy's loss on a `RowBatch` with `LossInputs`.
 
     Args:
-        model: the actor.
-        optimizer: any optax transformation.
         algorithm: settings of the loss.
         temperature: the rollout's. Log-probs are of the full distribution at it, as `Completion.logps` are.
         surrogate: replaces the algorithm's surrogate.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        optimizer: optax.GradientTransformation,
-        algorithm: Algorithm,
-        temperature: float,
-        surrogate: Surrogate | None = None,
-    ):
-        super().__init__(model, optimizer, partial(_policy_loss, algorithm, temperature, surrogate))
+    def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
+        scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bool(algorithm.entropy_bonus))
+        return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
+
+    return loss
 
 
-class CriticTrainer(Trainer):
-    """Train the critic on rows.
+def value_loss_fn(value_clip: float) -> LossFn:
+    """Return the critic's loss on a `RowBatch` with `ValueInputs`; see `GRPOConfig.value_clip`."""
 
-    Args:
-        model: the critic.
-        optimizer: any optax transformation.
-        value_clip: see `GRPOConfig.value_clip`.
-    """
+    def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
+        values, inputs = row_values(graph, params, batch.rows), batch.inputs
+        return value_loss(values, inputs.old_values, inputs.returns, inputs.weight, value_clip)
 
-    whose = " of the critic"
-
-    def __init__(self, model: ValueModel, optimizer: optax.GradientTransformation, value_clip: float):
-        super().__init__(model, optimizer, partial(_value_loss, value_clip))
-
-
-def parts(
-    batch: RowBatch, denominator: float, trainer: Trainer, mesh: Mesh | None, max_tokens: int
-) -> Iterator[MicroBatch]:
-    """Yield a micro-batch on the trainer's devices in pieces of about `max_tokens`; the first has the denominator."""
-    for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
-        yield MicroBatch(put_rows(piece, trainer.trainable), denominator)
-        denominator = 0.0
-
-
-def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
-    """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
-    count, length = rows.tokens.shape
-    return rows_together(count, length, max_tokens, num_row_shards(mesh))
+    return loss
 
 
 def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
@@ -113,14 +100,8 @@ def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
     return {f"{i}.{name}": array for i, batch in enumerate(batches) for name, array in batch.arrays().items()}
 
 
-def _policy_loss(
-    algorithm: Algorithm, temperature: float, surrogate: Surrogate | None, graph: Any, params: Any, batch: RowBatch
-) -> tuple[Array, MetricSums]:
-    bonus = bool(algorithm.entropy_bonus)
-    scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bonus)
-    return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
-
-
-def _value_loss(clip: float, graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
-    values, inputs = row_values(graph, params, batch.rows), batch.inputs
-    return value_loss(values, inputs.old_values, inputs.returns, inputs.weight, clip)
+def _cut(batch: RowBatch, denominator: float, like: Any, mesh: Mesh | None, max_tokens: int) -> Iterator[MicroBatch]:
+    """Yield a micro-batch in pieces of about `max_tokens`; the first has the denominator."""
+    for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
+        yield MicroBatch(put_rows(piece, like), denominator)
+        denominator = 0.0

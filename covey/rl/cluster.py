@@ -23,17 +23,17 @@ from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.models.lora import changes_base, merged, split_trainable, without_lora
 from covey.models.value_model import ValueModel, load_value_model, value_model
-from covey.packing.rows import Rows
+from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import distributed
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.rl.batch import CriticTrainer, RLTrainer, RowBatch, TrainBatch, parts, rows_at_a_time
+from covey.rl.batch import TrainBatch, policy_loss_fn, policy_micro_batches, value_loss_fn, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import ClusterConfig, Role, Settings
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import learning_rate, make_optimizer
-from covey.train.trainer import Gradients, Metrics, MicroBatch
+from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
 ModelT = TypeVar("ModelT", Decoder, ValueModel)
@@ -75,8 +75,8 @@ class RLCluster(Keywords):
         if tokenizer is None:
             raise RecipeError("RLCluster got a model but no tokenizer", fix="pass tokenizer=", where="RLCluster")
         self.tokenizer = tokenizer
-        self.trainer: RLTrainer | None = None
-        self.critic_trainer: CriticTrainer | None = None
+        self.trainer: Trainer | None = None
+        self.critic_trainer: Trainer | None = None
         self._prepared_for: tuple[GRPOConfig, int] | None = None
         self._actor = self._on_mesh(actor, Role.ACTOR)
         if isinstance(reference, str):
@@ -111,7 +111,7 @@ class RLCluster(Keywords):
             moves = bool(config.reference_every_n_updates)
             self._reference = _apart_from(merged(self._reference) if moves else self._reference, self._actor, all=moves)
         optimizer = make_optimizer(training.actor_optimizer, total_steps)
-        self.trainer = RLTrainer(self._actor, optimizer, algorithm, temperature, surrogate)
+        self.trainer = Trainer(self._actor, optimizer, policy_loss_fn(algorithm, temperature, surrogate))
         self._old_scorer = RowScorer(self.trainer.graph, temperature)
         if algorithm.has_critic:
             self._prepare_critic(algorithm, total_steps)
@@ -191,17 +191,10 @@ class RLCluster(Keywords):
             RecipeError: there is no critic.
             NumbersError: the loss or the gradient is not finite.
         """
-        trainer, limit, mesh = self.critic_trainer, self._max_tokens, self.config.mesh(Role.CRITIC)
+        trainer, mesh = self.critic_trainer, self.config.mesh(Role.CRITIC)
         if trainer is None:
             raise RecipeError("this cluster has no critic to update", fix="RLCluster(critic=...) and PPOLearner")
-        return trainer.gradients(
-            part
-            for batch in batches
-            if batch.value_inputs is not None
-            for part in parts(
-                RowBatch(batch.rows, batch.value_inputs), float(batch.value_inputs.weight.sum()), trainer, mesh, limit
-            )
-        )
+        return trainer.gradients(value_micro_batches(batches, trainer.trainable, mesh, self._max_tokens))
 
     def apply_critic(self, gradients: Gradients) -> Metrics:
         """Make one optimizer step of the critic with these gradients and give the inference worker the new weights."""
@@ -279,7 +272,7 @@ class RLCluster(Keywords):
             self.__dict__.pop(name, None)
 
     @property
-    def _trained(self) -> RLTrainer:
+    def _trained(self) -> Trainer:
         assert self.trainer is not None, "RLCluster.prepare comes before training"
         return self.trainer
 
@@ -310,12 +303,11 @@ class RLCluster(Keywords):
         if self._critic is None:
             self._critic = self._on_mesh(value_model(without_lora(self._actor)), Role.CRITIC)
         optimizer = make_optimizer(training.critic_optimizer, total_steps)
-        self.critic_trainer = CriticTrainer(self._critic, optimizer, algorithm.value_clip)
+        self.critic_trainer = Trainer(self._critic, optimizer, value_loss_fn(algorithm.value_clip), "critic")
 
     def _actor_parts(self, batches: Iterable[TrainBatch]) -> Iterator[MicroBatch]:
-        limit, mesh, trainer = self._max_tokens, self.config.mesh(Role.ACTOR), self._trained
-        for batch in batches:
-            yield from parts(RowBatch(batch.rows, batch.inputs), batch.denominator, trainer, mesh, limit)
+        mesh = self.config.mesh(Role.ACTOR)
+        return policy_micro_batches(batches, self._trained.trainable, mesh, self._max_tokens)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
         """Return how many rows `role` computes together."""

@@ -18,9 +18,8 @@ from covey.losses.logprobs import row_scores
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
-from covey.packing.rows import Rows, micro_batches, pack, unpack
+from covey.packing.rows import Rows, micro_batches, pack, rows_at_a_time, unpack
 from covey.parallel.placement import put_rows
-from covey.rl.batch import rows_at_a_time
 
 RoleName = TypeVar("RoleName", bound=str)
 

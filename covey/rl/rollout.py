@@ -9,9 +9,8 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.packing.rows import pack
+from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
-from covey.rl.batch import rows_at_a_time
 from covey.rl.inference import RowScorer
 from covey.sampling.engine import Request, Sampler, SamplerStats
 from covey.sampling.lengths import check_length, check_positions

@@ -20,9 +20,8 @@ from covey.config.schema import SFTConfig
 from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import row_scores
-from covey.packing.bins import rows_together
-from covey.packing.rows import Rows, micro_batches, pack
-from covey.parallel.placement import num_row_shards, put_rows
+from covey.packing.rows import Rows, micro_batches, pack, rows_at_a_time
+from covey.parallel.placement import put_rows
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import LossFn, MetricSums, MicroBatch
 from covey.types import Completion, FinishReason, Group, Mean
@@ -99,16 +98,10 @@ def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
     return pack(groups, config.row_length, "groups" if config.packing else "dense", config.max_tokens_per_micro_batch)
 
 
-def parts(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[MicroBatch]:
+def put_micro_batches(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[MicroBatch]:
     """Split `rows` into micro-batches on the devices that hold `like`, each with its number of scored tokens."""
-    for part in micro_batches(rows, at_a_time(rows, config, mesh)):
+    for part in micro_batches(rows, rows_at_a_time(rows, mesh, config.max_tokens_per_micro_batch)):
         yield MicroBatch(put_rows(part, like), float(part.scored.sum()))
-
-
-def at_a_time(rows: Rows, config: SFTConfig, mesh: Mesh | None = None) -> int:
-    """Return the number of rows per micro-batch."""
-    count, length = rows.tokens.shape
-    return rows_together(count, length, config.max_tokens_per_micro_batch, num_row_shards(mesh))
 
 
 class HeldOutLoss:
@@ -126,7 +119,7 @@ class HeldOutLoss:
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
         """Return `loss`, in nats per token, and `perplexity`, its exponential."""
         total = count = 0.0
-        for part in parts(rows_of(groups, self.config), self.config, params, self.mesh):
+        for part in put_micro_batches(rows_of(groups, self.config), self.config, params, self.mesh):
             total, count = total + float(self._sum(params, part.batch)), count + part.denominator
         loss = total / max(count, 1.0)
         return {"loss": loss, "perplexity": perplexity(loss)}

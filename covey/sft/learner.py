@@ -20,10 +20,10 @@ from covey.data.rows import Row
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
-from covey.packing.rows import Rows, padding_waste
+from covey.packing.rows import Rows, padding_waste, rows_at_a_time
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
-from covey.sft.batch import Fitted, HeldOutLoss, at_a_time, fit, groups_of, parts, perplexity, rows_of, supervised_loss
+from covey.sft.batch import Fitted, HeldOutLoss, fit, groups_of, perplexity, put_micro_batches, rows_of, supervised_loss
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
 from covey.train.optimizers import last_learning_rate, make_optimizer
@@ -147,7 +147,7 @@ class SFTLearner(Keywords):
     def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
         """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
         return self.nonfinite_guard.guard(
-            lambda: trainer.update(parts(rows, self.config, trainer.trainable, self.mesh)),
+            lambda: trainer.update(put_micro_batches(rows, self.config, trainer.trainable, self.mesh)),
             lambda error: self.on_bad_batch(self.step + 1, groups, rows._asdict(), error),
             trainer.skip,
         )
@@ -159,7 +159,7 @@ class SFTLearner(Keywords):
             "learning_rate": last_learning_rate(self.config.optimizer, self._total_steps, self.step),
             "num_tokens": tokens,
             "loss_tokens": int(rows.scored.sum()),
-            "waste/rows": padding_waste(rows, at_a_time(rows, self.config, self.mesh)),
+            "waste/rows": padding_waste(rows, rows_at_a_time(rows, self.mesh, self.config.max_tokens_per_micro_batch)),
             "tokens_per_second": tokens / seconds,
             "step_time": seconds,
         }

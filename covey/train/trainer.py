@@ -66,6 +66,7 @@ class Trainer:
             arrays: their buffers are donated at each update, so nothing else may hold them.
         optimizer: any optax transformation.
         loss_fn: see `LossFn`.
+        name: names the model in errors of a run that trains two.
 
     Attributes:
         trainable, frozen: the two parts of the model's state. `params` is both together.
@@ -73,13 +74,10 @@ class Trainer:
         step: updates made or skipped. The learning-rate schedule and the dropout of the next update follow it.
     """
 
-    whose = ""
-    """Suffix to "update 7" in errors of runs that train two models."""
-
-    def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
+    def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn, name: str = ""):
         self.graph: nnx.GraphDef[Any]
         self.graph, self.trainable, self.frozen = split_trainable(model)
-        self.optimizer, self.loss_fn, self.step = optimizer, loss_fn, 0
+        self.optimizer, self.loss_fn, self.name, self.step = optimizer, loss_fn, name, 0
         # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
         # gradients and weights would come back with another sharding: every function of them would be compiled again.
         where = optimizer_shardings(optimizer, self.trainable)
@@ -139,7 +137,7 @@ class Trainer:
         bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
         if bad:
             raise NumbersError(
-                f"update {self.step + 1}{self.whose} is not finite: "
+                f"update {self.step + 1}{self.name and f' of the {self.name}'} is not finite: "
                 + ", ".join(f"{name} {value}" for name, value in bad.items()),
                 want="finite numbers; nothing was updated with these",
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",

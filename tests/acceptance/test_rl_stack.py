@@ -23,13 +23,14 @@ from covey.models.value_model import value_model
 from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import learner
-from covey.rl.batch import CriticTrainer, RLTrainer, TrainBatch
+from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.inference import InferenceWorker
 from covey.rl.queue import DataQueue
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.cache import empty_slots
+from covey.train.trainer import Trainer
 
 
 def pointers(tree: Any) -> dict[str, int]:
@@ -55,8 +56,9 @@ def test_the_cluster_owns_models_by_role_and_the_tokenizer_they_share(cluster: C
     made.prepare(GRPOConfig(algorithm="ppo", num_generations=1), 1)
     assert made.rollout.tokenizer is made.tokenizer
     assert all(made.inference.has(role) for role in (Role.REFERENCE, Role.CRITIC, Role.REWARD))
-    assert isinstance(made.trainer, RLTrainer)
-    assert isinstance(made.critic_trainer, CriticTrainer)
+    assert isinstance(made.trainer, Trainer)
+    assert isinstance(made.critic_trainer, Trainer)
+    assert made.trainer is not made.critic_trainer
 
 
 def test_each_role_lives_on_its_mesh_and_a_model_on_another_mesh_is_moved(cluster: Callable, decoder: Callable) -> None:
@@ -131,8 +133,7 @@ def test_values_and_update_critic(judged: RLCluster, sampled: Any) -> None:
     """An update moves the values toward the returns, by the critic's own trainer, and leaves the actor alone."""
     groups, rows, lengths = sampled
     judged.prepare(GRPOConfig(algorithm="ppo", num_generations=1, beta=0.0), 1)
-    assert isinstance(judged.trainer, RLTrainer)
-    assert isinstance(judged.critic_trainer, CriticTrainer)
+    assert isinstance(judged.critic_trainer, Trainer)
     before, actor = judged.get_values(rows, lengths), jax.tree.map(np.array, judged.trainer.params)
     fill = lambda value: np.where(rows.scored, np.float32(value), 0)  # noqa: E731
     given = ValueInputs(returns=fill(2), old_values=scatter_to_rows(rows, before), weight=fill(1))

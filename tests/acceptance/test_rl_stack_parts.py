@@ -20,12 +20,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from covey.config.schema import SFTConfig
+from covey.config.schema import GRPOConfig, SFTConfig
 from covey.errors import CoveyError
 from covey.models.attention import masked
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 from covey.rl import helpers
-from covey.rl.batch import CriticTrainer, RLTrainer
 from covey.rl.queue import Closed, DataQueue, Ended
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
@@ -155,9 +154,9 @@ def test_supervised_training_evaluates_and_logs_and_shows_chosen_values_of_the_l
     assert "eval/loss" in second
 
 
-def test_the_rl_trainers_stand_on_the_trainer() -> None:
-    assert issubclass(RLTrainer, Trainer)
-    assert issubclass(CriticTrainer, Trainer)
+def test_actor_and_critic_are_trained_by_the_supervised_trainer(judged: Any) -> None:
+    judged.prepare(GRPOConfig(algorithm="ppo", num_generations=1), 1)
+    assert type(judged.trainer) is type(judged.critic_trainer) is Trainer
 
 
 @pytest.mark.slow

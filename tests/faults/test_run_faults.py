@@ -415,20 +415,19 @@ def test_a_run_keeps_its_best_by_the_metric_it_names(tmp_path: Path) -> None:
 # --- numbers
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, step: int, trainer: Any = None) -> None:
-    """Makes the gradient of one update NaN where it is computed: that of any trainer, or of one class of them."""
+def poison(monkeypatch: pytest.MonkeyPatch, step: int, name: str = "") -> None:
+    """Makes the gradient of one update NaN where it is computed: in the trainer of this name."""
     from covey.train.trainer import Trainer
 
-    trainer = trainer or Trainer
-    share = trainer.gradients
+    share = Trainer.gradients
 
     def gradients(self: Trainer, parts: Any) -> Any:
-        if self.step + 1 == step and not self.__dict__.get("_poisoned"):
+        if self.name == name and self.step + 1 == step and not self.__dict__.get("_poisoned"):
             self.__dict__["_poisoned"] = True
             parts = [part._replace(batch=jax.tree.map(_nan, part.batch)) for part in parts]
         return share(self, parts)
 
-    monkeypatch.setattr(trainer, "gradients", gradients)
+    monkeypatch.setattr(Trainer, "gradients", gradients)
 
 
 def _nan(x: Any) -> Any:
@@ -455,10 +454,8 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what the critic's loss got, and the second of two updates on a batch under its own step."""
-    from covey.rl.batch import CriticTrainer
-
     out = tmp_path / "run"
-    poison(monkeypatch, step=2, trainer=CriticTrainer)
+    poison(monkeypatch, step=2, name="critic")
     with pytest.raises(NumbersError, match="update 2 of the critic is not finite"):
         run.train(ready("grpo.algorithm=ppo", "grpo.num_iterations=2"), out)
     assert sorted(path.name for path in (out / "bad").iterdir()) == ["00000002.jsonl", "00000002.npz"]

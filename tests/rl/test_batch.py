@@ -17,7 +17,7 @@ from covey.models.decoder import Decoder
 from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
-from covey.rl.batch import RLTrainer, RowBatch
+from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
@@ -29,13 +29,13 @@ RATE = 3.0
 
 
 @pytest.fixture
-def trainer(decoder: Callable[..., Decoder]) -> Callable[..., RLTrainer]:
-    def make(lora: int = 0, mesh: Any = None) -> RLTrainer:
+def trainer(decoder: Callable[..., Decoder]) -> Callable[..., Trainer]:
+    def make(lora: int = 0, mesh: Any = None) -> Trainer:
         model = decoder(lora)
         if mesh is not None:
             graph, params = nnx.split(model)
             model = nnx.merge(graph, reshard(params, shardings(params, mesh)))
-        return RLTrainer(model, optax.sgd(RATE), GRPO, temperature=0.9)
+        return Trainer(model, optax.sgd(RATE), policy_loss_fn(GRPO, temperature=0.9))
 
     return make
 
@@ -64,7 +64,7 @@ def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
 class OneStep:
     """Makes the same first update again and again with one compiled trainer."""
 
-    def __init__(self, trainer: RLTrainer):
+    def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.start = jax.tree.map(np.array, trainer.trainable)
         self.places = jax.tree.map(lambda x: x.sharding, trainer.trainable)

@@ -23,7 +23,7 @@ from covey.models.lora import with_lora
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
-from covey.sft.batch import fit, groups_of, parts, rows_of, supervised_loss, tokens_of
+from covey.sft.batch import fit, groups_of, put_micro_batches, rows_of, supervised_loss, tokens_of
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import StepRecord
@@ -105,7 +105,7 @@ class OneStep:
         """The metrics, and the gradient that the step must have taken."""
         trainer = self.trainer
         trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
-        metrics = trainer.update(parts(rows_of(groups, config), config, trainer.trainable, self.mesh))
+        metrics = trainer.update(put_micro_batches(rows_of(groups, config), config, trainer.trainable, self.mesh))
         before, after = flatten(self.start), flatten(trainer.trainable)
         return metrics, {name: (before[name] - np.asarray(after[name], np.float64)) / RATE for name in before}
 
