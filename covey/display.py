@@ -2,13 +2,17 @@
 
 Text from models, data and file names is untrusted. Characters that are not printable are shown as escapes, so that no
 text can move the cursor, colour the screen or change the writing direction; secrets of the environment are masked.
+
+The package reports through the loggers of its modules, below `covey`; a command shows their records with `show_log`.
 """
 
 import html
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from covey.errors import RecipeError
 
@@ -29,6 +33,43 @@ def printable(text: str, keep: str = "") -> str:
     """
     text = masked(text)
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def echo(text: str, keep: str = "", file: TextIO | None = None) -> None:
+    """Print `text` as `printable` returns it, to standard output when `file` is not given."""
+    print(printable(text, keep), file=file, flush=True)
+
+
+@contextmanager
+def show_log(info: Callable[[str], None], warning: Callable[[str], None]) -> Iterator[None]:
+    """Show what the package logs inside this context: call `info` with each message of that level, and `warning` with
+    each more severe one. The functions must escape the text.
+
+    The root logger gets nothing meanwhile: other libraries configure it, and each message would be shown twice.
+    """
+    log, handler = logging.getLogger("covey"), _CallbackHandler(info, warning)
+    level, propagate = log.level, log.propagate
+    log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+        log.setLevel(level)
+
+
+class _CallbackHandler(logging.Handler):
+    """Log handler that calls a function with each message; what the function raises ends the call that logs."""
+
+    def __init__(self, info: Callable[[str], None], warning: Callable[[str], None]):
+        super().__init__(logging.INFO)
+        self._info, self._warning = info, warning
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show = self._warning if record.levelno >= logging.WARNING else self._info
+        show(record.getMessage())
 
 
 def in_markdown(text: str) -> str:

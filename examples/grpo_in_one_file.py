@@ -15,6 +15,7 @@ Dimensions: P prompts, G completions of each, B = P·G samples, T tokens in a pa
 """
 
 import argparse
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -233,7 +234,9 @@ def main() -> None:
         flags.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     given = vars(flags.parse_args())
 
-    loaded, steps = load(given.pop("model"), say=print), given.pop("steps")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("covey").setLevel(logging.INFO)
+    loaded, steps = load(given.pop("model")), given.pop("steps")
     run = begin(loaded.model, loaded.tokenizer, right_characters, Settings(**given))
     rng = random.Random(run.settings.seed)
     for step in range(1, steps + 1):

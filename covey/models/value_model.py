@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int
 from covey.errors import WeightsError
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
-from covey.models.loading import sources, weights
-from covey.models.loading.wheels import Say
+from covey.models.loading import weights
 
 
 class HeadParam(nnx.Param[jax.Array]):
@@ -74,7 +73,6 @@ def load_value_model(
     new_head: bool = False,
     mesh: Mesh | None = None,
     place: weights.Place | None = None,
-    say: Say = sources.log.info,
     **options: Unpack[weights.DecoderOptions],
 ) -> weights.Loaded[ValueModel]:
     """Load a reward model, or the start of a critic.
@@ -82,13 +80,13 @@ def load_value_model(
     Args:
         source: as for `weights.load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
         new_head: accept a language model too, and give it a zero head, as the start of a critic.
-        mesh, place, say, options: as for `weights.load`.
+        mesh, place, options: as for `weights.load`.
 
     Raises:
         WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
             model and `new_head` is not set.
     """
-    found, checkpoint = weights.find(source, say)
+    found, checkpoint = weights.find(source)
     labels = weights.labels(checkpoint)
     _check_head(labels, new_head, str(found.path))
     config = replace(checkpoint.config, tie_embeddings=True)

@@ -114,7 +114,7 @@ def shardings(
 
     placed = jax.tree_util.tree_map_with_path(place, tree)
     for reason, names in kept_whole.items():
-        (report or logging.getLogger(__name__).info)(f"{reason}: kept whole in {len(names)} arrays ({names[0]}, ...)")
+        (report or logging.getLogger(__name__).debug)(f"{reason}: kept whole in {len(names)} arrays ({names[0]}, ...)")
     return placed
 
 

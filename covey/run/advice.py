@@ -3,13 +3,16 @@
 The same metrics can have many causes. A cause is named only if the completions and rewards of the steps show it.
 """
 
+import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from covey.train.loop import StepRecord
 from covey.types import FinishReason, Group
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 5
 """Number of consecutive steps without a learning signal before the warning."""
@@ -23,8 +26,7 @@ class ZeroAdvantageWarning:
     learnt. After `PATIENCE` such steps in a row it warns, once until the rewards in a group differ again.
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
+    def __init__(self) -> None:
         self._before: deque[Mapping[str, float]] = deque(maxlen=2 * PATIENCE)
         self._tied: list[StepRecord] = []
 
@@ -37,7 +39,7 @@ class ZeroAdvantageWarning:
             if len(self._tied) == PATIENCE:
                 seen, remedies = zip(*findings(self._tied, self._before), strict=True)
                 what = f"in {PATIENCE} steps all samples of every group scored alike, and nothing was learnt"
-                self.say(f"step {record.step}: {what}. Seen: {'; '.join(seen)}. {' '.join(remedies)}")
+                log.warning(f"step {record.step}: {what}. Seen: {'; '.join(seen)}. {' '.join(remedies)}")
 
 
 def findings(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> list[Finding]:

@@ -9,6 +9,7 @@ The modules `rl` and `sft` define what a run trains, and how.
 """
 
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from rich.console import Console
 from covey.config import recipe as recipes
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data.loader import PromptLoader
-from covey.display import refuse_secrets
+from covey.display import refuse_secrets, show_log
 from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
 from covey.run.compile_counter import CompileCounter
@@ -37,6 +38,8 @@ from covey.train.metrics import BAD, METRICS, SAMPLES, SUMMARY, MetricsWriter, w
 from covey.train.progress import Progress
 from covey.train.trackers import Tracked, Trackers
 from covey.types import Group
+
+log = logging.getLogger(__name__)
 
 RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
@@ -148,14 +151,15 @@ class Run(ABC, Generic[RecipeT]):
             console = None if self.writes else Console(quiet=True)
             face = Progress(0, console, headline=self.headline, show=training.show, answers=self.answers)
             self.progress = opened(face)
+            opened(show_log(self.phase, self.progress.message))
             if self._is_finished(self.recipe.training.max_steps or 0):
                 self.saves.restore(self.last, target={}, subset=True, check=self._refuse_other_settings)
                 return self._told_finished()
             watched = self.out if self.writes else None
-            self.watchdog = opened(Watchdog(watched, training.watchdog_seconds, self.progress.say))
-            self.programs = opened(CompileCounter(self.progress.say))
+            self.watchdog = opened(Watchdog(watched, training.watchdog_seconds))
+            self.programs = opened(CompileCounter())
             names = self.recipe.tracking if self.writes else ()
-            self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at), self.progress.phase))
+            self.trackers = opened(Trackers(names, Tracked(self.out, asdict(self.recipe), at)))
             self.signals = opened(SignalHandler())
             try:
                 return self._go()
@@ -219,7 +223,7 @@ class Run(ABC, Generic[RecipeT]):
         """Write the batch of a non-finite update into `bad/` for debugging, and report it."""
         if self.writes:
             place = write_bad_batch(self.out, step, groups, arrays)
-            self.progress.say(f"{error.what}; its batch is kept: {place}.jsonl")
+            log.warning(f"{error.what}; its batch is kept: {place}.jsonl")
 
     def save(self) -> None:
         """Start writing a checkpoint."""
@@ -240,7 +244,7 @@ class Run(ABC, Generic[RecipeT]):
             extra: the JSON values of the checkpoint.
         """
         self._refuse_other_settings(extra)
-        refuse_other_weights(extra["model"], self.origin, self.out, self.progress.say)
+        refuse_other_weights(extra["model"], self.origin, self.out)
 
     def _restore(self) -> None:
         if not self.resuming:
@@ -264,8 +268,9 @@ class Run(ABC, Generic[RecipeT]):
 
     def _told_finished(self) -> dict[str, Any]:
         command, run = recipes.COMMANDS[self.recipe.method], self._given_out
-        self.progress.say(f"this run is finished: it has made its {self.last} steps")
-        self.progress.say(f"to train longer: {command} --resume {run} --max-steps MORE; to evaluate: covey eval {run}")
+        self.progress.message(f"this run is finished: it has made its {self.last} steps")
+        longer = f"{command} --resume {run} --max-steps MORE"
+        self.progress.message(f"to train longer: {longer}; to evaluate: covey eval {run}")
         return dict(self.written or {})
 
     def _keep_recipe(self) -> None:
@@ -276,7 +281,7 @@ class Run(ABC, Generic[RecipeT]):
             replace_file(self.out / RECIPE, text.encode())
 
     def _refuse_other_settings(self, extra: Mapping[str, Any]) -> None:
-        compare(extra["settings"], settings_of(self.recipe), self.out, self.progress.say)
+        compare(extra["settings"], settings_of(self.recipe), self.out)
 
     def _refuse_another_folder(self) -> None:
         if self.writes and not self.saves.holds():
@@ -291,7 +296,7 @@ class Run(ABC, Generic[RecipeT]):
         """Return the evaluation before training; None when it was lost and the weights are already trained."""
         if not self.step:
             return self.judged("before")
-        self.progress.say(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
+        log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return None
 
     def _written(self) -> dict[str, Any] | None:

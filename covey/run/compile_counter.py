@@ -5,12 +5,14 @@ steps nothing is compiled any more. A run reports how many programs each of its 
 compilation does not stop. A program from the cache on disk counts too: it takes up memory although not compiled.
 """
 
+import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Self
 
 import jax
+
+log = logging.getLogger(__name__)
 
 READY = "/jax/core/compile/backend_compile_duration"
 PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
@@ -28,9 +30,9 @@ class CompileCounter:
         counts: number of programs by phase.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._say, self._steps, self._said = say, 0, False
+        self._steps, self._warned = 0, False
         self._own = threading.local()
         self._seconds, self._new = 0.0, Counter[str]()
         self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
@@ -46,11 +48,11 @@ class CompileCounter:
         self._last.append(new)
         self._steps += 1
         compiling = sum(bool(found) for found in self._last)
-        if self._steps >= WARM + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._said:
-            self._said = True
+        if self._steps >= WARM + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._warned:
+            self._warned = True
             counts = sum(self._last, Counter[str]())
             told = ", ".join(f"{phase} {count}" for phase, count in counts.most_common())
-            self._say(
+            log.warning(
                 f"step {number}: {compiling} of the last {LOOK_BACK} steps compiled new programs ({told}): {ADVICE}"
             )
         return seconds

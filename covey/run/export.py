@@ -5,7 +5,7 @@ from pathlib import Path
 
 from covey.config import recipe as recipes
 from covey.config.schema import ModelOptions
-from covey.display import printable
+from covey.display import echo, show_log
 from covey.errors import WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
@@ -30,12 +30,14 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     history = History.of(source)
     if kind == "peft":
         _check_adapters(history, source, out)
-    model, tokenizer = open_model(source, ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32"), _say)
-    _say(f"writing {kind}, and reading it back")
+    options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    with show_log(info=echo, warning=echo):
+        model, tokenizer = open_model(source, options)
+    echo(f"writing {kind}, and reading it back")
     apart = _write(history, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
-    _say(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
-    _say(f"logits of what was read back differ by {apart.largest:.2g} at most; the largest is {apart.of:.2g}")
+    echo(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+    echo(f"logits of what was read back differ by {apart.largest:.2g} at most; the largest is {apart.of:.2g}")
 
 
 def _write(
@@ -75,9 +77,5 @@ def _base(history: History) -> str:
     if not local.exists():
         return history.base
     name = local.resolve().name
-    _say(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
+    echo(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
     return name
-
-
-def _say(text: str) -> None:
-    print(printable(text), flush=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,29 +15,31 @@ from covey.config.schema import RolloutConfig
 from covey.data import sources as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
-from covey.display import printable
+from covey.display import echo, show_log
 from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.evaluate import Evaluation, Generates, judges
 from covey.rl.evaluate import evaluate as judge
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import Say, mesh_at_hand, open_model
+from covey.run.load_model import mesh_at_hand, open_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.progress import Progress
 from covey.types import Group
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
     """Evaluate the model or run at `source` on the held-out prompts of `ready`; print and return the metrics."""
     held_out = data_source.load(ready.data).test
     check_columns((*ready.rewards, *judges(ready.evaluation)), held_out)
-    with Progress(0) as progress:
-        mesh = mesh_at_hand(ready.model.mesh, progress.phase)
-        model, tokenizer = open_model(source, ready.model, progress.phase, mesh)
+    with Progress(0) as progress, show_log(progress.phase, progress.message):
+        mesh = mesh_at_hand(ready.model.mesh)
+        model, tokenizer = open_model(source, ready.model, mesh)
         worker = RolloutWorker(model, tokenizer, ready.rollout)
         progress.phase("sampling answers")
-        with RewardRunner(ready.reward_safety, progress.say) as runner:
+        with RewardRunner(ready.reward_safety, progress.message) as runner:
             found = judge_held_out(worker, fitting(held_out, tokenizer, ready).rows, ready, progress, runner)
         progress.evaluation(source, found.summary())
     return found.summary()
@@ -44,7 +47,8 @@ def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
     """Generate `samples` completions of one user message with the model or run at `source`."""
-    model, tokenizer = open_model(source, say=_quiet, mesh=_mesh_of(source, _aside))
+    with show_log(info=lambda _: None, warning=_echo_to_stderr):
+        model, tokenizer = open_model(source, mesh=_mesh_of(source))
     worker = RolloutWorker(model, tokenizer, rollout)
     (group,) = worker.generate([{"prompt": _as_chat(tokenizer, prompt)}], samples)
     return [completion.text for completion in group.completions]
@@ -52,7 +56,8 @@ def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> 
 
 def chat(source: str, rollout: RolloutConfig) -> None:
     """Hold a conversation on the terminal; an empty line or end of input ends it."""
-    model, tokenizer = open_model(source, say=_say, mesh=_mesh_of(source, _say))
+    with show_log(info=_echo, warning=_echo):
+        model, tokenizer = open_model(source, mesh=_mesh_of(source))
     limit = max(1, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
@@ -63,9 +68,9 @@ def chat(source: str, rollout: RolloutConfig) -> None:
         try:
             messages = _answered(worker, messages, text, limit)
         except DataError as error:
-            _say(f"this line is left out: {error}")
+            _echo(f"this line is left out: {error}")
         else:
-            _say(messages[-1]["content"])
+            _echo(messages[-1]["content"])
 
 
 def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
@@ -82,7 +87,7 @@ def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str
     messages = [*before, {"role": "user", "content": text}]
     while tokenizer.chat_template and len(messages) > 1 and len(tokenizer.encode_prompt(messages)) > limit:
         messages = messages[2:]
-        _say("(the oldest turn is forgotten: the conversation has outgrown the model)")
+        _echo("(the oldest turn is forgotten: the conversation has outgrown the model)")
     prompt = messages if tokenizer.chat_template else text
     (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
@@ -113,8 +118,8 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
     )
 
 
-def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int, say: Say) -> list[Row]:
-    """Return the first `count` of `examples` whose prompt leaves room for an answer; report the others to `say`."""
+def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
+    """Return the first `count` of `examples` whose prompt leaves room for an answer; log the others."""
     chosen: list[Row] = []
     too_long: list[int] = []
     for row in (row for row in examples if row["prompt"]):
@@ -126,7 +131,7 @@ def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int, say: 
         else:
             too_long.append(tokens)
     if too_long:
-        say(_not_answered(too_long, worker.config))
+        log.warning(_not_answered(too_long, worker.config))
     return chosen
 
 
@@ -150,9 +155,9 @@ def answer_examples(
     return found.summary(), found.groups
 
 
-def _mesh_of(source: str, say: Say) -> Mesh | None:
+def _mesh_of(source: str) -> Mesh | None:
     """Return the mesh that the run at `source` was trained on; a model that is not a run uses one device."""
-    return mesh_at_hand(recipes.load_any(source).model.mesh, say) if is_run(source) else None
+    return mesh_at_hand(recipes.load_any(source).model.mesh) if is_run(source) else None
 
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:
@@ -166,14 +171,10 @@ def _read_line() -> str:
         return ""
 
 
-def _say(text: str) -> None:
-    print(printable(text, keep="\n\t"), flush=True)
+def _echo(text: str) -> None:
+    echo(text, keep="\n\t")
 
 
-def _aside(text: str) -> None:
+def _echo_to_stderr(text: str) -> None:
     """Print a message apart from the output, for commands whose output is the answer alone."""
-    print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
-
-
-def _quiet(text: str) -> None:
-    """Drop a message that no user needs."""
+    echo(text, keep="\n\t", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Load the model of a run: from any model source, or from a run folder with its trained weights."""
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from covey.errors import ResumeError
 from covey.models import scratch
 from covey.models.decoder import Decoder
 from covey.models.loading import digests, peft, weights
-from covey.models.loading.sources import cache_folder, log
+from covey.models.loading.sources import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import format_of
 from covey.parallel import mesh_for, reshard, shardings
@@ -33,13 +33,13 @@ LOCAL = re.compile(
     re.DOTALL,
 )
 """Pattern of the origin of weights at a path. Older runs recorded no digest."""
-Say = Callable[[str], None]
+
+log = logging.getLogger(__name__)
 
 
 def open_model(
     source: str,
     options: ModelOptions | None = None,
-    say: Say = log.info,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Load the model at `source`: a run folder (its recipe's model with its last checkpoint) or any model source.
@@ -47,30 +47,29 @@ def open_model(
     Args:
         source: see `ModelOptions.source`, which it replaces.
         options: storage and compute options of a model that is not a run; a run has its own.
-        say: called with messages about slow steps.
         mesh: the devices to shard it over; the default device when not given.
 
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
     if is_run(source):
-        return _trained(Path(source), recipes.load_any(source).model, say, mesh)[:2]
-    return load_source(options or ModelOptions(), source, say, mesh=mesh)[:2]
+        return _trained(Path(source), recipes.load_any(source).model, mesh)[:2]
+    return load_source(options or ModelOptions(), source, mesh=mesh)[:2]
 
 
-def mesh_at_hand(config: MeshConfig, say: Say) -> Mesh | None:
+def mesh_at_hand(config: MeshConfig) -> Mesh | None:
     """Return the mesh of a recipe. Inference does not need it: if devices are missing, fall back to one device and
-    report it through `say`.
+    log it.
     """
     wanted, there = config.data * config.fsdp * config.tp, len(jax.local_devices())
     if wanted <= there:
         return mesh_for(config)
-    say(f"model.mesh asks for {wanted} devices, and there are {there}: the model is on one of them")
+    log.warning(f"model.mesh asks for {wanted} devices, and there are {there}: the model is on one of them")
     return None
 
 
 def load_source(
-    options: ModelOptions, source: str, say: Say, seed: int = 0, mesh: Mesh | None = None
+    options: ModelOptions, source: str, seed: int = 0, mesh: Mesh | None = None
 ) -> tuple[Decoder, Tokenizer, str]:
     """Load the model at `source`, with the adapter that `options` name or with new ones if they configure some; return
     it with the origin of its weights.
@@ -80,9 +79,9 @@ def load_source(
     """
     use_compilation_cache()
     if is_run(source):
-        model, tokenizer, origin = _learnt(options, source, say, mesh)
+        model, tokenizer, origin = _learnt(options, source, mesh)
     else:
-        model, tokenizer, origin = _pretrained(options, scratch.seeded(source, seed), say, mesh)
+        model, tokenizer, origin = _pretrained(options, scratch.seeded(source, seed), mesh)
     if options.adapter:
         model = peft.with_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
         origin = f"{origin} with the adapter sha256 {peft.digest(options.adapter)[:16]}"
@@ -107,16 +106,16 @@ def with_digest(origin: str) -> str:
     return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
 
 
-def refuse_other_weights(then: str, now: str, where: Path, say: Say, role: str = "") -> None:
+def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> None:
     """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
 
     Weights at a path are compared by content, whatever the path. If the run recorded only their path, the path is
-    compared, and `say` reports it.
+    compared, and a warning says so.
 
     Args:
         role: the setting that names the weights, when they are not those of the policy.
     """
-    if then != now and not _same_local(then, now, say):
+    if then != now and not _same_local(then, now):
         what = f"{role} with the weights" if role else "the weights"
         raise ResumeError(
             f"this run began with {what} {then!r}, and {now!r} is what can be had now",
@@ -125,12 +124,13 @@ def refuse_other_weights(then: str, now: str, where: Path, say: Say, role: str =
         )
 
 
-def _same_local(then: str, now: str, say: Say) -> bool:
+def _same_local(then: str, now: str) -> bool:
     begun, found = LOCAL.fullmatch(then), LOCAL.fullmatch(now)
     if begun is None or found is None or begun["adapter"] != found["adapter"]:
         return False
     if begun["digest"] is None and begun["path"] == found["path"]:
-        say(f"the run noted where its weights lay and not what they were: taking those at {found['path']} for the same")
+        noted = "the run noted where its weights lay and not what they were"
+        log.warning(f"{noted}: taking those at {found['path']} for the same")
         return True
     return begun["digest"] == found["digest"]
 
@@ -144,15 +144,14 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones take seconds too
 
 
-def _pretrained(options: ModelOptions, source: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
-    say(f"loading {source}")
+def _pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+    log.info(f"loading {source}")
     loaded = weights.load(
         source,
         **decoder_options(options),
         quantize=options.quantize,
         quantize_block=options.quantize_block,
         mesh=mesh,
-        say=say,
     )
     return loaded.model, loaded.tokenizer, with_digest(loaded.origin)
 
@@ -163,23 +162,23 @@ def _placed(model: Decoder, mesh: Mesh) -> Decoder:
     return nnx.merge(graph, reshard(params, shardings(params, mesh)))
 
 
-def _learnt(options: ModelOptions, folder: str, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
     theirs = recipes.load_any(folder).model
     held_as = replace(theirs, **_computed(options))
-    model, tokenizer, origin = _trained(Path(folder), held_as, say, mesh)
+    model, tokenizer, origin = _trained(Path(folder), held_as, mesh)
     return merge_as_base(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
 
 
-def _trained(folder: Path, options: ModelOptions, say: Say, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+def _trained(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
-    model, tokenizer, base = load_source(options, options.source, say, recipes.load_any(folder).seed, mesh)
+    model, tokenizer, base = load_source(options, options.source, recipes.load_any(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = saves.latest()
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         sums = saves.folder / f"{step or 0:08d}" / SUMS
         origin = f"checkpoint {step} of a run, sha256 {hashlib.sha256(sums.read_bytes()).hexdigest()[:16]}"
-    refuse_other_weights(extra["model"], base, folder, say)
+    refuse_other_weights(extra["model"], base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin

@@ -38,7 +38,7 @@ class History:
 
     def folder(self) -> Path | None:
         """Local Hugging Face folder of the base; None when it came from a GGUF file."""
-        path = sources.resolve(self.base, say=lambda _: None).path
+        path = sources.resolve(self.base).path
         return path if path.is_dir() else None
 
     def repository(self) -> str | None:

@@ -3,6 +3,7 @@
 In addition to the files of every run, `samples.jsonl` holds each completion with its scores.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from covey.train.loop import Observer, StepRecord, total_steps
 from covey.train.metrics import prompt_text, write_answers
 from covey.train.progress import SampleLine
 from covey.types import Group
+
+log = logging.getLogger(__name__)
 
 
 def train(ready: Recipe, out: Path) -> dict[str, Any]:
@@ -102,13 +105,13 @@ class RLRun(Run[Recipe]):
         then = extra.get("other_models")
         for role, now in self._other_models.items():
             if then is None:
-                self.progress.say(f"the run did not note what its {role} was: taking that at {now} for the same")
+                log.warning(f"the run did not note what its {role} was: taking that at {now} for the same")
             elif role in then:
-                refuse_other_weights(then[role], now, self.out, self.progress.say, role)
+                refuse_other_weights(then[role], now, self.out, role)
 
     def _cluster(self) -> tuple[RLCluster, str]:
-        ready, say = self.recipe, self.phase
-        model, tokenizer, origin = load_source(ready.model, ready.model.source, say, ready.seed, self.mesh)
+        ready = self.recipe
+        model, tokenizer, origin = load_source(ready.model, ready.model.source, ready.seed, self.mesh)
         reward = self._value_model("reward_model", ready.reward_model) if ready.reward_model else None
         critic = self._critic(model) if algorithm_of(ready.grpo).has_critic else None
         config = ClusterConfig({} if self.mesh is None else {Role.ACTOR: self.mesh}, ready.training, ready.rollout)
@@ -128,7 +131,7 @@ class RLRun(Run[Recipe]):
 
     def _value_model(self, role: str, source: str, **how: Any) -> ValueModel:
         """Load the model that the recipe names for `role`; record its origin, so that no resume uses another model."""
-        loaded = load_value_model(source, say=self.phase, **how)
+        loaded = load_value_model(source, **how)
         self._other_models[role] = with_digest(loaded.origin)
         return loaded.model
 
@@ -141,7 +144,7 @@ class RLRun(Run[Recipe]):
             "eval_config": during_training(ready.evaluation),
             "observers": [self._note, self._show, *self._advisers(), self.after_step],
             "on_bad_batch": self.keep_bad_batch,
-            "reward_runner": self.opened(RewardRunner(ready.reward_safety, self.progress.say)),
+            "reward_runner": self.opened(RewardRunner(ready.reward_safety, self.progress.message)),
         }
         if algorithm_of(ready.grpo).has_critic:
             return PPOLearner(ppo_config=ready.grpo, **common)
@@ -149,7 +152,7 @@ class RLRun(Run[Recipe]):
 
     def _advisers(self) -> list[Observer]:
         """Return the observers of the steps. With a critic, groups of equal rewards still give a learning signal."""
-        return [] if algorithm_of(self.recipe.grpo).has_critic else [ZeroAdvantageWarning(self.progress.say)]
+        return [] if algorithm_of(self.recipe.grpo).has_critic else [ZeroAdvantageWarning()]
 
     def _fit_prompts(self, cluster: RLCluster) -> None:
         """Leave out or cut prompts that are too long, if the recipe allows it, and count them."""
@@ -157,7 +160,7 @@ class RLRun(Run[Recipe]):
         self._unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
         if any(self._unfit.values()):
             counts = " and ".join(f"{count} {name}" for name, count in self._unfit.items() if count)
-            self.progress.say(f"prompts longer than rollout.max_prompt_length: {counts}")
+            log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")
             self.loader = PromptLoader(train.rows, self.recipe.training.prompts_per_step, seed=self.recipe.seed)
             self.data = replace(self.data, train=train.rows, test=test.rows)
 

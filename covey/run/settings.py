@@ -8,7 +8,8 @@ setting must match the earlier behaviour, or `as_begun` sets it. A setting that 
 run: it is reported.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
 
 Settings = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
@@ -34,7 +36,7 @@ def as_begun(recipe: Recipe, then: Settings) -> Recipe:
     return replace(recipe, grpo=replace(recipe.grpo, reference="base"))
 
 
-def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], None]) -> None:
+def compare(then: Settings, now: Settings, folder: Path) -> None:
     """Refuse to resume the run at `folder`, saved with the settings `then`, with settings `now` that make it another
     run; report the other differences. A setting that `then` lacks had its default.
 
@@ -42,7 +44,7 @@ def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], No
         ResumeError: data, batch, seed, types or adapters differ.
     """
     if REFERENCE not in then and now.get(REFERENCE) == "base":
-        say(f"this run is older than {REFERENCE}, and goes on with base, as it began")
+        log.warning(f"this run is older than {REFERENCE}, and goes on with base, as it began")
         then = then | {REFERENCE: "base"}
     then = _defaults(then, now) | then
     other = {name: _told(name, then, now) for name in then if name not in now or then[name] != now[name]}
@@ -54,7 +56,7 @@ def compare(then: Settings, now: Settings, folder: Path, say: Callable[[str], No
             where=str(folder / "recipe.yaml"),
         )
     if other:
-        say("changed since the run was saved: " + "; ".join(other.values()))
+        log.warning("changed since the run was saved: " + "; ".join(other.values()))
 
 
 def _told(name: str, then: Settings, now: Settings) -> str:

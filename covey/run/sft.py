@@ -10,6 +10,7 @@ from covey.config import recipe as recipes
 from covey.config.recipe import SFTRecipe
 from covey.data import Dataset
 from covey.data import sources as data_source
+from covey.display import show_log
 from covey.rewards import check_columns
 from covey.rl.evaluate import judges
 from covey.run.base import Run
@@ -36,15 +37,15 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
     """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics."""
     held_out = _data(ready).test
-    with Progress(0) as progress:
-        mesh = mesh_at_hand(ready.model.mesh, progress.phase)
-        model, tokenizer = open_model(source, ready.model, progress.phase, mesh)
+    with Progress(0) as progress, show_log(progress.phase, progress.message):
+        mesh = mesh_at_hand(ready.model.mesh)
+        model, tokenizer = open_model(source, ready.model, mesh)
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=ready.training, mesh=mesh, observers=[])
         chosen = learner.fit(held_out, HELD_OUT).examples[: ready.evaluation.prompts or None]
         figures = learner.held_out_loss(chosen) | {"examples": len(chosen)}
         worker = answering_worker(model, tokenizer, ready.rollout)
-        asked = answerable(worker, chosen, ready.evaluation.answers, progress.say)
+        asked = answerable(worker, chosen, ready.evaluation.answers)
         figures |= answer_examples(worker, asked, ready, progress)[0]
         progress.evaluation(source, figures)
     return figures
@@ -61,7 +62,7 @@ class SFTRun(Run[SFTRecipe]):
 
     def prepare(self) -> int:
         ready = self.recipe
-        model, tokenizer, self.origin = load_source(ready.model, ready.model.source, self.phase, ready.seed, self.mesh)
+        model, tokenizer, self.origin = load_source(ready.model, ready.model.source, ready.seed, self.mesh)
         self.worker = answering_worker(model, tokenizer, ready.rollout)
         self.learner = SFTLearner(
             model=model,
@@ -75,7 +76,7 @@ class SFTRun(Run[SFTRecipe]):
         )
         self.fitted = self.learner.fit(self.data.train)
         self.held_out = self.learner.fit(self.data.test, HELD_OUT).examples[: ready.evaluation.prompts or None]
-        self.asked = answerable(self.worker, self.held_out, ready.evaluation.answers, self.progress.say)
+        self.asked = answerable(self.worker, self.held_out, ready.evaluation.answers)
         self.loader = self.learner.loader(self.fitted.examples)
         total = total_steps(ready.training, len(self.loader))
         self.trainer = self.learner.prepare(total)

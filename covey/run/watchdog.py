@@ -7,12 +7,14 @@ continues: a watchdog cannot tell slow from stuck.
 
 import faulthandler
 import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 
@@ -23,12 +25,11 @@ class Watchdog:
     Args:
         folder: the run folder; None disables the watchdog.
         limit: seconds that a phase may take; 0 is no limit.
-        say: called in the watchdog's thread when stacks were written.
         every: seconds between two checks.
     """
 
-    def __init__(self, folder: Path | None, limit: float, say: Callable[[str], None], every: float = 5.0):
-        self.folder, self.limit, self.say, self._every = folder, limit, say, every
+    def __init__(self, folder: Path | None, limit: float, every: float = 5.0):
+        self.folder, self.limit, self._every = folder, limit, every
         self._phase, self._since, self._reported = "start", time.time(), False
         self._failed: str | None = None
         self._ended = threading.Event()
@@ -69,7 +70,7 @@ class Watchdog:
             self._failed = None
         except OSError as error:
             if error.strerror != self._failed:
-                self.say(f"{file.name} cannot be written: {error.strerror}")
+                log.warning(f"{file.name} cannot be written: {error.strerror}")
             self._failed = error.strerror
 
     def _look(self, file: Path, phase: str, since: float) -> None:
@@ -81,5 +82,5 @@ class Watchdog:
                 faulthandler.dump_traceback(out, all_threads=True)
                 out.write("\n")
         except OSError as error:
-            self.say(f"{file.name} cannot be written: {error.strerror}")
-        self.say(f"{phase} has taken {time.time() - since:.0f} s; what every thread was doing: {file}")
+            log.warning(f"{file.name} cannot be written: {error.strerror}")
+        log.warning(f"{phase} has taken {time.time() - since:.0f} s; what every thread was doing: {file}")

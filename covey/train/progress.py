@@ -96,7 +96,7 @@ class Progress:
             self._announced.add(self._phase)
             self._stamp()
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Print a line that stays on the screen, about something that the user should know."""
         self._print(f"[{time.monotonic() - self._started:6.1f}s] {text}")
 

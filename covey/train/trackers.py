@@ -1,6 +1,6 @@
 """Send metrics to experiment trackers: TensorBoard, Weights & Biases, trackio.
 
-A recipe names them (`tracking`), and each package is optional. A tracker that is missing or fails is reported once and
+A recipe names them (`tracking`), and each package is optional. A tracker that is missing or fails is logged once and
 disabled: none of them stops a run. Only the metrics and the recipe are sent; no samples, no terminal output, no
 environment. The values of variables that look like secrets are masked wherever they occur.
 
@@ -8,6 +8,7 @@ Weights & Biases no longer has anonymous runs: without a login the metrics stay 
 sends them later.
 """
 
+import logging
 import math
 import os
 import secrets
@@ -22,6 +23,7 @@ from covey.display import masked
 from covey.extras import install
 
 PROJECT = "covey"
+log = logging.getLogger(__name__)
 ID = "tracking-id"
 """Name of the file in the run folder with the identifier under which trackers resume the run."""
 
@@ -61,11 +63,10 @@ class Trackers:
     Args:
         names: keys of `TRACKERS`.
         run: the run to track.
-        say: called with messages about what cannot be tracked, and where to find the metrics.
     """
 
-    def __init__(self, names: Iterable[str], run: Tracked, say: Callable[[str], None]):
-        self.run, self.say = Tracked(run.folder, masked(run.settings), run.resume_at), say
+    def __init__(self, names: Iterable[str], run: Tracked):
+        self.run = Tracked(run.folder, masked(run.settings), run.resume_at)
         self._open: dict[str, Tracker] = {}
         for name in names:
             self._attempt(name, partial(self._start, name))
@@ -87,7 +88,7 @@ class Trackers:
         self._open.clear()
 
     def _start(self, name: str) -> None:
-        self._open[name] = TRACKERS[name](self.run, self.say)
+        self._open[name] = TRACKERS[name](self.run)
 
     def _attempt(self, name: str, act: Callable[[], object]) -> None:
         try:
@@ -96,7 +97,7 @@ class Trackers:
             self._open.pop(name, None)
             reason = masked(next(iter(str(error).splitlines()), ""))
             fix = f"; {install('track')} brings it" if isinstance(error, ImportError) else ""
-            self.say(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
+            log.warning(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
 
     def __enter__(self) -> "Trackers":
         return self
@@ -108,7 +109,7 @@ class Trackers:
 class TensorBoard:
     """Tracker that writes scalars to the folder `tensorboard` of the run."""
 
-    def __init__(self, run: Tracked, say: Callable[[str], None]):
+    def __init__(self, run: Tracked):
         again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
         self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(run.folder / "tensorboard"), **again)
 
@@ -123,7 +124,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Tracker for W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
 
-    def __init__(self, run: Tracked, say: Callable[[str], None]):
+    def __init__(self, run: Tracked):
         wandb = import_module("wandb")
         online = bool(wandb.api.api_key)
         self.run = wandb.init(
@@ -137,7 +138,7 @@ class WeightsAndBiases:
             settings={"console": "off", "disable_git": True, "save_code": False, "silent": True, "init_timeout": 30.0},
         )
         address = getattr(self.run, "url", None)
-        say(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / 'wandb'}")
+        log.info(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / 'wandb'}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)
@@ -149,7 +150,7 @@ class WeightsAndBiases:
 class Trackio:
     """Tracker for the trackio project `covey`, in trackio's own folder."""
 
-    def __init__(self, run: Tracked, say: Callable[[str], None]):
+    def __init__(self, run: Tracked):
         name = f"{run.folder.name}-{run.identity()}"
         resume = "never" if run.resume_at is None else "allow"
         self.trackio = import_module("trackio")
@@ -162,7 +163,7 @@ class Trackio:
         self.trackio.finish()
 
 
-TRACKERS: dict[str, Callable[[Tracked, Callable[[str], None]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "trackio": Trackio,

@@ -378,6 +378,6 @@ def reported(group: Group) -> None:
             for c, r in zip(group.completions, group.rewards, strict=True)
         ]
         progress.step({"step": 1, "reward": 0.0}, shown)
-        progress.say(in_markdown(group.completions[0].text))
+        progress.message(in_markdown(group.completions[0].text))
     assert "\x1b" not in out.getvalue()
     assert "\ud800" not in out.getvalue()

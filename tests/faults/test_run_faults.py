@@ -289,21 +289,23 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_runs(tmp_path: Path
 # --- time
 
 
-def test_a_phase_that_takes_too_long_shows_what_every_thread_does(tmp_path: Path) -> None:
-    said, stop = list[str](), threading.Event()
+def test_a_phase_that_takes_too_long_shows_what_every_thread_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
 
     def hanging_in_here() -> None:
         stop.wait()
 
     thread = threading.Thread(target=hanging_in_here)
     thread.start()
-    with Watchdog(tmp_path, limit=0.2, say=said.append, every=0.05) as watchdog:
+    with Watchdog(tmp_path, limit=0.2, every=0.05) as watchdog:
         watchdog.phase("rollout")
         time.sleep(0.15)
         assert not (tmp_path / STACKS).exists()
         watchdog.phase("reward")
         deadline = time.time() + 10
-        while not said and time.time() < deadline:
+        while not caplog.messages and time.time() < deadline:
             time.sleep(0.02)
         beat = json.loads((tmp_path / HEARTBEAT).read_text())
     stop.set()
@@ -312,13 +314,13 @@ def test_a_phase_that_takes_too_long_shows_what_every_thread_does(tmp_path: Path
     assert "phase 'reward'" in stacks
     assert "hanging_in_here" in stacks
     assert "test_a_phase_that_takes_too_long" in stacks
-    assert len(said) == 1  # once a phase
+    assert len(caplog.messages) == 1  # once a phase
     assert beat["phase"] == "reward"
     assert beat["process"] == os.getpid()
 
 
-def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
-    said, looks = list[str](), threading.Semaphore(0)
+def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    looks = threading.Semaphore(0)
     (tmp_path / HEARTBEAT).mkdir()
 
     class Counted(Watchdog):
@@ -326,10 +328,10 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
             super()._beat(*given)
             looks.release()
 
-    with Counted(tmp_path, limit=0, say=said.append, every=0.01):
+    with Counted(tmp_path, limit=0, every=0.01):
         assert all(looks.acquire(timeout=10) for _ in range(3))
-    assert len(said) == 1
-    assert "heartbeat.json cannot be written" in said[0]
+    [told] = caplog.messages
+    assert "heartbeat.json cannot be written" in told
 
 
 def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,9 +343,9 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
         seen.append(name)
         begin(self, name)
 
-    def made(self: Watchdog, folder: Any, limit: float, say: Any, every: float = 5.0) -> None:
+    def made(self: Watchdog, folder: Any, limit: float, every: float = 5.0) -> None:
         limits.append(limit)
-        make(self, folder, limit, say, every)
+        make(self, folder, limit, every)
 
     monkeypatch.setattr(Watchdog, "phase", noted)
     monkeypatch.setattr(Watchdog, "__init__", made)

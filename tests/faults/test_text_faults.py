@@ -4,9 +4,9 @@ And nothing in the package can run what it reads: no pickle, no `eval`, no YAML 
 """
 
 import ast
-import importlib
 import io
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -18,9 +18,10 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.config import recipe
-from covey.display import in_markdown, masked, printable, refuse_secrets
+from covey.display import echo, in_markdown, masked, printable, refuse_secrets, show_log
 from covey.errors import RecipeError
 from covey.rl.rollout import RolloutWorker
+from covey.run import inference
 from covey.run.model_card import History, model_card
 from covey.train.metrics import SAMPLES, MetricsWriter, read_rows
 from covey.train.progress import Progress, SampleLine
@@ -44,7 +45,7 @@ def test_nothing_of_a_model_moves_the_cursor() -> None:
     out = io.StringIO()
     with Progress(3, Console(file=out, width=400, highlight=False)) as progress:
         progress.phase(f"loading {NASTY}")
-        progress.say(NASTY)
+        progress.message(NASTY)
         row = {"step": 1, "reward": 0.5}
         progress.step(row, [SampleLine(NASTY, NASTY, 1.0), SampleLine("p", "t", 0.0)])
         progress.evaluation(f"before {NASTY}", {"reward": 0.5}, [SampleLine(NASTY, NASTY, 1.0)])
@@ -103,12 +104,31 @@ def test_the_names_of_metrics_move_nothing_either() -> None:
 
 def test_what_is_told_about_a_source_is_escaped(capsys: Any) -> None:
     """Its name, and what a hub or an index says of it."""
-    for module in ("covey.run.inference", "covey.run.export"):
-        importlib.import_module(module)._say(NASTY)
-    importlib.import_module("covey.run.inference")._aside(NASTY)
+    log = logging.getLogger("covey.models.loading.sources")
+    with show_log(info=echo, warning=inference._echo):
+        log.info(NASTY)
+        log.warning(NASTY)
+    inference._echo_to_stderr(NASTY)
+    log.info(NASTY)
     told = "".join(capsys.readouterr())
     assert told.count("red\\u202egnp") == 3
     assert clean(told)
+
+
+def test_without_a_command_the_log_is_that_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    """A library installs no handler; a command shows each message once, and leaves the logger as it was."""
+    log, found = logging.getLogger("covey"), list[str]()
+    before = (log.level, log.propagate, list(log.handlers))
+    assert not log.handlers
+    with show_log(info=found.append, warning=lambda text: found.append(f"warning: {text}")):
+        logging.getLogger("covey.run").debug("detail")
+        logging.getLogger("covey.run").info("50 % done")
+        logging.getLogger("covey.run").error("failed")
+    assert found == ["50 % done", "warning: failed"]
+    assert (log.level, log.propagate, list(log.handlers)) == before
+    assert not caplog.messages
+    logging.getLogger("covey.run").warning("for the program")
+    assert caplog.messages == ["for the program"]
 
 
 def test_a_recipe_is_printed_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -206,7 +226,7 @@ def test_secrets_are_shown_nowhere(secret: str, tmp_path: Path) -> None:
     out = io.StringIO()
     with Progress(1, Console(file=out, width=400)) as progress:
         progress.phase(f"fetching x?token={secret}")
-        progress.say(f"401 for {secret}")
+        progress.message(f"401 for {secret}")
         progress.step({"step": 1, "reward": 1.0}, [SampleLine(secret, secret[::-1], 1.0)])
     assert secret not in out.getvalue()
     assert secret[::-1] not in out.getvalue()

@@ -119,7 +119,7 @@ class FakePip:
     def __init__(self, data: bytes):
         self.data, self.code, self.output, self.calls = data, 0, "", 0
 
-    def __call__(self, command: list[str], tick: object) -> tuple[int, str]:
+    def __call__(self, command: list[str]) -> tuple[int, str]:
         self.calls += 1
         if self.data:
             (Path(command[command.index("-d") + 1]) / "fake_model-1.0-py3-none-any.whl").write_bytes(self.data)

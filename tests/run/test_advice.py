@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey.display import show_log
 from covey.rl.metrics import group_metrics
 from covey.run.advice import PATIENCE, ZeroAdvantageWarning
 from covey.train.loop import StepRecord
@@ -23,10 +24,11 @@ def group(rewards: Sequence[float], texts: Sequence[str] = "abcd", finish: str =
 def said(*steps: Sequence[Group], learning_rate: float = 0.1) -> list[str]:
     """What is said of steps with these groups."""
     told: list[str] = []
-    adviser = ZeroAdvantageWarning(told.append)
-    for number, groups in enumerate(steps, start=1):
-        metrics = group_metrics(groups) | {"learning_rate": learning_rate, "step": number}
-        adviser(StepRecord(number, 1, 99, metrics, groups))
+    adviser = ZeroAdvantageWarning()
+    with show_log(info=told.append, warning=told.append):
+        for number, groups in enumerate(steps, start=1):
+            metrics = group_metrics(groups) | {"learning_rate": learning_rate, "step": number}
+            adviser(StepRecord(number, 1, 99, metrics, groups))
     return told
 
 

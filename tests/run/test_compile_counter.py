@@ -1,11 +1,13 @@
 """CompileCounter: what a run compiled, and a word when it does not stop compiling."""
 
 import threading
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from covey.display import show_log
 from covey.run.compile_counter import LOOK_BACK, WARM, CompileCounter
 
 
@@ -15,12 +17,15 @@ def compiled_anew(size: int) -> None:
 
 
 @pytest.fixture
-def heard() -> list[str]:
-    return []
+def heard() -> Iterator[list[str]]:
+    """The warnings of the package."""
+    found: list[str] = []
+    with show_log(info=print, warning=found.append):
+        yield found
 
 
 def test_programs_are_counted_in_the_phase_that_compiled_them(heard: list[str]) -> None:
-    with CompileCounter(heard.append) as programs:
+    with CompileCounter() as programs:
         compiled_anew(1)
         programs.phase("rollout")
         compiled_anew(2)
@@ -42,7 +47,7 @@ def test_a_thread_has_a_phase_of_its_own(heard: list[str]) -> None:
         over.wait()
 
     began, over = threading.Event(), threading.Event()
-    with CompileCounter(heard.append) as programs:
+    with CompileCounter() as programs:
         programs.phase("update")
         thread = threading.Thread(target=samples)
         thread.start()
@@ -56,14 +61,14 @@ def test_a_thread_has_a_phase_of_its_own(heard: list[str]) -> None:
 def test_the_same_shape_again_compiles_nothing() -> None:
     double = jax.jit(lambda x: 2 * x)
     double(jnp.ones(3))
-    with CompileCounter(print) as programs:
+    with CompileCounter() as programs:
         double(jnp.ones(3))
         assert programs.step(1) == 0
     assert not programs.counts
 
 
 def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]) -> None:
-    with CompileCounter(heard.append) as programs:
+    with CompileCounter() as programs:
         programs.phase("logps")
         for step in range(1, WARM + 2 * LOOK_BACK):
             compiled_anew(100 + step)
@@ -76,7 +81,7 @@ def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]
 
 
 def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> None:
-    with CompileCounter(heard.append) as programs:
+    with CompileCounter() as programs:
         for step in range(1, WARM + 3 * LOOK_BACK):
             if step < WARM or step % 3 == 0:
                 compiled_anew(200 + step)

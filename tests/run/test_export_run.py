@@ -48,14 +48,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def silent(text: str) -> None:
-    """Nobody is told."""
-
-
 def test_a_run_goes_out_whole_and_as_an_adapter(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = run.open_model(str(trained), ModelOptions(), silent)[0]
+    model = run.open_model(str(trained), ModelOptions())[0]
     learnt, start = logits(model, TOKENS), weights.load(TINY).model
     assert has_lora(model)
     assert np.abs(learnt - logits(start, TOKENS)).max() > 1e-3
@@ -100,9 +96,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, tmp_path: Pat
     assert main(["export", str(trained), "--out", str(adapter), "--format", "peft"]) == 0
     settings = ready(TINY, f"model.adapter={adapter}", "model.lora.rank=0")
     run.train(settings, tmp_path / "second")
-    first, second = (
-        run.open_model(str(folder), ModelOptions(), silent)[0] for folder in (trained, tmp_path / "second")
-    )
+    first, second = (run.open_model(str(folder), ModelOptions())[0] for folder in (trained, tmp_path / "second"))
     pairs = list(zip(projections(first).values(), projections(second).values(), strict=True))
     assert [a.lora is None for a, _ in pairs] == [b.lora is None for _, b in pairs]
     moved = [float(np.abs(np.asarray(a.lora.b[...] - b.lora.b[...])).max()) for a, b in pairs if a.lora is not None]
@@ -133,7 +127,7 @@ def test_a_run_on_a_run_is_told_and_written_whole(
     assert " ".join(["covey", *words]) in answer.err
     assert not out.exists()
     assert main(words) == 0
-    learnt = run.open_model(str(tmp_path / "second"), ModelOptions(), silent)[0]
+    learnt = run.open_model(str(tmp_path / "second"), ModelOptions())[0]
     np.testing.assert_allclose(logits(weights.load(out).model, TOKENS), logits(learnt, TOKENS), atol=1e-4)
     card = (out / "README.md").read_text()
     assert card.index("## Recipe quickstart") < card.index("## Recipe second")

