@@ -11,6 +11,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four of a CPU, enough t
 """
 
 import argparse
+import logging
 from pathlib import Path
 
 import jax
@@ -91,8 +92,10 @@ if (given.out / "policy").exists():
 
 # --- The base: read tensor by tensor, each straight into its place on the mesh.
 
+logging.basicConfig(format="%(message)s")
+logging.getLogger("covey").setLevel(logging.INFO)
 mesh = make_mesh(MESH_SHAPE, MESH_AXES, jax.devices()[: given.devices])
-loaded, tokenizer = open_model(given.model, ModelOptions(dtype=DTYPE, compute_dtype=DTYPE), print, mesh)
+loaded, tokenizer = open_model(given.model, ModelOptions(dtype=DTYPE, compute_dtype=DTYPE), mesh)
 graph, weights = nnx.split(loaded)
 places = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
 
@@ -167,7 +170,7 @@ before = judge("before")
 # --- Training. Observers get every step: one saves, one tells Weights & Biases where that is installed.
 
 checkpoints = Checkpointer(given.out / "policy", max_to_keep=KEEP)
-trackers = Trackers(["wandb"], Tracked(given.out, {"grpo": vars(GRPO), "rollout": vars(ROLLOUT)}), print)
+trackers = Trackers(["wandb"], Tracked(given.out, {"grpo": vars(GRPO), "rollout": vars(ROLLOUT)}))
 learner = GRPOLearner(
     rl_cluster=cluster,
     reward_fns=rewards,

@@ -68,7 +68,7 @@ def test_the_run_says_the_seed_unless_the_source_does() -> None:
     assert seeded("scratch:arithmetic-tiny", 7) == "scratch:arithmetic-tiny@7"
     assert seeded("scratch:arithmetic-tiny@1", 7) == "scratch:arithmetic-tiny@1"
     assert split("scratch:arithmetic-tiny@4294967295") == ("arithmetic-tiny", 4294967295)
-    _, _, origin = load_source(ModelOptions(), "scratch:arithmetic-tiny", lambda text: None, seed=5)
+    _, _, origin = load_source(ModelOptions(), "scratch:arithmetic-tiny", seed=5)
     assert origin == "scratch:arithmetic-tiny@5"
 
 

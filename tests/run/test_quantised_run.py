@@ -94,7 +94,7 @@ def test_a_run_is_the_base_of_the_next(trained: Path) -> None:
     first = logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
     options = ModelOptions(quantize="int8", lora=ready().model.lora)
     for chosen, bound in ((options, 0.05), (ModelOptions(), 1e-5)):
-        model = load_source(chosen, str(trained), lambda _: None)[0]
+        model = load_source(chosen, str(trained))[0]
         kinds = {type(linear.kernel) for linear in projections(model).values()}
         assert kinds == ({Quantised} if chosen is options else {nnx.Param})
         assert np.abs(logits(model, TOKENS) - first).mean() < bound * first.std()

@@ -189,11 +189,11 @@ def test_other_data_or_settings_are_refused_on_resume(tmp_path: Path, ready: Cal
 def test_a_run_is_a_model_for_the_next_one(tmp_path: Path, adapted: Path, ready: Callable[..., SFTRecipe]) -> None:
     """Adapters merged into the base; the next run begins with the loss at which this one ended."""
     first, second = shutil.copytree(adapted, tmp_path / "first"), tmp_path / "second"
-    model, _, origin = load_source(ModelOptions(dtype="bfloat16"), str(first), lambda text: None)
+    model, _, origin = load_source(ModelOptions(dtype="bfloat16"), str(first))
     assert not has_lora(model)
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.split(model)[1])} == {"bfloat16"}
     assert origin.startswith("checkpoint 3 of a run, sha256 ")
-    assert has_lora(run.open_model(str(first), ModelOptions(), lambda text: None)[0])
+    assert has_lora(run.open_model(str(first), ModelOptions())[0])
     more = (f"model.source={first}", "model.lora.rank=2", "training.max_steps=2")
     summary = run.train_sft(ready(*more), second)
     ended = json.loads((first / "summary.json").read_text())["after"]["loss"]
@@ -209,7 +209,7 @@ def test_a_run_is_a_model_for_the_next_one(tmp_path: Path, adapted: Path, ready:
 def test_a_run_of_all_weights_is_a_model_too(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
     first = tmp_path / "first"
     run.train_sft(ready("training.max_steps=1"), first)
-    model, _, _ = load_source(ModelOptions(), str(first), lambda text: None)
+    model, _, _ = load_source(ModelOptions(), str(first))
     with Checkpointer(first / "checkpoints", read_only=True) as saves:
         (saved, _), held = saves.restore(), flatten(nnx.to_pure_dict(nnx.split(model)[1]))
     for name, x in flatten(saved["params"]).items():
@@ -264,7 +264,7 @@ def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
     told = capsys.readouterr().out
     assert "1 held-out example is not answered" in told
     (most,) = re.findall(r"--rollout\.max-new-tokens (\d+)", told)
-    model, tokenizer, _ = load_source(ModelOptions(), TINY, print)
+    model, tokenizer, _ = load_source(ModelOptions(), TINY)
     worker = answering_worker(model, tokenizer, RolloutConfig(max_new_tokens=int(most), max_prompt_length=8))
     assert answerable(worker, [long, short], 1, print) == [long]
 
