@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from covey.config import recipe as recipes
-from covey.config.recipe import Recipe
+from covey.config.recipe import Recipe, find, is_run, load, load_any, names
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.errors import RecipeError, nearest
 from covey.models.config import ModelConfig
@@ -70,20 +69,20 @@ def of_recipe(ready: Recipe) -> Size:
 
 def _recipe(name: str, overrides: Sequence[str]) -> Recipe:
     try:
-        recipes.find(name)
+        find(name)
     except RecipeError as error:
         if "/" in name or "." in name:
             raise
-        want, near = f"{', '.join(SIZES)}, or a recipe's name or file", nearest(name, [*SIZES, *recipes.names(Recipe)])
+        want, near = f"{', '.join(SIZES)}, or a recipe's name or file", nearest(name, [*SIZES, *names(Recipe)])
         raise RecipeError(f"there is no size or recipe {name!r}", want=want, fix=near) from error
-    return recipes.load(name, overrides)
+    return load(name, overrides)
 
 
 def _config(source: str) -> ModelConfig:
     """The shape of the model at `source`; a run's is that of the model it began with."""
-    while recipes.is_run(source):
-        source = recipes.load_any(source).model.source
-    return weights.find(source, print)[1].config
+    while is_run(source):
+        source = load_any(source).model.source
+    return weights.find(source)[1].config
 
 
 TINY = ModelConfig(

@@ -26,8 +26,7 @@ from benchmarks.peers.checkpoint import write
 from benchmarks.peers.work import STOP
 from benchmarks.sizes import SIZES
 from benchmarks.soak import steps_of
-from covey.config import recipe as recipes
-from covey.config.recipe import Recipe
+from covey.config.recipe import Recipe, to_yaml
 from covey.config.schema import (
     DataConfig,
     EvalConfig,
@@ -147,7 +146,7 @@ def _words(settings: Settings, folder: Path) -> list[str]:
     write(model, _described(settings.shape.model), 1 / settings.shape.mean_length if settings.ragged else 0.0)
     rows = [{"prompt": " ".join(f"w{max(n, STOP + 1)}" for n in prompt)} for prompt in settings.prompts()]
     data.write_text("".join(json.dumps(row) + "\n" for row in 4 * rows))
-    file.write_text(recipes.to_yaml(_recipe(settings, model, data)))
+    file.write_text(to_yaml(_recipe(settings, model, data)))
     return [str(file)]
 
 

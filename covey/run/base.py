@@ -21,8 +21,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 from rich.console import Console
 
-from covey.config import recipe as recipes
-from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, load_any, to_yaml
 from covey.data.loader import PromptLoader
 from covey.display import refuse_secrets, show_log
 from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
@@ -76,7 +75,7 @@ class Run(ABC, Generic[RecipeT]):
         self.started, self.writes = time.monotonic(), distributed.is_first()
         self._saved: int | None = None
         self._metrics: Mapping[str, float] = {}
-        distributed.refuse_differences("recipe", lambda: recipes.to_yaml(ready), "the same command for all")
+        distributed.refuse_differences("recipe", lambda: to_yaml(ready), "the same command for all")
         self.mesh = mesh_for(ready.model.mesh)
 
     @abstractmethod
@@ -114,7 +113,7 @@ class Run(ABC, Generic[RecipeT]):
 
     def begin(self) -> dict[str, Any]:
         """Run in the new folder; return the content of `summary.json`."""
-        text = recipes.to_yaml(self.recipe)
+        text = to_yaml(self.recipe)
         refuse_secrets(text)
         made = self.writes and claim(self.out, CHECKPOINTS)
         with self._checkpointer() as self.saves:
@@ -267,7 +266,7 @@ class Run(ABC, Generic[RecipeT]):
         return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
 
     def _told_finished(self) -> dict[str, Any]:
-        command, run = recipes.COMMANDS[self.recipe.method], self._given_out
+        command, run = COMMANDS[self.recipe.method], self._given_out
         self.progress.message(f"this run is finished: it has made its {self.last} steps")
         longer = f"{command} --resume {run} --max-steps MORE"
         self.progress.message(f"to train longer: {longer}; to evaluate: covey eval {run}")
@@ -275,8 +274,8 @@ class Run(ABC, Generic[RecipeT]):
 
     def _keep_recipe(self) -> None:
         """Write the recipe with the overrides given with --resume, once they are accepted."""
-        if self.writes and self.resuming and recipes.load_any(self.out) != self.recipe:
-            text = recipes.to_yaml(self.recipe)
+        if self.writes and self.resuming and load_any(self.out) != self.recipe:
+            text = to_yaml(self.recipe)
             refuse_secrets(text)
             replace_file(self.out / RECIPE, text.encode())
 

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from covey.config import recipe as recipes
+from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, show_log
 from covey.errors import WeightsError
@@ -56,7 +56,7 @@ def _write(
 
 def _check_adapters(history: History, source: str, out: Path) -> None:
     """Refuse a run whose adapters are not usable elsewhere: it has none, or their base is the model of another run."""
-    trained = recipes.load_any(source).model if history.runs else ModelOptions()
+    trained = load_recipe(source).model if history.runs else ModelOptions()
     if not (trained.adapter or trained.lora.rank):
         raise formats.no_adapters()
     if len(history.runs) > 1:

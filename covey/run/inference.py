@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from covey.config import recipe as recipes
 from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
 from covey.data import sources as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
@@ -157,7 +157,7 @@ def answer_examples(
 
 def _mesh_of(source: str) -> Mesh | None:
     """Return the mesh that the run at `source` was trained on; a model that is not a run uses one device."""
-    return mesh_at_hand(recipes.load_any(source).model.mesh) if is_run(source) else None
+    return mesh_at_hand(load_recipe(source).model.mesh) if is_run(source) else None
 
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config import recipe as recipes
 from covey.config.recipe import is_run
+from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
 from covey.models import scratch
@@ -53,7 +53,7 @@ def open_model(
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
     if is_run(source):
-        return _trained(Path(source), recipes.load_any(source).model, mesh)[:2]
+        return _trained(Path(source), load_recipe(source).model, mesh)[:2]
     return load_source(options or ModelOptions(), source, mesh=mesh)[:2]
 
 
@@ -164,7 +164,7 @@ def _placed(model: Decoder, mesh: Mesh) -> Decoder:
 
 def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
-    theirs = recipes.load_any(folder).model
+    theirs = load_recipe(folder).model
     held_as = replace(theirs, **_computed(options))
     model, tokenizer, origin = _trained(Path(folder), held_as, mesh)
     return merge_as_base(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
@@ -172,7 +172,7 @@ def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Deco
 
 def _trained(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
-    model, tokenizer, base = load_source(options, options.source, recipes.load_any(folder).seed, mesh)
+    model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = saves.latest()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey.config import recipe as recipes
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import in_markdown, printable
 from covey.models.loading import sources
@@ -33,7 +33,7 @@ class History:
         runs: list[Path] = []
         while is_run(source):
             runs.append(Path(source))
-            source = recipes.load_any(source).model.source
+            source = load_recipe(source).model.source
         return cls(tuple(runs), source)
 
     def folder(self) -> Path | None:
@@ -61,7 +61,7 @@ def model_card(history: History, library: str) -> str:
     front = ["library_name: " + library, *([f"base_model: {repository}"] if repository else []), "tags: [covey]"]
     name = _code(Path(history.base).name)
     base = f"[{repository}](https://huggingface.co/{repository})" if repository else name
-    title = recipes.load_any(history.runs[0]).name if history.runs else Path(history.base).name.removesuffix(".gguf")
+    title = load_recipe(history.runs[0]).name if history.runs else Path(history.base).name.removesuffix(".gguf")
     lines = ["---", *front, "pipeline_tag: text-generation", "---", "", f"# {in_markdown(title)}", ""]
     lines += [f"Base model: {base}{_weights(history)}."]
     lines += [f"Written by Covey {__version__}, read back and compared with the model in memory.", ""]
@@ -82,7 +82,7 @@ def _code(text: str) -> str:
 
 def _training(run: Path) -> Iterator[str]:
     """Yield a heading and a table of what was trained, and how."""
-    ready = recipes.load_any(run)
+    ready = load_recipe(run)
     yield from [f"## Recipe {ready.name}", "", *([in_markdown(ready.description), ""] if ready.description else [])]
     yield from ["| setting | value |", "|---|---|"]
     facts = _rl_facts(ready) if isinstance(ready, Recipe) else _sft_facts(ready)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import recipe as recipes
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe
+from covey.config.recipe import load as load_recipe
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.models.decoder import Decoder
@@ -48,7 +48,7 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
     uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
     """
-    ready = recipes.load(folder, overrides)
+    ready = load_recipe(folder, overrides)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         if ready.model.adapter and saves.latest() is not None:
             ready = as_begun(ready, saves.restore(target={}, subset=True)[1]["settings"])

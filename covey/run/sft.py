@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.config import recipe as recipes
 from covey.config.recipe import SFTRecipe
+from covey.config.recipe import load as load_recipe
 from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.display import show_log
@@ -31,7 +31,7 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
     uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
     """
-    return SFTRun(recipes.load(folder, overrides, SFTRecipe), folder, resuming=True).take_up()
+    return SFTRun(load_recipe(folder, overrides, SFTRecipe), folder, resuming=True).take_up()
 
 
 def evaluate(source: str, ready: SFTRecipe) -> dict[str, Any]:
