@@ -21,12 +21,14 @@ class Metric(NamedTuple):
         unit: unit of the value; "share" is a number from 0 to 1, "" a number without a unit.
         meaning: short description.
         methods: training methods that log the metric.
+        lower_is_better: whether the best checkpoint is the one with the lowest value.
     """
 
     name: str
     unit: str
     meaning: str
     methods: tuple[str, ...] = (RL,)
+    lower_is_better: bool = False
 
 
 def metric(name: str) -> Metric | None:
@@ -76,11 +78,22 @@ TABLE = (
     Metric("completions/min_length", "tokens", "length of the shortest"),
     Metric("completions/max_length", "tokens", "length of the longest"),
     Metric("completions/clipped_ratio", "share", "completions that were cut at `rollout.max_new_tokens`"),
-    Metric("loss", "", "what was minimised; with one update a batch it is near 0 in RL by construction", BOTH),
-    Metric("perplexity", "", "exp of `loss`", (SFT,)),
+    Metric(
+        "loss",
+        "",
+        "what was minimised; with one update a batch it is near 0 in RL by construction",
+        BOTH,
+        lower_is_better=True,
+    ),
+    Metric("perplexity", "", "exp of `loss`", (SFT,), lower_is_better=True),
     Metric("grad_norm", "", "norm of the gradient before it is clipped", BOTH),
     Metric("entropy", "nats", "mean entropy of the distributions that the tokens of the loss were drawn from", BOTH),
-    Metric("kl", "nats", "mean KL to the reference a token, by the estimator `grpo.kl`; where β is above 0"),
+    Metric(
+        "kl",
+        "nats",
+        "mean KL to the reference a token, by the estimator `grpo.kl`; where β is above 0",
+        lower_is_better=True,
+    ),
     Metric("beta", "", "weight of the KL; where `grpo.kl_target` adapts it"),
     Metric("clip_ratio/low_mean", "share", "tokens whose ratio was clipped from below (their advantage is negative)"),
     Metric("clip_ratio/high_mean", "share", "tokens whose ratio was clipped from above (it is positive)"),
@@ -95,7 +108,7 @@ TABLE = (
     Metric("dynamic_sampling/rounds", "rounds", "prompt batches sampled; where `grpo.max_sampling_rounds` is above 1"),
     Metric("dynamic_sampling/replaced", "groups", "groups of equal rewards that were replaced"),
     Metric("dynamic_sampling/tied", "groups", "groups of equal rewards that were left when the rounds were used up"),
-    Metric("critic/loss", "", "what the critic minimised; ppo alone has a critic"),
+    Metric("critic/loss", "", "what the critic minimised; ppo alone has a critic", lower_is_better=True),
     Metric("critic/grad_norm", "", "norm of the critic's gradient before it is clipped"),
     Metric("critic/value_loss", "", "mean squared error of its values a token, halved and clipped"),
     Metric("critic/value_mean", "reward", "mean of its values"),
@@ -120,8 +133,10 @@ TABLE = (
     Metric("time/compile", "s", "seconds of compiling, within the other phases", BOTH),
     Metric("waste/rollout", "share", "decoded positions that were of no completion"),
     Metric("waste/rows", "share", "positions of the rows that were padding", BOTH),
-    Metric("eval/loss", "", "loss on held-out examples; every `training.eval_every_n_steps`", (SFT,)),
-    Metric("eval/perplexity", "", "exp of that", (SFT,)),
+    Metric(
+        "eval/loss", "", "loss on held-out examples; every `training.eval_every_n_steps`", (SFT,), lower_is_better=True
+    ),
+    Metric("eval/perplexity", "", "exp of that", (SFT,), lower_is_better=True),
     Metric("eval/accuracy", "share", "held-out answers to which `evaluation.accuracy` gives 1 or more"),
     Metric("eval/partial_accuracy", "share", "the same by `evaluation.partial`"),
     Metric("eval/format_accuracy", "share", "the same by `evaluation.format`"),

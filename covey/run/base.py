@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 from rich.console import Console
 
+from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, load_any, to_yaml
 from covey.data.loader import PromptLoader
 from covey.display import refuse_secrets, show_log
@@ -325,8 +326,8 @@ class Run(ABC, Generic[RecipeT]):
     def _score(self) -> float | None:
         """Return the score of the weights by the metric that the recipe names; None if this step has no such metric."""
         name = self.recipe.training.keep_best
-        value = self._metrics.get(name)
-        return None if value is None else -value if name.rpartition("/")[2] in LOWER_IS_BETTER else value
+        value, row = self._metrics.get(name), metric(name)
+        return -value if value is not None and row is not None and row.lower_is_better else value
 
     def _worth_keeping(self) -> bool:
         """Return whether a step was made, even if its files were lost since, or a bad batch was kept."""
@@ -350,6 +351,3 @@ Figure = int | float | None
 """Value of an evaluation metric; None where nothing was measured."""
 
 RECIPE = "recipe.yaml"
-
-LOWER_IS_BETTER = {"loss", "perplexity", "kl"}
-"""Last name components of the metrics for which lower is better."""

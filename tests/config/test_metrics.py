@@ -70,6 +70,11 @@ def test_a_name_has_one_row() -> None:
     assert {method for row in TABLE for method in row.methods} == {RL, SFT}
 
 
+def test_the_best_of_a_loss_is_the_lowest() -> None:
+    lowest = {row.name for row in TABLE if row.lower_is_better}
+    assert lowest == {"loss", "perplexity", "kl", "critic/loss", "eval/loss", "eval/perplexity"}
+
+
 def test_what_an_evaluation_finds_is_in_the_table() -> None:
     found = Evaluation(0.5, 0.5, 0.5, 1.0, 0.1, (0.5, 0.6), (0.5, 0.6), 4, 3.0, 0.0, ()).summary()
     assert [name for name in found if not is_logged(f"eval/{name}", RL, ())] == []
