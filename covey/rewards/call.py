@@ -26,14 +26,14 @@ RewardFn = Callable[..., Any]
 
 Samples = Sequence[tuple[Group, Completion]]
 
-RAISED, LOST, MISSHAPEN = "raised", "lost", "misshapen"
+RAISED, LOST, MALFORMED = "raised", "lost", "malformed"
 """Kinds of failure: the function raised, its process died or was killed, its result has the wrong shape or length."""
 
-READ_AS_CHAT = ("string indices must be integers", "'str' object has no attribute 'get'")
+CHAT_ERRORS = ("string indices must be integers", "'str' object has no attribute 'get'")
 """Starts of the errors raised when text is read as a chat message, as TRL's conversational rewards do."""
-TEXTS = "completions are texts; for chat messages, as in c[0]['content'], take completion_messages in their place"
+CHAT_HINT = "completions are texts; for chat messages, as in c[0]['content'], take completion_messages in their place"
 
-LONGEST_MESSAGE = 500
+MAX_MESSAGE = 500
 """Maximum characters kept of an exception's message, which may quote model output."""
 
 
@@ -43,24 +43,24 @@ class Failure:
 
     Attributes:
         what: the rest of a sentence that begins with the function's name.
-        sort: RAISED, LOST or MISSHAPEN.
+        kind: RAISED, LOST or MALFORMED.
         where, want, fix: as in `CoveyError`.
         sample: index of the completion that caused it, where the result shows it.
         error: the exception, when it was raised in this process.
     """
 
     what: str
-    sort: str
+    kind: str
     where: str = ""
     want: str = ""
     fix: str = ""
     sample: int | None = None
     error: BaseException | None = field(default=None, compare=False)
 
-    def like(self, other: "Failure") -> bool:
-        """Tell whether both are the same mistake: the same sort, source line and exception."""
-        kinds = [failure.what.partition(":")[0] for failure in (self, other)]
-        return (self.sort, self.where) == (other.sort, other.where) and kinds[0] == kinds[1]
+    def is_like(self, other: "Failure") -> bool:
+        """Tell whether both are the same mistake: the same kind, source line and exception."""
+        exceptions = [failure.what.partition(":")[0] for failure in (self, other)]
+        return (self.kind, self.where) == (other.kind, other.where) and exceptions[0] == exceptions[1]
 
 
 @dataclass(frozen=True)
@@ -69,34 +69,34 @@ class Outcome:
 
     Attributes:
         values: float64 [n], NaN for None and for invalid values; None when the call failed.
-        wrong: completion index → its value as text, for each value that is not a finite number.
+        invalid: completion index → its value as text, for each value that is not a finite number.
         failure: why there are no values.
         seconds: duration of the call.
     """
 
     values: np.ndarray | None
-    wrong: Mapping[int, str] = field(default_factory=dict)
+    invalid: Mapping[int, str] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
 
 
-def taken(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any]]:
-    """Build the arguments that the signature takes: those it names and, for `**columns`, all others except `BY_NAME`.
+def select_arguments(name: str, function: RewardFn, samples: Samples) -> dict[str, list[Any]]:
+    """Return the arguments that the signature takes: those it names and, for `**columns`, all but `NAMED_ONLY`.
 
     Raises:
         RecipeError: the function has no signature.
         RewardError: it requires a parameter that no data column provides.
     """
     columns = dict.fromkeys(column for group, _ in samples for column in group.columns)
-    parameters = asked(name, function, columns)
+    parameters = check_parameters(name, function, columns)
     given = [*ARGUMENTS, *(column for column in columns if column not in ARGUMENTS)]
     names = [p.name for p in parameters if p.name in given]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names += [key for key in given if key not in BY_NAME and key not in names]
-    return {key: _argument(key, samples) for key in names}
+        names += [key for key in given if key not in NAMED_ONLY and key not in names]
+    return {key: _argument_values(key, samples) for key in names}
 
 
-def asked(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect.Parameter]:
+def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect.Parameter]:
     """Return the parameters of a function, after checking that `ARGUMENTS` and the data's `columns` provide them.
 
     Raises:
@@ -122,41 +122,41 @@ def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> 
     """Call `function` on `count` completions; return its outcome, or the awaitable of an async function."""
     try:
         result = function(**arguments)
-        return result if inspect.isawaitable(result) else read(result, count)
+        return result if inspect.isawaitable(result) else check_result(result, count)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an exit or a panic in a reward must not end the run silently
-        return raised(error)
+        return from_exception(error)
 
 
-async def finished(result: Awaitable[Any], count: int) -> Outcome:
+async def await_outcome(result: Awaitable[Any], count: int) -> Outcome:
     """Await the result of an async function and return its outcome."""
     try:
-        return read(await result, count)
+        return check_result(await result, count)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return raised(error)
+        return from_exception(error)
 
 
-def read(result: Any, count: int) -> Outcome:
+def check_result(result: Any, count: int) -> Outcome:
     """Check `result`, which a function returned for `count` completions; iterating over it may raise."""
-    want = f"one finite number or None for each of the {count} completions"
+    want = _wanted(count)
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
-        return _misshapen(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
+        return _malformed(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
     if isinstance(result, (set, frozenset)):
-        return _misshapen(f"returned a {type(result).__name__}, which has no order", want, fix="return a list")
+        return _malformed(f"returned a {type(result).__name__}, which has no order", want, fix="return a list")
     values = list(result)
     if len(values) < count:
-        return _misshapen(f"returned {len(values)} values, none", want, sample=len(values))
+        return _malformed(f"returned {len(values)} values, none", want, sample=len(values))
     if len(values) > count:
-        return _misshapen(f"returned {len(values)} values", want)
-    read = [number(value) for value in values]
-    wrong = {i: excerpt(value) for i, value in enumerate(values) if read[i] is None}
-    return Outcome(np.array([math.nan if n is None else n for n in read], np.float64), wrong)
+        return _malformed(f"returned {len(values)} values", want)
+    floats = [as_float(value) for value in values]
+    invalid = {i: excerpt(value) for i, value in enumerate(values) if floats[i] is None}
+    return Outcome(np.array([math.nan if n is None else n for n in floats], np.float64), invalid)
 
 
-def number(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
     """Return `value` as a float, NaN for None and for a masked entry, or None when it is not a finite number.
 
     Scalars of NumPy and JAX are accepted.
@@ -173,96 +173,103 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def raised(error: BaseException) -> Outcome:
+def from_exception(error: BaseException) -> Outcome:
     """Return the outcome of a function that raised `error`."""
-    shown = in_words(error, str)[:LONGEST_MESSAGE]
+    shown = safe_format(error, str)[:MAX_MESSAGE]
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
-    what, fix = f"raised {type(error).__name__}: {text}", TEXTS if shown.startswith(READ_AS_CHAT) else ""
-    return Outcome(None, failure=Failure(what, RAISED, where=_place(error), fix=fix, error=error))
+    what, fix = f"raised {type(error).__name__}: {text}", CHAT_HINT if shown.startswith(CHAT_ERRORS) else ""
+    return Outcome(None, failure=Failure(what, RAISED, where=_location(error), fix=fix, error=error))
 
 
-def told(name: str, what: str, sample: int | None, samples: Samples, failure: Failure | None = None) -> RewardError:
-    """Build the error that describes a failure and the completion it concerns."""
-    at = "" if sample is None else f"sample {sample}: {excerpt(samples[sample][1].text)}"
-    sort = failure.sort if failure else MISSHAPEN
-    if sort != MISSHAPEN:
-        first = excerpt(samples[0][1].text)
-        what = f"{what} (for {at or f'the batch of {len(samples)} that begins with {first}'})"
-    elif at:
-        what = f"{what} for {at}"
-    want = f"one finite number or None for each of the {len(samples)} completions" if failure is None else failure.want
-    place = {"fix": failure.fix, "where": failure.where} if failure else {}
-    return RewardError(f"the reward function {name!r} {what}", want=want, **place)
+def format_error(name: str, outcome: Outcome, samples: Samples) -> RewardError:
+    """Build the error about a call that failed, or about its first invalid value, which names the completion."""
+    failure = outcome.failure
+    if failure is None:
+        first = min(outcome.invalid)
+        failure = Failure(f"gave {outcome.invalid[first]}", MALFORMED, want=_wanted(len(samples)), sample=first)
+    what, sample = failure.what, ""
+    if failure.sample is not None:
+        sample = f"sample {failure.sample}: {excerpt(samples[failure.sample][1].text)}"
+    if failure.kind != MALFORMED:
+        batch = f"the batch of {len(samples)} that begins with {excerpt(samples[0][1].text)}"
+        what += f" (for {sample or batch})"
+    elif sample:
+        what += f" for {sample}"
+    return RewardError(f"the reward function {name!r} {what}", want=failure.want, fix=failure.fix, where=failure.where)
 
 
-def to_wire(outcome: Outcome) -> dict[str, Any]:
-    """Convert an outcome to JSON-compatible values."""
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON-serializable values."""
     values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
     failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
-    return {"values": values, "wrong": {str(i): text for i, text in outcome.wrong.items()}, "failure": failure}
+    return {"values": values, "invalid": {str(i): text for i, text in outcome.invalid.items()}, "failure": failure}
 
 
-def from_wire(message: Mapping[str, Any], count: int) -> Outcome:
-    """Rebuild an outcome from `to_wire`. Workers are not trusted: the message is checked like any function's result."""
+def outcome_from_json(message: Mapping[str, Any], count: int) -> Outcome:
+    """Return the outcome that a worker sent. Workers are not trusted: it is checked like any function's result."""
     if (failed := message.get("failure")) is not None:
-        what, sort, where, want, fix = (str(failed[key]) for key in ("what", "sort", "where", "want", "fix"))
+        what, kind, where, want, fix = (str(failed[key]) for key in ("what", "kind", "where", "want", "fix"))
         sample = failed["sample"] if failed["sample"] in range(count) else None
-        return Outcome(None, failure=Failure(what, sort, where, want, fix, sample))
-    outcome = read(message.get("values"), count)
-    wrong = {int(i): str(text) for i, text in message.get("wrong", {}).items() if int(i) < count}
-    return replace(outcome, wrong={**wrong, **outcome.wrong})
+        return Outcome(None, failure=Failure(what, kind, where, want, fix, sample))
+    outcome = check_result(message.get("values"), count)
+    invalid = {int(i): str(text) for i, text in message.get("invalid", {}).items() if int(i) < count}
+    return replace(outcome, invalid={**invalid, **outcome.invalid})
 
 
 def excerpt(value: Any) -> str:
     """Format `value` for a message: shortened, with control characters escaped."""
-    text = in_words(value if not isinstance(value, str) else value[:80])
+    text = safe_format(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def in_words(value: Any, words: Callable[[Any], str] = repr) -> str:
-    """Return `words(value)`, or a text that names its type when that raises."""
+def safe_format(value: Any, formatter: Callable[[Any], str] = repr) -> str:
+    """Return `formatter(value)`, or a text that names its type when that raises."""
     try:
-        return words(value)
+        return formatter(value)
     except (Exception, SystemExit):
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def _misshapen(what: str, want: str, fix: str = "", sample: int | None = None) -> Outcome:
-    return Outcome(None, failure=Failure(what, MISSHAPEN, want=want, fix=fix, sample=sample))
+def _wanted(count: int) -> str:
+    return f"one finite number or None for each of the {count} completions"
 
 
-def _place(error: BaseException) -> str:
+def _malformed(what: str, want: str, fix: str = "", sample: int | None = None) -> Outcome:
+    return Outcome(None, failure=Failure(what, MALFORMED, want=want, fix=fix, sample=sample))
+
+
+def _location(error: BaseException) -> str:
     """Return file and line inside the reward function, or "" when the call itself failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
 
 
-def _argument(name: str, samples: Samples) -> list[Any]:
+def _argument_values(name: str, samples: Samples) -> list[Any]:
     """Build one entry per completion, a fresh copy for each function and completion, since functions may modify it.
 
     Entries of a column that a group lacks are None.
     """
     of = ARGUMENTS.get(name)
-    return [of(group, completion) if of else copied(group.columns.get(name)) for group, completion in samples]
+    return [of(group, completion) if of else deep_copy(group.columns.get(name)) for group, completion in samples]
 
 
-def copied(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """Copy `value` as deeply as possible; objects that cannot be copied, such as locks or open files, are shared."""
     try:
         return deepcopy(value)
     except Exception:  # copy the containers around an object that cannot be copied
         if isinstance(value, Mapping):
-            return {key: copied(inner) for key, inner in value.items()}
-        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+            return {key: deep_copy(inner) for key, inner in value.items()}
+        return type(value)(map(deep_copy, value)) if type(value) in (list, tuple) else value
 
 
 ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
-    "prompts": lambda group, completion: copied(group.prompt),
+    "prompts": lambda group, completion: deep_copy(group.prompt),
     "prompt_ids": lambda group, completion: group.prompt_tokens.tolist(),
     "completions": lambda group, completion: completion.text,
     "completion_ids": lambda group, completion: completion.tokens.tolist(),
     "completion_messages": lambda group, completion: [{"role": "assistant", "content": completion.text}],
 }
 """Arguments available besides the data columns; a column of the same name does not replace one."""
-BY_NAME = {"prompt_ids", "completion_messages"}
+NAMED_ONLY = {"prompt_ids", "completion_messages"}
 """Arguments that `**columns` leaves out; a function must name them."""

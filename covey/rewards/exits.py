@@ -18,7 +18,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def block_exit() -> Iterator[None]:
     """Make `os._exit(0)` raise SystemExit in this thread while the context is open."""
     global _calls, _exit_process
     with _lock:

@@ -72,7 +72,7 @@ def _equal(found: str, truth: str) -> float | None:
     if outcome.values is not None:
         return float(outcome.values[0])
     failure = outcome.failure
-    if failure is not None and failure.sort != LOST:
+    if failure is not None and failure.kind != LOST:
         raise RewardError(f"math-verify {failure.what}", where=failure.where, fix=failure.fix)
     return None
 

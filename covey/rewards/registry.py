@@ -9,9 +9,9 @@ from types import ModuleType
 
 from covey.errors import RecipeError, nearest
 from covey.extras import install
-from covey.rewards import exits
 from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.call import RewardFn, in_words
+from covey.rewards.call import RewardFn, safe_format
+from covey.rewards.exits import block_exit
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import answer_close, answer_number, answer_ratio, exact_answer, exact_answer_strict
@@ -31,7 +31,7 @@ def resolve(name: str) -> RewardFn:
     if not colon:
         fix = f"{nearest(name, REWARDS)}; a function of your own is named package.module:function"
         raise RecipeError(f"there is no reward function {name!r}", fix=fix, where="rewards")
-    module = _module(module_name, name)
+    module = _import_module(module_name, name)
     function: RewardFn | None = getattr(module, attribute, None)
     if not callable(function):
         have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -47,24 +47,24 @@ def _check_package(name: str) -> None:
         raise RecipeError(what, fix=install(extra), where="rewards")
 
 
-def _module(module_name: str, name: str) -> ModuleType:
+def _import_module(module_name: str, name: str) -> ModuleType:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        with exits.refused():
+        with block_exit():
             return importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # including scripts that exit when they are imported
-        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {in_words(error, str)}"
+        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
         fix = f"name a module that Python can import from {here}"
-        raise RecipeError(what, want="package.module:function", fix=fix, where=_import_place(error)) from error
+        raise RecipeError(what, want="package.module:function", fix=fix, where=_import_location(error)) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)
 
 
-def _import_place(error: BaseException) -> str:
+def _import_location(error: BaseException) -> str:
     """Return file and line in the user's module that failed, or "rewards" when it was never reached."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"

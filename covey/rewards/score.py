@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from covey.errors import RecipeError
-from covey.rewards.call import RewardFn, asked
+from covey.rewards.call import RewardFn, check_parameters
 from covey.rewards.registry import resolve
 from covey.rewards.sandbox.runner import RewardRunner
 from covey.types import Group
@@ -41,13 +41,12 @@ def score(
     """
     several = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else reward_fns
     functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
-    factors = _checked_weights(weights, len(functions))
+    factors = _check_weights(weights, len(functions))
     if not groups:
         return []
     samples = [(group, completion) for group in groups for completion in group.completions]
     names = function_names(functions)
-    called = runner or RewardRunner()
-    table = called.run(dict(zip(names, functions, strict=True)), samples, failed)
+    table = (runner or RewardRunner()).run(dict(zip(names, functions, strict=True)), samples, failed)
     scored = ~np.isnan(table) & (factors != 0)[:, None]
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
     totals[~scored.any(axis=0)] = np.nan
@@ -63,28 +62,28 @@ def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[s
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
     for name, function in zip(function_names(functions), functions, strict=True):
-        asked(name, function, columns)
+        check_parameters(name, function, columns)
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:
     """Return a unique name for each function (`f`, `f_2`, ...), as used in metrics and samples."""
     names: list[str] = []
     for function in functions:
-        name, number = _name(function), 2
+        name, number = _function_name(function), 2
         while name in names:
-            name, number = f"{_name(function)}_{number}", number + 1
+            name, number = f"{_function_name(function)}_{number}", number + 1
         names.append(name)
     return names
 
 
-def _name(function: RewardFn) -> str:
+def _function_name(function: RewardFn) -> str:
     if isinstance(function, partial):
-        return _name(function.func)
+        return _function_name(function.func)
     name = getattr(function, "__name__", type(function).__name__)
     return "reward" if name == "<lambda>" else name
 
 
-def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
+def _check_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
     if not count:
         raise RecipeError("no reward function", want="at least one", fix="name one in rewards", where="rewards")
     factors = np.ones(count) if weights is None else np.asarray(weights, dtype=np.float64)

@@ -20,7 +20,7 @@ from covey.errors import RecipeError, RewardError
 from covey.rewards import REWARDS, RewardRunner, function_names, resolve, score
 from covey.rewards.call import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
-from covey.rewards.sandbox import runner
+from covey.rewards.sandbox import search
 from covey.types import Completion, FinishReason, Group
 
 
@@ -584,7 +584,7 @@ def test_what_only_the_whole_batch_raises_is_blamed_on_no_sample():
 def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
     """A judge that timed out would time out many times over."""
     calls = []
-    monkeypatch.setattr(runner, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.0)
 
     def broken(completions):
         calls.append(len(completions))

@@ -35,7 +35,7 @@ def main(socket: int, path: list[str]) -> None:
     if worker := os.fork():
         keep(worker, socket)
     else:
-        work(socket)
+        serve(socket)
         os._exit(0)  # do not wait for threads that a function left running
 
 
@@ -76,7 +76,7 @@ def kill_descendants() -> None:
             return
 
 
-def work(socket: int) -> None:
+def serve(socket: int) -> None:
     """Run jobs until the run closes its end of the socket."""
     from covey.errors import CoveyError  # imported late: the keeper does not need it
     from covey.rewards.registry import resolve
@@ -87,22 +87,24 @@ def work(socket: int) -> None:
             name = job["function"]
             try:
                 functions[name] = functions.get(name) or resolve(name)
-                answer = called(functions[name], job) if "arguments" in job else {}
+                answer = run_job(functions[name], job) if "arguments" in job else {}
             except CoveyError as error:
                 answer = {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
             results.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")
             results.flush()
 
 
-def called(function: Any, job: dict[str, Any]) -> dict[str, Any]:
+def run_job(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Make the call that `job` describes and return its outcome as JSON."""
     import asyncio
     import inspect
 
-    from covey.rewards.call import call, finished, to_wire
+    from covey.rewards.call import await_outcome, call, outcome_to_json
 
     outcome = call(function, job["arguments"], job["count"])
-    return to_wire(asyncio.run(finished(outcome, job["count"])) if inspect.isawaitable(outcome) else outcome)
+    if inspect.isawaitable(outcome):
+        outcome = asyncio.run(await_outcome(outcome, job["count"]))
+    return outcome_to_json(outcome)
 
 
 if __name__ == "__main__":

@@ -25,21 +25,21 @@ from typing import Any
 import numpy as np
 
 from covey.errors import RecipeError, RewardError
-from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, from_wire
+from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
 
 CHILD = Path(__file__).with_name("child.py")
 """Script that is the worker process. It is not imported: it imports the functions, and some of them start workers."""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
-LARGEST_ANSWER = 1 << 26
+MAX_REPLY = 1 << 26
 """Maximum bytes of a message from a worker."""
-LOOK_SECONDS = 0.2
-"""Interval at which a waiting thread checks whether its call was given up."""
+POLL_SECONDS = 0.2
+"""Interval at which a waiting thread checks whether its call was cancelled."""
 EXIT_SECONDS = 5.0
 """Maximum time to wait for the exit code of a worker that died."""
 
 
-class GivenUp(Exception):  # noqa: N818
+class Cancelled(Exception):  # noqa: N818
     """Raised when a call is no longer wanted or the workers are closed."""
 
 
@@ -62,40 +62,40 @@ class Worker:
 
     def call(
         self,
-        place: str,
+        path: str,
         arguments: Mapping[str, list[Any]],
         count: int,
         timeout: float,
-        given_up: threading.Event,
+        cancelled: threading.Event,
     ) -> Outcome:
-        """Call the function at `place` on `count` completions and return the outcome.
+        """Call the function at `path` on `count` completions and return the outcome.
 
         Args:
-            place: `module:function`.
+            path: `module:function`.
             arguments: JSON-serializable values.
             timeout: seconds; 0 means no limit.
-            given_up: set when the outcome is no longer needed.
+            cancelled: set when the outcome is no longer needed.
 
         Raises:
             RecipeError: the worker cannot import the function.
-            GivenUp: `given_up` was set and the worker killed, or the worker was closed.
+            Cancelled: `cancelled` was set and the worker killed, or the worker was closed.
         """
         with self._lock:
-            if self._closed or given_up.is_set():
-                raise GivenUp("the workers are closed" if self._closed else "")
+            if self._closed or cancelled.is_set():
+                raise Cancelled("the workers are closed" if self._closed else "")
             try:
-                self._load(place, given_up)
+                self._load(path, cancelled)
                 start = time.monotonic()
-                job = {"function": place, "arguments": arguments, "count": count}
-                outcome = _outcome(self._asked(job, timeout or None, given_up), count)
+                job = {"function": path, "arguments": arguments, "count": count}
+                outcome = _outcome(self._request(job, timeout or None, cancelled), count)
                 return replace(outcome, seconds=time.monotonic() - start)
-            except _Lost as lost:
-                self._end()
+            except _WorkerLost as lost:
+                self._terminate()
                 return Outcome(None, failure=Failure(lost.what, LOST, fix=lost.fix))
             except RecipeError:
                 raise
             except BaseException:  # a pending reply would be taken for the reply to the next job
-                self._end()
+                self._terminate()
                 raise
 
     def close(self) -> None:
@@ -104,51 +104,53 @@ class Worker:
         if (process := self._process) is not None:
             process.kill()
         with self._lock:
-            self._end()
+            self._terminate()
 
-    def _load(self, place: str, given_up: threading.Event) -> None:
+    def _load(self, path: str, cancelled: threading.Event) -> None:
         if self._process is None:
             self._process, self._loaded = _Process(), set()
-        if place not in self._loaded:
-            answer = self._asked({"function": place}, START_SECONDS, given_up)
-            if "refused" in answer:
-                raise RecipeError(**answer["refused"])
-            self._loaded.add(place)
+        if path not in self._loaded:
+            reply = self._request({"function": path}, START_SECONDS, cancelled)
+            if "refused" in reply:
+                raise RecipeError(**reply["refused"])
+            self._loaded.add(path)
 
-    def _asked(self, job: Mapping[str, Any], seconds: float | None, given_up: threading.Event) -> dict[str, Any]:
+    def _request(self, job: Mapping[str, Any], seconds: float | None, cancelled: threading.Event) -> dict[str, Any]:
         assert self._process is not None
         job = {**job, "number": next(self._numbers)}
         limit = None if seconds is None else time.monotonic() + seconds
         try:
-            answer = self._process.asked(json.dumps(job).encode() + b"\n", limit, given_up)
+            reply = self._process.exchange(json.dumps(job).encode() + b"\n", limit, cancelled)
         except TimeoutError:
-            raise _Lost(f"took longer than {seconds:g} s and was killed", "a longer reward_safety.timeout") from None
+            raise _WorkerLost(
+                f"took longer than {seconds:g} s and was killed", fix="a longer reward_safety.timeout"
+            ) from None
         except (EOFError, OSError):
-            raise _Lost(f"ended its worker process ({self._process.ending()})") from None
+            raise _WorkerLost(f"ended its worker process ({self._process.describe_exit()})") from None
         try:
-            found: dict[str, Any] = json.loads(answer)
+            found: dict[str, Any] = json.loads(reply)
             if found["number"] == job["number"]:  # otherwise another writer used the socket
                 return found
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        raise _Lost(f"had its worker answer nonsense: {excerpt(answer[:80])}")
+        raise _WorkerLost(f"had its worker answer nonsense: {excerpt(reply[:80])}")
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         if self._process is not None:
             self._process.end()
             self._process = None
 
 
-class _Lost(Exception):  # noqa: N818
+class _WorkerLost(Exception):  # noqa: N818
     def __init__(self, what: str, fix: str = ""):
         self.what, self.fix = what, fix
 
 
-def _outcome(answer: Mapping[str, Any], count: int) -> Outcome:
+def _outcome(reply: Mapping[str, Any], count: int) -> Outcome:
     try:
-        return from_wire(answer, count)
+        return outcome_from_json(reply, count)
     except (ValueError, TypeError, AttributeError, KeyError):
-        raise _Lost(f"had its worker answer nonsense: {excerpt(answer)}") from None
+        raise _WorkerLost(f"had its worker answer nonsense: {excerpt(reply)}") from None
 
 
 class _Process:
@@ -166,21 +168,21 @@ class _Process:
             )
         self._received = bytearray()
         self.pid = self._popen.pid
-        self.end = weakref.finalize(self, _end, self._popen, self._socket)
+        self.end = weakref.finalize(self, _terminate, self._popen, self._socket)
 
-    def asked(self, line: bytes, limit: float | None, given_up: threading.Event) -> bytes:
+    def exchange(self, line: bytes, limit: float | None, cancelled: threading.Event) -> bytes:
         """Send `line` and return the line that is the reply.
 
         Raises:
             TimeoutError: it has not arrived at `limit`.
-            GivenUp: `given_up` was set.
-            EOFError, OSError: the worker has ended, or the reply is longer than `LARGEST_ANSWER`.
+            Cancelled: `cancelled` was set.
+            EOFError, OSError: the worker has ended, or the reply is longer than `MAX_REPLY`.
         """
         rest = memoryview(line)
-        while (end := self._received.find(b"\n")) < 0:
-            left = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit - time.monotonic())
-            if given_up.is_set():
-                raise GivenUp
+        while rest or (end := self._received.find(b"\n")) < 0:
+            left = POLL_SECONDS if limit is None else min(POLL_SECONDS, limit - time.monotonic())
+            if cancelled.is_set():
+                raise Cancelled
             if left <= 0:
                 raise TimeoutError
             self._socket.settimeout(left)
@@ -189,18 +191,18 @@ class _Process:
                     rest = rest[self._socket.send(rest) :]
                     continue
                 part = self._socket.recv(1 << 20)
-                if not part or len(self._received) > LARGEST_ANSWER:
+                if not part or len(self._received) > MAX_REPLY:
                     raise EOFError
                 self._received += part
-        answer = bytes(self._received[:end])
+        reply = bytes(self._received[:end])
         del self._received[: end + 1]
-        return answer
+        return reply
 
     def kill(self) -> None:
         """Make a call in another thread end, and the keeper kill all processes; `end` also cleans up."""
         _hang_up(self._socket)
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         """Describe how a process that is gone has ended."""
         try:
             code = self._popen.wait(EXIT_SECONDS)
@@ -215,7 +217,7 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _end(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+def _terminate(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     """Have the keeper kill all processes, and kill the process group if the keeper itself was killed or stopped."""
     _hang_up(connection)
     connection.close()
@@ -227,7 +229,7 @@ def _end(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
         keeper.wait()
 
 
-def place_of(name: str, function: RewardFn) -> str:
+def import_path(name: str, function: RewardFn) -> str:
     """Return the `module:function` under which a worker finds `function`.
 
     Raises:
@@ -245,7 +247,7 @@ def place_of(name: str, function: RewardFn) -> str:
     raise RecipeError(what, want=want, fix=fix, where="reward_safety.workers")
 
 
-def portable(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
+def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Convert arguments to JSON-serializable values: arrays and tuples become lists.
 
     Raises:
@@ -254,7 +256,7 @@ def portable(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
     found = {}
     for column, values in arguments.items():
         try:
-            found[column] = _plain(values)
+            found[column] = _json_value(values)
         except (TypeError, RecursionError) as error:
             what = f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}"
             want = "text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists"
@@ -263,15 +265,15 @@ def portable(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"a mapping with the key {excerpt(odd[0])}")
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _json_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_json_value(inner) for inner in value]
     raise TypeError(f"{excerpt(value)} ({type(value).__name__})")
