@@ -70,6 +70,17 @@ GEMMA_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
+def made_by() -> Callable[[Any], list[Any]]:
+    """`made_by(builder)`: the micro-batches of its step, by the stages of `Learner.train`."""
+
+    def make(builder: Any) -> list[Any]:
+        groups = map(builder.replace_tied, map(builder.score, map(builder.sample, builder.service_batches())))
+        return list(builder.micro_batches(map(builder.estimate_advantages, map(builder.compute_logps, groups))))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GSM8K; one question of the training set is far too long."""
     folder = tmp_path_factory.mktemp("gsm8k")

@@ -1,16 +1,17 @@
 """Data of a training step, from prompts to micro-batches: rollout, rewards, log-probs, advantages, rows.
 
-Each stage has its own number of prompts at a time (`microbatch`); the result does not depend on it. When several
-processes train, each prepares its part of the step's prompts (`parallel.distributed`). The builder yields micro-batches
-as they get ready, so that a thread may run it while the trainer works.
+`Learner.train` chains these stages lazily: a service batch passes through all of them before the next is sampled, and a
+thread may run them while the trainer works. Each stage has its own number of prompts at a time (`microbatch`); the
+result does not depend on it. When several processes train, each prepares its part of the step's prompts
+(`parallel.distributed`).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class Experience:
         ref_logps, old_logps, values: per token; None where the algorithm does not use them.
         advantages: per token.
         returns: per token; the targets of the critic.
+        packed: rows of the groups.
     """
 
     groups: list[Group]
@@ -71,6 +73,7 @@ class Experience:
     values: list[np.ndarray] | None = None
     advantages: list[np.ndarray] = field(default_factory=list)
     returns: list[np.ndarray] | None = None
+    packed: "PackedGroups | None" = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -95,7 +98,7 @@ class Experience:
     def between(self, start: int, stop: int) -> "Experience":
         """Return the experience of groups `start` to `stop`."""
         at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (start, stop)))
-        lists = {name: value and value[at] for name, value in vars(self).items() if name != "groups"}
+        lists = {name: value and value[at] for name, value in vars(self).items() if name not in ("groups", "packed")}
         return Experience(self.groups[start:stop], **lists)
 
 
@@ -123,7 +126,7 @@ class StepLog:
     waste: list[float] = field(default_factory=list)
     failed: dict[str, int] = field(default_factory=dict)
 
-    def learnt(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
+    def set_advantages(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
         """Replace groups by the same groups with their advantages."""
         known = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
         self.groups = [known.get(id(group), group) for group in self.groups]
@@ -144,110 +147,140 @@ Take = Callable[[int], Sequence[Mapping[str, Any]]]
 """Function that returns the given number of new prompts."""
 
 
-@dataclass
-class ExperienceBuilder:
-    """Make a step's training micro-batches.
+class PromptBatch(NamedTuple):
+    """Prompts that are sampled and scored together.
 
     Attributes:
-        cluster: the models.
+        first: number of the first prompt in the step.
+        examples: data rows with a prompt.
+    """
+
+    first: int
+    examples: Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class ExperienceBuilder:
+    """Make the training micro-batches of one step. `Learner.train` calls the methods in the order in which they stand.
+
+    Attributes:
+        cluster: the models, and the settings of training and sampling.
         reward_fns: reward functions.
-        config, algorithm, training: the settings.
+        config, algorithm: settings of the algorithm.
         sizes: number of prompts at a time in each stage.
         estimate: computes advantages from rewards.
-        beta: current weight of the KL.
+        beta: weight of the KL.
+        examples: prompts of the step, for all processes.
+        take: returns more prompts, for groups that dynamic sampling replaces.
+        step: seeds the noise.
         runner: runs the reward functions.
-        log: log of the last step.
+        clock: measures the phases.
+        log: filled while the step is made.
     """
 
     cluster: RLCluster
     reward_fns: Sequence[RewardFn]
     config: GRPOConfig
     algorithm: Algorithm
-    training: RLTrainingConfig
     sizes: StageSizes
     estimate: Estimate
     beta: float
+    examples: Sequence[Mapping[str, Any]]
+    take: Take
+    step: int
     runner: RewardRunner = field(default_factory=RewardRunner)
+    clock: Clock = field(default_factory=Clock)
     log: StepLog = field(default_factory=StepLog)
 
-    def feed(self, examples: Sequence[Mapping[str, Any]], take: Take, step: int, clock: Clock) -> Iterator[TrainBatch]:
-        """Yield this process's training micro-batches of one step, in order.
-
-        Args:
-            examples: prompts of the step, for all processes.
-            take: returns more prompts, for groups that dynamic sampling replaces.
-            step: seeds the noise.
-            clock: measures the phases.
-        """
-        self.log = StepLog()
-        first, mine = distributed.share(examples)
-        for micro_batches in self._service_batches(mine):
-            groups = self._sampled(merge(micro_batches), first, step, clock)
-            first += len(groups)
-            groups = self._replaced(groups, len(examples), take, step, clock)
-            with clock("logps"):
-                packed = _Packed(groups, self.training)
-                experience = self._log_probs(packed)
-            experience = self.estimate(experience, self.beta)
-            self.log.learnt(groups, experience.groups)
-            for part in slices(range(len(groups)), self.sizes.train):
-                start, stop = part[0], part[-1] + 1
-                rows = packed.rows(start, stop)
-                self.log.waste.append(padding_waste(rows, self.cluster.rows_at_a_time(rows)))
-                yield self._train_batch(experience.between(start, stop), rows)
-
-    def _service_batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[list[list[Any]]]:
+    def service_batches(self) -> Iterator[PromptBatch]:
+        """Yield this process's prompts, as many at a time as every stage needs to work in full slices."""
+        first, mine = distributed.share(self.examples)
+        batches = service_batches(mine, self.sizes)
         if self.algorithm.needs_whole_step:
-            return iter([list(slices(examples, self.sizes.train)) or [[]]])
-        return service_batches(examples, self.sizes)
+            batches = iter([list(slices(mine, self.sizes.train)) or [[]]])
+        for micro_batches in batches:
+            examples = merge(micro_batches)
+            yield PromptBatch(first, examples)
+            first += len(examples)
 
-    def _sampled(self, examples: Sequence[Mapping[str, Any]], first: int, step: int, clock: Clock) -> list[Group]:
-        """Sample and score groups; prompts are numbered in the step from `first`, whatever the slices."""
+    def sample(self, prompts: PromptBatch) -> list[Group]:
+        """Sample a group of completions for each prompt; the noise follows the prompt's number, whatever the slices."""
         groups: list[Group] = []
-        with clock("rollout"):
-            for part in slices(examples, self.sizes.rollout):
-                number = first + len(groups)
-                groups += self.cluster.generate(part, self.config.num_generations, step=step, first=number)
+        with self.clock("rollout"):
+            for part in slices(prompts.examples, self.sizes.rollout):
+                number = prompts.first + len(groups)
+                groups += self.cluster.generate(part, self.config.num_generations, step=self.step, first=number)
                 self.log.stats += self.cluster.rollout.stats
-        with clock("reward"):
-            groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
-            groups = [replace(g, advantages=np.zeros(len(g.completions))) for g in self._less_overlong(groups)]
-        self.log.groups += groups
-        self.log.numbers += range(first, first + len(groups))
+        self.log.numbers += range(prompts.first, prompts.first + len(groups))
         return groups
 
-    def _less_overlong(self, groups: Sequence[Group]) -> list[Group]:
-        """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
-        algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
-        if not algorithm.overlong_buffer:
-            return list(groups)
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """Compute rewards. Advantages are 0 until they are estimated."""
+        with self.clock("reward"):
+            groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
+            scored = [replace(g, advantages=np.zeros(len(g.completions))) for g in map(self._penalise_length, groups)]
+        self.log.groups += scored
+        return scored
 
-        def less(group: Group) -> Group:
-            lengths = np.array([len(c.tokens) for c in group.completions])
-            penalty = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
-            parts = {**group.rewards_by_function, OVERLONG: penalty}
-            return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
-
-        return [less(group) for group in groups]
-
-    def _replaced(self, groups: list[Group], wanted: int, take: Take, step: int, clock: Clock) -> list[Group]:
+    def replace_tied(self, groups: list[Group]) -> list[Group]:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
-        until the step has `wanted` other groups or the rounds are spent. Each process gets its part of the new
-        prompts, so one may end with more groups than another.
+        until the step has as many other groups as prompts or the rounds are spent. Each process gets its part of the
+        new prompts, so one may end with more groups than another. With one round nothing is replaced.
         """
         if self.algorithm.max_sampling_rounds == 1:
             return groups
-        asked, (kept, tied) = wanted, _parted(groups)
-        while (missing := wanted - _in_all(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
-            fresh = take(missing)
+        wanted = asked = len(self.examples)
+        kept, tied = split_by_reward_variance(groups)
+        while (missing := wanted - _count_in_all(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
+            fresh = self.take(missing)
             if not fresh:
                 break
             self.log.rounds += 1
             first, mine = distributed.share(fresh)
-            more, still_tied = _parted(self._sampled(mine, asked + first, step, clock))
-            kept, tied, asked = kept + more, tied + still_tied, asked + len(fresh)
+            new = self.score(self.sample(PromptBatch(asked + first, mine)))
+            differing, equal = split_by_reward_variance(new)
+            kept, tied, asked = kept + differing, tied + equal, asked + len(fresh)
         self.log.tied, self.log.replaced = missing, asked - wanted
         return kept + self._earliest(tied, missing)
+
+    def compute_logps(self, groups: list[Group]) -> Experience:
+        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
+        (otherwise they are the policy's own).
+        """
+        cluster, sizes = self.cluster, self.sizes
+        with self.clock("logps"):
+            packed = PackedGroups(groups, cluster.config.training_config)
+            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
+            several = self.config.num_iterations > 1
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if several else None
+            values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
+        return Experience(groups, reference, old, values, packed=packed)
+
+    def estimate_advantages(self, experience: Experience) -> Experience:
+        """Compute advantages, and returns if there is a critic."""
+        estimated = self.estimate(experience, self.beta)
+        self.log.set_advantages(experience.groups, estimated.groups)
+        return estimated
+
+    def micro_batches(self, experience: Iterable[Experience]) -> Iterator[TrainBatch]:
+        """Yield training micro-batches of `sizes.train` prompts."""
+        for x in experience:
+            assert x.packed is not None, "compute_logps packs the groups"
+            for part in slices(range(len(x.groups)), self.sizes.train):
+                start, stop = part[0], part[-1] + 1
+                rows = x.packed.rows(start, stop)
+                self.log.waste.append(padding_waste(rows, self.cluster.rows_at_a_time(rows)))
+                yield self._train_batch(x.between(start, stop), rows)
+
+    def _penalise_length(self, group: Group) -> Group:
+        """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
+        algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
+        if not algorithm.overlong_buffer:
+            return group
+        lengths = np.array([len(c.tokens) for c in group.completions])
+        penalty = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+        parts = {**group.rewards_by_function, OVERLONG: penalty}
+        return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
 
     def _earliest(self, tied: Sequence[Group], count: int) -> list[Group]:
         """Return the groups of `tied` among the first `count` of all processes, by the numbers of their prompts."""
@@ -255,16 +288,6 @@ class ExperienceBuilder:
         numbers = [known[id(group)] for group in tied]
         chosen = sorted(distributed.all_of(numbers, "tied groups"))[:count]
         return [group for number, group in zip(numbers, tied, strict=True) if number in chosen]
-
-    def _log_probs(self, packed: "_Packed") -> Experience:
-        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
-        (otherwise they are the policy's own).
-        """
-        cluster, sizes = self.cluster, self.sizes
-        reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
-        old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if self.config.num_iterations > 1 else None
-        values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
-        return Experience(packed.groups, reference, old, values)
 
     def _train_batch(self, x: Experience, rows: Rows) -> TrainBatch:
         completions = [c for g in x.groups for c in g.completions]
@@ -282,7 +305,7 @@ class ExperienceBuilder:
         return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
 
 
-class _Packed:
+class PackedGroups:
     """Rows of groups, packed slice by slice; stages that use the same slice share its rows."""
 
     def __init__(self, groups: list[Group], training: RLTrainingConfig):
@@ -306,15 +329,24 @@ class _Packed:
         return out
 
 
-def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+def gather_step_log(log: StepLog, clock: Clock) -> tuple[StepLog, Clock]:
+    """Return the log of all processes, and the time of each phase in the slowest process."""
+    logs, seconds = zip(*distributed.gathered((log, clock.seconds), "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
+    return StepLog.of_all(logs), Clock(phases, started=clock.started)
+
+
+def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     """Return groups whose completions differ in reward, and the others; the length penalty does not count."""
-    unlike = [informative(np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0)) for g in groups]
-    return [g for g, u in zip(groups, unlike, strict=True) if u], [
-        g for g, u in zip(groups, unlike, strict=True) if not u
-    ]
+    differing: list[Group] = []
+    equal: list[Group] = []
+    for group in groups:
+        rewards = np.asarray(group.rewards) - group.rewards_by_function.get(OVERLONG, 0.0)
+        (differing if informative(rewards) else equal).append(group)
+    return differing, equal
 
 
-def _in_all(groups: Sequence[Group]) -> int:
+def _count_in_all(groups: Sequence[Group]) -> int:
     """Return the number of groups in all processes."""
     return sum(distributed.gathered(len(groups), "groups kept"))
 

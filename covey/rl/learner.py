@@ -28,7 +28,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, function_names,
 from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, judges
-from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog
+from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog, Take, gather_step_log
 from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work_metrics
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
@@ -92,22 +92,11 @@ class Learner(Keywords, ABC):
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
-        sizes = stage_sizes(training, config.num_generations)
+        self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         distributed.refuse_uneven(training.prompts_per_step)
         self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
-        self.experience_builder = ExperienceBuilder(
-            cluster=rl_cluster,
-            reward_fns=self.reward_fns,
-            config=config,
-            algorithm=self.algorithm,
-            training=training,
-            sizes=sizes,
-            estimate=self.estimate,
-            beta=self.algorithm.beta,
-            runner=self.runner,
-        )
 
     @abstractmethod
     def estimate(self, experience: Experience, beta: float) -> Experience:
@@ -129,27 +118,36 @@ class Learner(Keywords, ABC):
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
         """
-        loader = self._loader(train_ds)
-        held_out = None if eval_ds is None else as_rows(eval_ds)
+        loader, held_out = self._loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
+        total = self._begin(loader, held_out)
+        while self.step < total and (examples := next(loader, None)) is not None:
+            builder = self._experience_builder(examples, loader.take)
+            # Lazy: a service batch passes through these lines before the next is sampled. Asynchronous training runs
+            # them in a thread, ahead of the update.
+            groups = map(builder.sample, builder.service_batches())
+            groups = map(builder.score, groups)
+            groups = map(builder.replace_tied, groups)
+            experience = map(builder.compute_logps, groups)
+            experience = map(builder.estimate_advantages, experience)
+            with self._queued(builder.micro_batches(experience)) as micro_batches, builder.clock("update"):
+                updates = self._update_repeatedly(micro_batches, min(self.config.num_iterations, total - self.step))
+            with builder.clock("sync"):
+                self.cluster.sync_weights()
+            self.step, self._prompts = self.step + len(updates), loader.position
+            self._report(self._record(builder, updates, total), held_out)
+        return self.cluster
+
+    def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
+        """Check the data, build what the algorithm needs and return the updates of the whole run."""
+        training = self.cluster.config.training_config
         check_columns(self.reward_fns, loader.rows)
-        if held_out is not None and self.cluster.config.training_config.eval_every_n_steps:
+        if held_out is not None and training.eval_every_n_steps:
             check_columns((*self.reward_fns, *judges(self.eval_config)), held_out)
-        total = total_steps(self.cluster.config.training_config, len(loader), self.config.num_iterations)
+        total = total_steps(training, len(loader), self.config.num_iterations)
         self.prepare(total)
         self.check_prompts(loader.rows)
         self._refuse_differences(loader, total)
-        while self.step < total and (examples := next(loader, None)) is not None:
-            clock = Clock(phase=self.on_phase)
-            with self._feeding(examples, loader, clock) as batches:
-                metrics = self._updates(batches, min(self.config.num_iterations, total - self.step), clock)
-            with clock("sync"):
-                self.cluster.sync_weights()
-            self.step, self._prompts = self.step + len(metrics), loader.position
-            log, clock = self._of_all_processes(clock)
-            record = StepRecord(self.step, len(metrics), total, self._metrics(metrics, log, clock), log.groups)
-            self._move_reference(record)
-            self._report(record, held_out)
-        return self.cluster
+        return total
 
     def prepare(self, total_steps: int) -> None:
         """Build the trainers and models that the algorithm needs; `train` does so too."""
@@ -165,7 +163,7 @@ class Learner(Keywords, ABC):
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
         failed = dict(self.runner.failed)
         return {
-            "beta": self.experience_builder.beta,
+            "beta": self.beta,
             "prompts": self._prompts,
             "skipped": self._nonfinite_guard.made,
             "failed": failed,
@@ -173,26 +171,41 @@ class Learner(Keywords, ABC):
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
-        self.step, self.experience_builder.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
+        self.step, self.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
         self._nonfinite_guard.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
+    def _experience_builder(self, examples: Sequence[Mapping[str, Any]], take: Take) -> ExperienceBuilder:
+        """Return the builder of a step on `examples`; `take` returns more prompts."""
+        return ExperienceBuilder(
+            cluster=self.cluster,
+            reward_fns=self.reward_fns,
+            config=self.config,
+            algorithm=self.algorithm,
+            sizes=self.sizes,
+            estimate=self.estimate,
+            beta=self.beta,
+            examples=examples,
+            take=take,
+            step=self.step,
+            runner=self.runner,
+            clock=Clock(phase=self.on_phase),
+        )
+
     @contextmanager
-    def _feeding(self, examples: Any, loader: PromptLoader, clock: Clock) -> Iterator[Iterable[TrainBatch]]:
+    def _queued(self, batches: Iterator[TrainBatch]) -> Iterator[Iterable[TrainBatch]]:
         """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training."""
-        feed = self.experience_builder.feed(examples, loader.take, self.step, clock)
         if not self._asynchronous:
-            yield list(feed)
+            yield list(batches)
             return
-        accumulated = -(-len(examples) // self.experience_builder.sizes.train)
-        with produce(feed, DataQueue(accumulated + 2)) as queue:
+        accumulated = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
+        with produce(batches, DataQueue(accumulated + 2)) as queue:
             yield queue
 
-    def _updates(self, batches: Iterable[TrainBatch], count: int, clock: Clock) -> list[Metrics]:
+    def _update_repeatedly(self, batches: Iterable[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first consumes them as they are made."""
         seen: list[TrainBatch] = []
-        with clock("update"):
-            first = self._guarded(self.step + 1, remembered(batches, seen), seen)
-            return [first, *(self._guarded(self.step + 1 + later, seen, seen) for later in range(1, count))]
+        first = self._guarded(self.step + 1, remembered(batches, seen), seen)
+        return [first, *(self._guarded(self.step + 1 + later, seen, seen) for later in range(1, count))]
 
     def _guarded(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
         """Make the update `step`; skip it, with weights unchanged, if it is not finite and `skip_nonfinite` allows it.
@@ -250,11 +263,12 @@ class Learner(Keywords, ABC):
         fix = "the same weights for all, and machines of one kind; then resume from the last checkpoint"
         distributed.refuse_differences("state of weights and optimizer", held, fix)
 
-    def _of_all_processes(self, clock: Clock) -> tuple[StepLog, Clock]:
-        """Return the step's log of all processes, and the time of each phase in the slowest process."""
-        logs, seconds = zip(*distributed.gathered((self.experience_builder.log, clock.seconds), "step"), strict=True)
-        phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
-        return StepLog.of_all(logs), Clock(phases, started=clock.started)
+    def _record(self, builder: ExperienceBuilder, updates: list[Metrics], total: int) -> StepRecord:
+        """Return the record of a step of all processes, after adapting β and the reference to it."""
+        log, clock = gather_step_log(builder.log, builder.clock)
+        record = StepRecord(self.step, len(updates), total, self._metrics(updates, log, clock), log.groups)
+        self._move_reference(record)
+        return record
 
     def _metrics(self, updates: list[Metrics], log: StepLog, clock: Clock) -> dict[str, float]:
         dynamic = self.algorithm.max_sampling_rounds > 1
@@ -264,7 +278,7 @@ class Learner(Keywords, ABC):
             **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
             **over_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
-            **({} if self.algorithm.kl_target is None else {"beta": self.experience_builder.beta}),
+            **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             "learning_rate": self.cluster.learning_rate(),
             **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
         }
@@ -282,9 +296,7 @@ class Learner(Keywords, ABC):
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
             samples = sum(len(g.completions) for g in record.groups)
-            self.experience_builder.beta = adapted_beta(
-                self.experience_builder.beta, kl, a.kl_target, a.kl_horizon, samples
-            )
+            self.beta = adapted_beta(self.beta, kl, a.kl_target, a.kl_horizon, samples)
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 

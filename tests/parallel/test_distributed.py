@@ -25,7 +25,7 @@ from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
-from covey.rl.experience import Clock, ExperienceBuilder, StepLog
+from covey.rl.experience import ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
@@ -209,7 +209,7 @@ def told(group: Group) -> Any:
 class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
-    config = SimpleNamespace(rollout_config=RolloutConfig(max_new_tokens=5))
+    config = SimpleNamespace(rollout_config=RolloutConfig(max_new_tokens=5), training_config=RLTrainingConfig())
     rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
 
     def rows_at_a_time(self, rows: Any) -> int:
@@ -240,39 +240,43 @@ WHOLE_STEP = {
 }
 
 
-def fed(config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]:
+def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]:
     """What a step trains on, token by token in no order; its denominator; its log; prompts taken from the data."""
     algorithm, training = algorithm_of(config), RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
     estimate = partial(gae_advantages if algorithm.has_critic else group_advantages, algorithm=algorithm)
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
     sizes = stage_sizes(training, config.num_generations)
-    experience_builder = ExperienceBuilder(
-        Played(),
-        [reward],
-        config,
-        algorithm,
-        training,
-        sizes,
-        lambda x, beta: estimate(x, beta=beta),
-        algorithm.beta,  # type: ignore[arg-type]
-    )
     loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
-    batches = list(experience_builder.feed(next(loader), loader.take, step, Clock()))
+    builder = ExperienceBuilder(
+        cluster=Played(),  # type: ignore[arg-type]
+        reward_fns=[reward],
+        config=config,
+        algorithm=algorithm,
+        sizes=sizes,
+        estimate=lambda x, beta: estimate(x, beta=beta),
+        beta=algorithm.beta,
+        examples=next(loader),
+        take=loader.take,
+        step=step,
+    )
+    batches = made_by(builder)
     of_rows = [
         np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.sampled], -1)[b.rows.scored]
         for b in batches
     ]
     tokens = np.concatenate([np.zeros((0, 4)), *of_rows])
-    return tokens, sum(b.denominator for b in batches), experience_builder.log, loader.position
+    return tokens, sum(b.denominator for b in batches), builder.log, loader.position
 
 
 @pytest.mark.parametrize("name", WHOLE_STEP)
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_needs_the_whole_step_gets_it(threads: Threads, name: str, step: int, count: int) -> None:
+def test_what_needs_the_whole_step_gets_it(
+    threads: Threads, made_by: Callable, name: str, step: int, count: int
+) -> None:
     """The trap: each process scales by the rewards that it has itself, or fills up its own share."""
-    ((tokens, denominator, log, position),) = threads(1, lambda i: fed(WHOLE_STEP[name], step))
-    every = threads(count, lambda i: fed(WHOLE_STEP[name], step))
+    ((tokens, denominator, log, position),) = threads(1, lambda i: fed(made_by, WHOLE_STEP[name], step))
+    every = threads(count, lambda i: fed(made_by, WHOLE_STEP[name], step))
     together = np.concatenate([each[0] for each in every])
     assert np.allclose(*(x[np.lexsort(x.T)] for x in (tokens, together)), atol=1e-6)
     assert sum(each[1] for each in every) == pytest.approx(denominator)

@@ -13,7 +13,7 @@ from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.rewards import RewardRunner
 from covey.rl.batch import TrainBatch
-from covey.rl.experience import Clock, ExperienceBuilder, StepLog, tokens_in_loss
+from covey.rl.experience import ExperienceBuilder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
@@ -34,7 +34,7 @@ class Fake:
     """A cluster whose completions are given with the prompt: `{"prompt": ..., "completions": (...)}`."""
 
     def __init__(self) -> None:
-        self.config = ClusterConfig(rollout_config=RolloutConfig(max_new_tokens=10))
+        self.config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=10))
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
         self.asked: list[tuple[int, list[str]]] = []
 
@@ -59,7 +59,7 @@ def row(prompt: str, points: tuple[float, float], completions: tuple[Completion,
 
 
 @pytest.fixture
-def fed() -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
+def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
     """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the builder that made them."""
 
     def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], ExperienceBuilder]:
@@ -72,18 +72,20 @@ def fed() -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
             taken, stock[:] = stock[:count], stock[count:]
             return taken
 
-        experience_builder = ExperienceBuilder(
+        builder = ExperienceBuilder(
             cluster=Fake(),  # type: ignore[arg-type]
             reward_fns=[in_order],
             config=config,
             algorithm=algorithm,
-            training=training,
             sizes=stage_sizes(training, G),
             estimate=lambda x, beta: estimate(x, algorithm, beta),
             beta=algorithm.beta,
+            examples=rows,
+            take=take,
+            step=0,
             runner=runner,
         )
-        return list(experience_builder.feed(rows, take, 0, Clock())), experience_builder
+        return made_by(builder), builder
 
     return make
 
@@ -146,13 +148,13 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable)
     """The counts of a step, not of the run; those of several processes are added."""
     runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
     for _ in range(2):
-        (batch,), experience_builder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
-        assert experience_builder.log.failed == {"in_order": 1}
+        (batch,), builder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
+        assert builder.log.failed == {"in_order": 1}
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
-    other = StepLog(experience_builder.log.groups, experience_builder.log.numbers, failed={"in_order": 3, "another": 0})
-    assert StepLog.of_all([experience_builder.log, other]).failed == {"in_order": 4, "another": 0}
+    other = StepLog(builder.log.groups, builder.log.numbers, failed={"in_order": 3, "another": 0})
+    assert StepLog.of_all([builder.log, other]).failed == {"in_order": 4, "another": 0}
 
 
 # --- dynamic sampling
@@ -161,10 +163,10 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable)
 def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Callable) -> None:
     rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0)), row("tied too", (0.0, 0.0))]
     spare = [row("new", (0.0, 1.0)), row("tied again", (1.0, 1.0)), row("newer", (1.0, 0.0)), row("unused", (1.0, 0.0))]
-    batches, experience_builder = fed(rows, spare, max_sampling_rounds=4)
+    batches, builder = fed(rows, spare, max_sampling_rounds=4)
     assert prompts(batches) == ["good", "new", "newer"]
-    assert (experience_builder.log.rounds, experience_builder.log.replaced, experience_builder.log.tied) == (3, 3, 0)
-    assert [g.prompt for g in experience_builder.log.groups] == [
+    assert (builder.log.rounds, builder.log.replaced, builder.log.tied) == (3, 3, 0)
+    assert [g.prompt for g in builder.log.groups] == [
         "tied",
         "good",
         "tied too",
@@ -172,29 +174,29 @@ def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Calla
         "tied again",
         "newer",
     ]
-    assert experience_builder.cluster.asked == [  # type: ignore[attr-defined]
+    assert builder.cluster.asked == [  # type: ignore[attr-defined]
         (0, ["tied", "good", "tied too"]), (3, ["new", "tied again"]), (5, ["newer"])
     ]  # fmt: skip
 
 
 def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed: Callable) -> None:
     rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
-    batches, experience_builder = fed(rows, spare, max_sampling_rounds=3)
+    batches, builder = fed(rows, spare, max_sampling_rounds=3)
     assert prompts(batches) == ["good", "tied"]
-    assert (experience_builder.log.rounds, experience_builder.log.replaced, experience_builder.log.tied) == (3, 2, 1)
+    assert (builder.log.rounds, builder.log.replaced, builder.log.tied) == (3, 2, 1)
     assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
 
 
 def test_data_that_end_stop_the_search(fed: Callable) -> None:
-    batches, experience_builder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
+    batches, builder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
     assert prompts(batches) == ["good", "tied"]
-    assert (experience_builder.log.rounds, experience_builder.log.tied) == (1, 1)
+    assert (builder.log.rounds, builder.log.tied) == (1, 1)
 
 
 def test_one_round_replaces_nothing(fed: Callable) -> None:
-    batches, experience_builder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
+    batches, builder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
     assert prompts(batches) == ["tied"]
-    assert (experience_builder.log.rounds, experience_builder.log.replaced) == (1, 0)
+    assert (builder.log.rounds, builder.log.replaced) == (1, 0)
 
 
 # --- overlong shaping

@@ -30,7 +30,6 @@ from covey.models.value_model import value_model
 from covey.parallel import flatten, make_mesh
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import Clock
 from covey.rl.grpo import GRPOLearner
 from covey.rl.microbatch import StageSizes
 from covey.rl.ppo import PPOLearner
@@ -152,11 +151,11 @@ class Lab:
         self.learner.train(data(rows))
         return self.steps
 
-    def batches(self, sizes: Sizes) -> list[TrainBatch]:
+    def batches(self, made_by: Callable[[Any], list[TrainBatch]], sizes: Sizes) -> list[TrainBatch]:
         """The training micro-batches of the first step."""
         self._set(sizes)
         loader = data(ROWS)
-        return list(self.learner.experience_builder.feed(next(loader), loader.take, 0, Clock()))
+        return made_by(self.learner._experience_builder(next(loader), loader.take))
 
     def updates(self, batches: Sequence[TrainBatch]) -> list[Gradient]:
         """The gradient of each update on `batches`."""
@@ -178,7 +177,7 @@ class Lab:
     def _set(self, sizes: Sizes, **settings: Any) -> None:
         training = replace(self.training, **{"queueing": "sync", **settings})
         self.cluster.config = replace(self.cluster.config, training_config=training)
-        self.learner.experience_builder.training, self.learner.experience_builder.sizes = training, StageSizes(*sizes)
+        self.learner.sizes = StageSizes(*sizes)
 
     def _remember(self, record: StepRecord) -> None:
         self.steps.records.append(record)
@@ -273,10 +272,10 @@ def test_micro_batches_packing_and_queueing_change_nothing(labs: Labs, whole: Ca
 
 @pytest.mark.parametrize("place", ["two", "four"])
 @pytest.mark.parametrize("case", PRESETS)
-def test_devices_change_nothing(labs: Labs, case: str, place: str) -> None:
+def test_devices_change_nothing(labs: Labs, made_by: Callable, case: str, place: str) -> None:
     """Nor do updates move a weight from the devices that it was given: what takes it would be compiled anew."""
     one, several = labs(case), labs(case, place)
-    batches = one.batches((P, P, P, 2))
+    batches = one.batches(made_by, (P, P, P, 2))
     places = [jax.tree.map(lambda x: x.sharding, t.trainable) for t in several.trainers().values()]
     assert any(not x.is_fully_replicated for x in jax.tree.leaves(places))
     same(several.updates(batches), one.updates(batches))

@@ -78,7 +78,7 @@ def test_whatever_the_sizes_every_prompt_gets_its_own_results(count: int, stage:
 
 
 def test_micro_batches_are_gathered_lazily() -> None:
-    """A experience_builder may sample the first service batch before the rest of the data is read."""
+    """An experience builder may sample the first service batch before the rest of the data is read."""
     read: list[int] = []
     rows = (read.append(i) or i for i in range(100))  # type: ignore[func-returns-value]
     next(service_batches(rows, StageSizes(2, 4, 1, 3)))
