@@ -27,5 +27,5 @@ def test_the_python_of_the_page_runs(block, capsys):
 
 def test_every_reward_and_every_task_has_its_row():
     rewards, data = ((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
-    assert re.findall(r"^\| `(\w+)` \| .* \| .*\|$", rewards.split("## Those that are there")[1], re.M) == list(REWARDS)
+    assert re.findall(r"^\| `(\w+)` \| .* \| .*\|$", rewards.split("## Built-in rewards")[1], re.M) == list(REWARDS)
     assert re.findall(r"^\| `([\w-]+)` \| .* \| .* \|$", data, re.M) == list(TASKS)
