@@ -29,7 +29,7 @@ from covey.errors import CoveyError, NumbersError, ResumeError, Stopped
 from covey.parallel import distributed, mesh_for
 from covey.run.compile_counter import CompileCounter
 from covey.run.load_model import CHECKPOINTS, refuse_other_weights
-from covey.run.settings import compare, settings_of
+from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
@@ -281,7 +281,7 @@ class Run(ABC, Generic[RecipeT]):
             replace_file(self.out / RECIPE, text.encode())
 
     def _refuse_other_settings(self, extra: Mapping[str, Any]) -> None:
-        compare(extra["settings"], settings_of(self.recipe), self.out)
+        refuse_changed_settings(extra["settings"], settings_of(self.recipe), self.out)
 
     def _refuse_another_folder(self) -> None:
         if self.writes and not self.saves.holds():

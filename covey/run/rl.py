@@ -29,7 +29,7 @@ from covey.run.advice import ZeroAdvantageWarning
 from covey.run.base import Run
 from covey.run.inference import fitting, judge_held_out
 from covey.run.load_model import CHECKPOINTS, decoder_options, load_source, refuse_other_weights, with_digest
-from covey.run.settings import as_begun
+from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.train.checkpoint import Checkpointer
 from covey.train.loop import Observer, StepRecord, total_steps
 from covey.train.metrics import prompt_text, write_answers
@@ -50,8 +50,8 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     ready = load_recipe(folder, overrides)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
-        if ready.model.adapter and saves.latest() is not None:
-            ready = as_begun(ready, saves.restore(target={}, subset=True)[1]["settings"])
+        if may_need_earlier_values(ready) and saves.latest() is not None:
+            ready = with_earlier_values(ready, saves.restore(target={}, subset=True)[1]["settings"])
     return RLRun(ready, folder, resuming=True).take_up()
 
 

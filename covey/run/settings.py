@@ -3,14 +3,14 @@ change that makes it another run is refused with a diff; other changes are repor
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
-The run may be older than this version of Covey. A setting that it lacks had its default, so the default of a new
-setting must match the earlier behaviour, or `as_begun` sets it. A setting that no longer exists does not refuse the
-run: it is reported.
+The run may be older than this version of Covey. A setting that it lacks had its default, except those in
+`BEFORE_IT_EXISTED`, so that a default may differ from the earlier behaviour. A setting that no longer exists does not
+refuse the run: it is reported.
 """
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,67 +24,100 @@ log = logging.getLogger(__name__)
 
 def settings_of(recipe: AnyRecipe) -> Settings:
     """Return the JSON value of every setting by dotted name, except `IGNORED_ON_RESUME`."""
-    return {name: value for name, value in _flat(asdict(recipe)).items() if not _named(name, IGNORED_ON_RESUME)}
+    return {name: value for name, value in _flat(asdict(recipe)).items() if not _is_in(name, IGNORED_ON_RESUME)}
 
 
-def as_begun(recipe: Recipe, then: Settings) -> Recipe:
-    """Return the recipe of a run saved with the settings `then`, with the earlier behaviour for settings that its
-    version of Covey lacked and whose default differs now: under a loaded adapter the reference was the base.
+def may_need_earlier_values(recipe: Recipe) -> bool:
+    """Return whether a run by `recipe` would have been different before some setting existed."""
+    return any(earlier.concerns(recipe) for earlier in BEFORE_IT_EXISTED.values())
+
+
+def with_earlier_values(recipe: Recipe, saved: Settings) -> Recipe:
+    """Return the recipe of a run saved with the settings `saved`, with the values of `BEFORE_IT_EXISTED` for those that
+    its version of Covey lacked.
     """
-    if REFERENCE in then or recipe.model.adapter is None or not algorithm_of(recipe.grpo).beta:
-        return recipe
-    return replace(recipe, grpo=replace(recipe.grpo, reference="base"))
+    for name, earlier in BEFORE_IT_EXISTED.items():
+        if name not in saved and earlier.concerns(recipe):
+            section, field = name.split(".")
+            changed: Any = replace(getattr(recipe, section), **{field: earlier.value})
+            recipe = replace(recipe, **{section: changed})
+    return recipe
 
 
-def compare(then: Settings, now: Settings, folder: Path) -> None:
-    """Refuse to resume the run at `folder`, saved with the settings `then`, with settings `now` that make it another
-    run; report the other differences. A setting that `then` lacks had its default.
+def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> None:
+    """Refuse to resume the run at `folder`, saved with the settings `saved`, with settings `now` that make it another
+    run; report the other differences. A setting that `saved` lacks had its default, or the earlier value.
 
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
     """
-    if REFERENCE not in then and now.get(REFERENCE) == "base":
-        log.warning(f"this run is older than {REFERENCE}, and goes on with base, as it began")
-        then = then | {REFERENCE: "base"}
-    then = _defaults(then, now) | then
-    other = {name: _told(name, then, now) for name in then if name not in now or then[name] != now[name]}
-    if refused := [told for name, told in other.items() if name in now and _named(name, DECISIVE)]:
+    saved = _defaults(saved, now) | _earlier_values(saved, now) | saved
+    changed = {name: _describe(name, saved, now) for name in saved if name not in now or saved[name] != now[name]}
+    if refused := [change for name, change in changed.items() if name in now and _is_in(name, DECISIVE)]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
             want="data, batch, seed, types and adapters as they were",
             fix=f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
             where=str(folder / "recipe.yaml"),
         )
-    if other:
-        log.warning("changed since the run was saved: " + "; ".join(other.values()))
+    if changed:
+        log.warning("changed since the run was saved: " + "; ".join(changed.values()))
 
 
-def _told(name: str, then: Settings, now: Settings) -> str:
-    return f"{name} was {then[name]!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
+def _describe(name: str, saved: Settings, now: Settings) -> str:
+    return f"{name} was {saved[name]!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
 
 
-def _defaults(then: Settings, now: Settings) -> Settings:
+def _defaults(saved: Settings, now: Settings) -> Settings:
     """Return the default of every setting; that of the rollout's seed is the run's seed."""
-    return settings_of(METHODS[now["method"]](seed=then.get("seed", AnyRecipe.seed)))
+    return settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
+
+
+def _earlier_values(saved: Settings, now: Settings) -> Settings:
+    """Return the earlier values that the run continues with, and report each."""
+    found = {name: earlier.value for name, earlier in BEFORE_IT_EXISTED.items() if name not in saved}
+    found = {name: value for name, value in found.items() if now.get(name) == value}
+    for name, value in found.items():
+        log.warning(f"this run is older than {name}, and goes on with {value}, as it began")
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
     found: Settings = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in WHOLE:
+        if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
             found |= _flat(value, f"{prefix}{name}.")
         else:
             found[prefix + name] = list(value) if isinstance(value, tuple) else value
     return found
 
 
-def _named(name: str, among: tuple[str, ...]) -> bool:
-    return any(name == one or name.startswith(one + ".") for one in among)
+def _is_in(name: str, sections: tuple[str, ...]) -> bool:
+    """Return whether the setting `name` is one of `sections`, or in one of them."""
+    return any(name == one or name.startswith(one + ".") for one in sections)
 
 
-REFERENCE = "grpo.reference"
+@dataclass(frozen=True)
+class EarlierValue:
+    """What a run did before a setting existed, where that is not the setting's default.
 
-WHOLE = ("reward_safety.on_error_of",)
+    Attributes:
+        value: value of the setting that stands for it.
+        concerns: whether the setting makes a difference to a run by this recipe.
+    """
+
+    value: Any
+    concerns: Callable[[Recipe], bool]
+
+
+def _has_reference_on_adapter(recipe: Recipe) -> bool:
+    return recipe.model.adapter is not None and bool(algorithm_of(recipe.grpo).beta)
+
+
+BEFORE_IT_EXISTED = {"grpo.reference": EarlierValue("base", _has_reference_on_adapter)}
+"""Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
+
+MAPPINGS = ("reward_safety.on_error_of",)
 """Settings whose value is itself a mapping."""
 
 DECISIVE = (

@@ -11,7 +11,7 @@ from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.display import show_log
 from covey.errors import ResumeError
-from covey.run.settings import compare, settings_of
+from covey.run.settings import refuse_changed_settings, settings_of
 
 RL = recipe.load("quickstart", ["seed=7", "model.lora.rank=4"])
 SFT = recipe.load("sft-arithmetic", ["seed=7"], SFTRecipe)
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("ready", [RL, SFT], ids=["rl", "sft"])
 def told(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     said: list[str] = []
     with show_log(info=said.append, warning=said.append):
-        compare(then, now, Path("run"))
+        refuse_changed_settings(then, now, Path("run"))
     return said
 
 
