@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -101,8 +101,6 @@ class Worker:
     def close(self) -> None:
         """Kill the process and every process it has started; a call in another thread is aborted."""
         self._closed = True
-        if (process := self._process) is not None:
-            process.kill()
         with self._lock:
             self._terminate()
 
@@ -120,7 +118,9 @@ class Worker:
         job = {**job, "number": next(self._numbers)}
         limit = None if seconds is None else time.monotonic() + seconds
         try:
-            reply = self._process.exchange(json.dumps(job).encode() + b"\n", limit, cancelled)
+            reply = self._process.exchange(
+                json.dumps(job).encode() + b"\n", limit, lambda: self._closed or cancelled.is_set()
+            )
         except TimeoutError:
             raise _WorkerLost(
                 f"took longer than {seconds:g} s and was killed", fix="a longer reward_safety.timeout"
@@ -170,18 +170,18 @@ class _Process:
         self.pid = self._popen.pid
         self.end = weakref.finalize(self, _terminate, self._popen, self._socket)
 
-    def exchange(self, line: bytes, limit: float | None, cancelled: threading.Event) -> bytes:
+    def exchange(self, line: bytes, limit: float | None, is_cancelled: Callable[[], bool]) -> bytes:
         """Send `line` and return the line that is the reply.
 
         Raises:
             TimeoutError: it has not arrived at `limit`.
-            Cancelled: `cancelled` was set.
+            Cancelled: `is_cancelled` has become true.
             EOFError, OSError: the worker has ended, or the reply is longer than `MAX_REPLY`.
         """
         rest = memoryview(line)
         while rest or (end := self._received.find(b"\n")) < 0:
             left = POLL_SECONDS if limit is None else min(POLL_SECONDS, limit - time.monotonic())
-            if cancelled.is_set():
+            if is_cancelled():
                 raise Cancelled
             if left <= 0:
                 raise TimeoutError
@@ -198,10 +198,6 @@ class _Process:
         del self._received[: end + 1]
         return reply
 
-    def kill(self) -> None:
-        """Make a call in another thread end, and the keeper kill all processes; `end` also cleans up."""
-        _hang_up(self._socket)
-
     def describe_exit(self) -> str:
         """Describe how a process that is gone has ended."""
         try:
@@ -212,14 +208,10 @@ class _Process:
         return names.get(code, f"exit code {code}")
 
 
-def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):  # the worker may have ended
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def _terminate(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     """Have the keeper kill all processes, and kill the process group if the keeper itself was killed or stopped."""
-    _hang_up(connection)
+    with suppress(OSError):  # the worker may have ended
+        connection.shutdown(socket.SHUT_RDWR)
     connection.close()
     with suppress(subprocess.TimeoutExpired):
         keeper.wait(EXIT_SECONDS)
