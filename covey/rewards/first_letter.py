@@ -16,8 +16,8 @@ from covey.rewards.text import Completions, texts
 
 MIN_WORDS, MAX_WORDS = 3, 20
 MAX_COMMAS = 2
-LONGEST_WORD = 16
-LEAST_DISTINCT = 0.7
+MAX_WORD_LENGTH = 16
+MIN_DISTINCT = 0.7
 """Minimum fraction of distinct words."""
 
 _ECHOES = {"letter", "letters", "sentence", "sentences", "topic"}
@@ -33,7 +33,7 @@ def first_letter(
 ) -> list[float]:
     """Return 1.0 when the first character is the letter in upper case, else 0.0; a leading quote or star is wrong."""
     pairs = zip(texts(completions), letter, strict=True)
-    return [float(_given(wanted) and text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
+    return [float(_is_given(wanted) and text.lstrip().startswith(wanted.upper())) for text, wanted in pairs]
 
 
 def sentence(prompts: Sequence[Any], completions: Completions, topic: Sequence[str], **columns: Any) -> list[float]:
@@ -78,7 +78,7 @@ def _is_short(text: str, words: list[str], topic: str) -> bool:
 def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
     """Tell whether every word of the topic except its article occurs, in singular, plural or with a common ending."""
     said = {form for word in words for form in _stems(word)}
-    wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _given(topic) else []
+    wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _is_given(topic) else []
     return bool(wanted) and all(_stems(word) & said for word in wanted)
 
 
@@ -95,10 +95,10 @@ def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
     lower = [word.lower() for word in words]
     often = any(count > 2 and len(word) > 3 for word, count in Counter(lower).items())
     twice_running = any(a == b for a, b in pairwise(lower))
-    return not often and not twice_running and len(set(lower)) >= LEAST_DISTINCT * len(lower)
+    return not often and not twice_running and len(set(lower)) >= MIN_DISTINCT * len(lower)
 
 
-def _given(column: Any) -> bool:
+def _is_given(column: Any) -> bool:
     """Tell whether a row has a text in this column; it is None when only other rows have the column."""
     return isinstance(column, str) and column.strip() != ""
 
@@ -109,7 +109,7 @@ def _is_word(word: str) -> bool:
         return word.isdigit() or word in _ONE_LETTER_WORDS
     lower = word.lower()
     stutters = lower[0] == lower[1] and lower[:2] not in _DOUBLED_STARTS
-    return not stutters and len(word) <= LONGEST_WORD and re.search("[aeiouyà-ÿ]", lower) is not None
+    return not stutters and len(word) <= MAX_WORD_LENGTH and re.search("[aeiouyà-ÿ]", lower) is not None
 
 
 def _stems(word: str) -> set[str]:

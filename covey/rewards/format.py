@@ -21,10 +21,10 @@ def sections(text: str) -> tuple[str, str] | None:
     text = text.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return None
-    opened, closed, asked, ended = (text.index(tag) for tag in TAGS)
-    if not (opened == 0 < closed < asked < ended == len(text) - len(TAGS[3])):
+    reasoning_start, reasoning_end, answer_start, answer_end = (text.index(tag) for tag in TAGS)
+    if not (reasoning_start == 0 < reasoning_end < answer_start < answer_end == len(text) - len(TAGS[3])):
         return None
-    reasoning, answer = text[len(TAGS[0]) : closed], text[asked + len(TAGS[2]) : ended]
+    reasoning, answer = text[len(TAGS[0]) : reasoning_end], text[answer_start + len(TAGS[2]) : answer_end]
     return (reasoning, answer) if reasoning.strip() and answer.strip() else None
 
 

@@ -2,7 +2,7 @@
 
 The package reads LaTeX and plain expressions and compares them with sympy: 1/2, 0.5 and \\frac{1}{2} are equal. Model
 text can keep sympy busy for hours, as 9^{9^{9^{9}}} does, and no signal interrupts a product of large numbers. So
-answers are checked in a separate process, which is killed after `SECONDS`; the answer then counts as wrong. The
+answers are checked in a separate process, which is killed after `TIMEOUT` seconds; the answer then counts as wrong. The
 package's own time limits are not used: they are signals, which work in the main thread only.
 """
 
@@ -15,11 +15,11 @@ from covey.rewards.call import LOST
 from covey.rewards.sandbox.workers import Worker
 from covey.rewards.text import Completions, texts
 
-SECONDS = 5.0
+TIMEOUT = 5.0
 """Maximum seconds for one answer."""
-LONGEST = 20_000
+MAX_CHARACTERS = 20_000
 """Number of characters read at the end of a completion, where the answer is."""
-CHECK = "covey.rewards.math_checking:equal"
+FUNCTION = "covey.rewards.math_checking:equal"
 """Function that the separate process calls."""
 
 
@@ -41,7 +41,7 @@ def final_answer(text: str) -> str:
     >>> final_answer("<reasoning>1 + 1</reasoning><answer>2</answer>")
     '$2$'
     """
-    text = text[-LONGEST:]
+    text = text[-MAX_CHARACTERS:]
     if "\\boxed{" in text:
         return text[text.rindex("\\boxed{") :]
     if "<answer>" in text:
@@ -68,7 +68,7 @@ def _score(text: str, truth: Any) -> float:
 
 def _equal(found: str, truth: str) -> float | None:
     """Return 1.0 or 0.0, or None when the process died or was killed."""
-    outcome = _PROCESS.call(CHECK, {"found": [found], "truth": [truth]}, 1, SECONDS, threading.Event())
+    outcome = _PROCESS.call(FUNCTION, {"found": [found], "truth": [truth]}, 1, TIMEOUT, threading.Event())
     if outcome.values is not None:
         return float(outcome.values[0])
     failure = outcome.failure

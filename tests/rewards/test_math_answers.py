@@ -62,7 +62,7 @@ def test_answers_are_compared_as_mathematics() -> None:
 @pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "\\binom{10^9}{5 \\cdot 10^8}", "(" * 3000 + "1" + ")" * 3000])
 def test_an_answer_that_takes_too_long_is_wrong(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those around it are not: the process is killed, and another one reads on."""
-    monkeypatch.setattr(module, "SECONDS", 1.0)
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
     start = time.monotonic()
     assert math_verify(["?"] * 3, ["\\boxed{42}", f"\\boxed{{{answer}}}", "\\boxed{42}"], ["42"] * 3) == [1.0, 0.0, 1.0]
     assert time.monotonic() - start < 60
@@ -72,7 +72,7 @@ def test_a_checker_that_never_works_is_an_error_and_no_zero(tmp_path: Path, monk
     """Else a broken installation would train on rewards that are all 0."""
     (tmp_path / "broken_checker.py").write_text("import os\ndef equal(found, truth):\n    os._exit(3)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "CHECK", "broken_checker:equal")
+    monkeypatch.setattr(module, "FUNCTION", "broken_checker:equal")
     monkeypatch.setattr(module, "_PROCESS", Worker())
     with pytest.raises(RewardError, match="math-verify does not work"):
         math_verify(["?"], ["\\boxed{42}"], ["42"])
@@ -108,4 +108,4 @@ def test_a_missing_package_is_told_with_what_installs_it(
 
 
 def test_the_end_of_a_long_completion_is_read() -> None:
-    assert final_answer("\\boxed{1}" + "x" * 30_000) == "x" * module.LONGEST
+    assert final_answer("\\boxed{1}" + "x" * 30_000) == "x" * module.MAX_CHARACTERS

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import numbers
-import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import REWARDS, RewardRunner, function_names, resolve, score
+from covey.rewards import RewardRunner, function_names, score
 from covey.rewards.call import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
 from covey.rewards.sandbox import search
@@ -722,57 +721,6 @@ def test_an_object_with_call_is_a_function():
     assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
 
 
-def test_built_in_names_resolve_to_functions_of_that_name():
-    for name, function in REWARDS.items():
-        assert resolve(name) is function
-        assert function.__name__ == name
-
-
 def test_built_in_functions_run_by_name():
     groups = [group("p", ["#### 4", "5"], answer="4")]
     assert score(groups, ["exact_answer", "number_only"])[0].rewards.tolist() == [1.0, 1.0]
-
-
-def test_a_wrong_name_is_answered_with_the_nearest():
-    with pytest.raises(RecipeError, match="did you mean 'exact_answer'"):
-        resolve("exact_anser")
-
-
-def test_a_function_of_ones_own_is_found_in_the_working_folder(tmp_path, monkeypatch):
-    (tmp_path / "my_covey_rewards.py").write_text("def brevity(completions):\n    return [1.0] * len(completions)\n")
-    monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
-    assert resolve("my_covey_rewards:brevity")(["a"]) == [1.0]
-    assert sys.path == before
-    with pytest.raises(RecipeError, match="did you mean 'brevity'"):
-        resolve("my_covey_rewards:brevty")
-
-
-def test_a_module_that_exits_while_it_is_imported_is_told_with_its_line(tmp_path, monkeypatch):
-    """A script without a guard around its main, say: `covey` must not end as if all were done."""
-    (tmp_path / "covey_script.py").write_text("import sys\n\nsys.exit(0)\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="importing 'covey_script' failed: SystemExit: 0") as caught:
-        resolve("covey_script:f")
-    assert caught.value.where == f"{tmp_path / 'covey_script'}.py:3"
-
-
-def test_a_module_that_fails_is_told_with_its_line(tmp_path, monkeypatch):
-    (tmp_path / "covey_broken_rewards.py").write_text("x = 1\ny = 1 / 0\n")
-    (tmp_path / "covey_misspelt_rewards.py").write_text("x = 1\ndef f(:\n")
-    monkeypatch.chdir(tmp_path)
-    for name, line, kind in (
-        ("covey_broken_rewards", 2, "ZeroDivisionError"),
-        ("covey_misspelt_rewards", 2, "SyntaxError"),
-    ):
-        with pytest.raises(RecipeError, match=kind) as caught:
-            resolve(f"{name}:f")
-        assert caught.value.where == f"{tmp_path / name}.py:{line}"
-
-
-@pytest.mark.parametrize(
-    "name", ["no_such_module_of_covey:f", ":f", "covey.rewards.gsm8k:", "covey.rewards.gsm8k:Fraction.x"]
-)
-def test_an_import_path_that_leads_nowhere_is_refused(name):
-    with pytest.raises(RecipeError):
-        resolve(name)

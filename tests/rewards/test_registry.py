@@ -1,0 +1,59 @@
+"""Names of reward functions: built-in ones, those of the user's modules, and mistakes in both."""
+
+import sys
+
+import pytest
+
+from covey.errors import RecipeError
+from covey.rewards import REWARDS, resolve
+
+
+def test_built_in_names_resolve_to_functions_of_that_name():
+    for name, function in REWARDS.items():
+        assert resolve(name) is function
+        assert function.__name__ == name
+
+
+def test_a_wrong_name_is_answered_with_the_nearest():
+    with pytest.raises(RecipeError, match="did you mean 'exact_answer'"):
+        resolve("exact_anser")
+
+
+def test_a_function_of_ones_own_is_found_in_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_covey_rewards.py").write_text("def brevity(completions):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert resolve("my_covey_rewards:brevity")(["a"]) == [1.0]
+    assert sys.path == before
+    with pytest.raises(RecipeError, match="did you mean 'brevity'"):
+        resolve("my_covey_rewards:brevty")
+
+
+def test_a_module_that_exits_while_it_is_imported_is_told_with_its_line(tmp_path, monkeypatch):
+    """A script without a guard around its main, say: `covey` must not end as if all were done."""
+    (tmp_path / "covey_script.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="importing 'covey_script' failed: SystemExit: 0") as caught:
+        resolve("covey_script:f")
+    assert caught.value.where == f"{tmp_path / 'covey_script'}.py:3"
+
+
+def test_a_module_that_fails_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "covey_broken_rewards.py").write_text("x = 1\ny = 1 / 0\n")
+    (tmp_path / "covey_misspelt_rewards.py").write_text("x = 1\ndef f(:\n")
+    monkeypatch.chdir(tmp_path)
+    for name, line, kind in (
+        ("covey_broken_rewards", 2, "ZeroDivisionError"),
+        ("covey_misspelt_rewards", 2, "SyntaxError"),
+    ):
+        with pytest.raises(RecipeError, match=kind) as caught:
+            resolve(f"{name}:f")
+        assert caught.value.where == f"{tmp_path / name}.py:{line}"
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module_of_covey:f", ":f", "covey.rewards.gsm8k:", "covey.rewards.gsm8k:Fraction.x"]
+)
+def test_an_import_path_that_leads_nowhere_is_refused(name):
+    with pytest.raises(RecipeError):
+        resolve(name)
