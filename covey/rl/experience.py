@@ -27,7 +27,7 @@ from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.microbatch import StageSizes, merge, service_batches, slices
-from covey.sampling.engine import SamplerStats
+from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 OVERLONG = "overlong"

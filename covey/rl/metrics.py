@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from covey.losses.advantages import informative
-from covey.sampling.engine import SamplerStats
+from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 

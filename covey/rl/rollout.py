@@ -12,8 +12,9 @@ from covey.models.decoder import Decoder
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
-from covey.sampling.engine import Request, Sampler, SamplerStats
+from covey.sampling.engine import Request, Sampler
 from covey.sampling.lengths import check_length, check_positions
+from covey.sampling.stats import SamplerStats
 from covey.sampling.tools import Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt

@@ -14,7 +14,7 @@ tokens of its answer: they pass through the same cache, count toward the limit a
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from covey.sampling import device as steps
 from covey.sampling.cache import NO_TOKEN, Prefix, empty_slots, resize
 from covey.sampling.lengths import check_length, length_bucket, power_of_two, round_up_to_bucket
 from covey.sampling.logits import SamplingParams
+from covey.sampling.stats import SamplerStats
 from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
 from covey.types import Completion, FinishReason
 
@@ -51,33 +52,6 @@ class Request:
     samples: int
     index: int
     step: int = 0
-
-
-@dataclass
-class SamplerStats:
-    """Cost of a call, or the sum over several calls.
-
-    Attributes:
-        tokens: completion tokens kept; `first_tokens` of them were drawn at prefill, not in a decode step.
-        slot_steps: decode steps × slots, used or not.
-        chunks: calls of the decode program.
-        prompt_tokens: prompt tokens prefilled; `prefill_cells` includes their padding.
-    """
-
-    tokens: int = 0
-    first_tokens: int = 0
-    slot_steps: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    prefill_cells: int = 0
-
-    def __add__(self, other: "SamplerStats") -> "SamplerStats":
-        return SamplerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def waste(self) -> float:
-        """Fraction of the decode work that produced no token."""
-        return 1.0 - (self.tokens - self.first_tokens) / self.slot_steps if self.slot_steps else 0.0
 
 
 class _Sample(NamedTuple):

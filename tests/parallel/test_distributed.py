@@ -29,7 +29,7 @@ from covey.rl.experience import ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
-from covey.sampling.engine import SamplerStats
+from covey.sampling.stats import SamplerStats
 from covey.train import trainer
 from covey.types import Completion, FinishReason, Group
 

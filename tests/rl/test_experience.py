@@ -18,7 +18,7 @@ from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
-from covey.sampling.engine import SamplerStats
+from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 G = 2

@@ -5,8 +5,8 @@ import pytest
 from scipy.special import softmax  # comes with jax
 
 from covey.rl.metrics import group_metrics, work_metrics
-from covey.sampling.engine import SamplerStats
 from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 NAN = float("nan")
