@@ -61,19 +61,17 @@ class Tool:
         starts, ends = (np.flatnonzero(before == marker) for marker in (self.markers.start, self.markers.end))
         start = starts.max(initial=-1)
         call = before[start + 1 :]
-        if start < 0 or start < ends.max(initial=-1) or not call.size:
+        is_call = start > ends.max(initial=-1) and call.size
+        result = self.evaluate(self.decode(call.tolist())) if is_call else None
+        if result is None:
             return np.zeros(0, np.int32)
-        result = self.evaluate(self.decode(call.tolist()))
-        return np.zeros(0, np.int32) if result is None else self._between_markers(self.encode(result))
+        response = np.array([self.markers.output_start, *self.encode(result), self.markers.output_end], np.int32)
+        assert len(response) <= MAX_FORCED_TOKENS, f"a response of {len(response)} tokens"
+        return response
 
     def text(self, tokens: np.ndarray) -> str:
         """Decode `tokens`, with calls and responses between their markers."""
         return self.decode([token for token in tokens.tolist() if token not in self.hidden])
-
-    def _between_markers(self, result: np.ndarray) -> np.ndarray:
-        response = np.array([self.markers.output_start, *result, self.markers.output_end], np.int32)
-        assert len(response) <= MAX_FORCED_TOKENS, f"a response of {len(response)} tokens"
-        return response
 
 
 def make_tool(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
