@@ -1,18 +1,159 @@
-"""Device programs of the sampler, as pure functions: prefill prompts, insert them into slots, decode some steps.
+"""State of the sampler on the device, and the programs that change it: prefill, insert, decode, resume, resize.
+
+The programs are pure functions; `Programs` holds those compiled for a decoder, and `DeviceState` the arrays of a call.
 
 The noise of a token depends only on its completion's key and its index in the completion; the key depends only on
 (seed, step, prompt index, sample index). A forced token uses up an index, and the noise of that index is not used.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from covey.sampling.cache import NO_TOKEN, Prefix, Slots, decode_attention, insert_prefix, prefill_attention
+from covey.config.schema import RolloutConfig
+from covey.models.decoder import Decoder
+from covey.sampling.cache import (
+    NO_TOKEN,
+    Prefix,
+    Slots,
+    decode_attention,
+    empty_slots,
+    insert_prefix,
+    prefill_attention,
+    resize,
+)
 from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.scheduler import Admission, Sample
+from covey.sampling.stats import SamplerStats
+from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
+
+
+class Draws(NamedTuple):
+    """Tokens drawn: their ids (int32) and their log-probs under the full and the truncated distribution (float32)."""
+
+    tokens: np.ndarray
+    logps: np.ndarray
+    sampler_logps: np.ndarray
+
+
+class Chunk(NamedTuple):
+    """Result of some steps of the decode batch.
+
+    Attributes:
+        draws: arrays [steps, S].
+        valid: bool [steps, S], whether the slot was active in the step.
+        active: bool [S], whether the slot is still active after the steps.
+    """
+
+    draws: Draws
+    valid: np.ndarray
+    active: np.ndarray
+
+
+class Programs:
+    """Programs of a decoder, compiled once for each shape and each setting of the sampling distribution.
+
+    Args:
+        graph: the decoder's `nnx.GraphDef`.
+        stop_ids: tokens that end a completion.
+    """
+
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
+        self.graph = graph
+        self.prefill = jax.jit(partial(prefill, graph))
+        self.insert = jax.jit(partial(insert, stop_ids), static_argnames="sampling_params", donate_argnums=0)
+        static = ("sampling_params", "steps", "pause_id")
+        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+
+
+class DeviceState:
+    """Decode batch of a call: its slots with their KV cache, and the prompts that were prefilled last.
+
+    Args:
+        programs: those of the decoder.
+        params: the decoder's state.
+        config: settings of the call.
+        tool: pauses a slot behind each call.
+        slots: number of slots.
+        cache_length: number of tokens for which each slot has room.
+    """
+
+    def __init__(
+        self, programs: Programs, params: Any, config: RolloutConfig, tool: Tool | None, slots: int, cache_length: int
+    ):
+        self.programs, self.params, self.config = programs, params, config
+        self.sampling_params = SamplingParams.from_config(config)
+        self.pause_id = None if tool is None else tool.markers.end
+        model = nnx.merge(programs.graph, params)
+        c, forced = model.config, 0 if tool is None else MAX_FORCED_TOKENS
+        shape = (slots, cache_length, c.num_layers, c.num_kv_heads, c.head_dim)
+        self.slots = empty_slots(*shape, model.head_weight.dtype, max_forced_tokens=forced)
+        self.prefix: Prefix | None = None
+        self.stats = SamplerStats()
+
+    def prefill(self, prompts: Sequence[np.ndarray], shape: tuple[int, int]) -> None:
+        """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
+        tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        self.prefix = self.programs.prefill(self.params, tokens, lengths)
+        self.stats.prompt_tokens += sum(map(len, prompts))
+        self.stats.prefill_cells += tokens.size
+
+    def insert(self, admitted: Sequence[Admission], keys: Mapping[Sample, np.ndarray]) -> Chunk:
+        """Insert prefilled prompts into slots, with the random key of each sample; draw the first tokens."""
+        size = len(self.slots.token)
+        inserted, prompt, slot_keys = np.zeros(size, bool), np.zeros(size, np.int32), np.zeros((size, 2), np.uint32)
+        for slot, row, sample in admitted:
+            inserted[slot], prompt[slot], slot_keys[slot] = True, row, keys[sample]
+        self.slots, draws = self.programs.insert(
+            self.slots,
+            self.prefix,
+            prompt,
+            inserted,
+            slot_keys,
+            np.int32(self.config.max_new_tokens),
+            sampling_params=self.sampling_params,
+        )
+        self.stats.first_tokens += len(admitted)
+        return self._chunk(draws, inserted[None])
+
+    def decode(self) -> Chunk:
+        """Run a chunk of decode steps."""
+        self.slots, draws, valid, steps = self.programs.decode(
+            self.params,
+            self.slots,
+            sampling_params=self.sampling_params,
+            steps=self.config.decode_chunk,
+            pause_id=self.pause_id,
+        )
+        self.stats.slot_steps += int(steps) * len(self.slots.token)
+        self.stats.chunks += 1
+        return self._chunk(draws, np.asarray(valid))
+
+    def resume(self, responses: Mapping[int, np.ndarray]) -> None:
+        """Force the response of each of these slots, and decode them on."""
+        resumed = np.zeros(len(self.slots.token), bool)
+        forced = np.full((len(resumed), MAX_FORCED_TOKENS), NO_TOKEN, np.int32)
+        for slot, response in responses.items():
+            resumed[slot], forced[slot, : len(response)] = True, response
+        active, forced_tokens = resume(self.slots.active, self.slots.forced_tokens, resumed, forced)
+        self.slots = self.slots._replace(active=active, forced_tokens=forced_tokens)
+
+    def resize(self, kept: np.ndarray, cache_length: int) -> None:
+        """Keep only the slots `kept`, in that order, each with room for `cache_length` tokens."""
+        self.slots = resize(self.slots, kept, cache_length)
+
+    def _chunk(self, draws: tuple[Array, ...], valid: np.ndarray) -> Chunk:
+        self.stats.tokens += int(valid.sum())
+        return Chunk(Draws(*map(np.asarray, draws)), valid, np.asarray(self.slots.active))
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -117,11 +258,9 @@ def resume(
     return active | resumed, jnp.where(resumed[:, None], new, forced_tokens)
 
 
-def _without_first(forced_tokens: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
+def _without_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
     """Drop the first forced token of each slot after a step. Those of inactive slots no longer matter."""
-    if forced_tokens is None:
-        return None
-    return jnp.pad(forced_tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+    return None if forced is None else jnp.pad(forced[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
 
 
 def uniform_noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:

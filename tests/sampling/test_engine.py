@@ -13,9 +13,8 @@ from covey.errors import DataError
 from covey.models.attention import causal
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.sampling import engine as sampler
+from covey.sampling import device
 from covey.sampling.engine import Request, Sampler
-from covey.sampling.lengths import length_bucket
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)
@@ -155,16 +154,16 @@ def test_few_programs_are_compiled_whatever_the_lengths() -> None:
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=24, slots=32))
     for step in range(4):
         sampler.generate(PARAMS, requests(3, step))
-    assert sampler._decode._cache_size() <= 3
-    assert sampler._prefill._cache_size() == 1
+    assert sampler.programs.decode._cache_size() <= 3
+    assert sampler.programs.prefill._cache_size() == 1
 
 
 def test_attention_covers_the_live_length_only() -> None:
     """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
-    inner = sampler._decode
-    sampler._decode = lambda p, slots, **k: seen.append(slots.cache[0][0].shape[-1]) or inner(p, slots, **k)  # type: ignore[assignment,func-returns-value]
+    inner = sampler.programs.decode
+    sampler.programs.decode = lambda p, slots, **k: seen.append(slots.cache[0][0].shape[-1]) or inner(p, slots, **k)  # type: ignore[assignment,func-returns-value]
     sampler.generate(PARAMS, requests(1))
     assert set(seen) == {64}
 
@@ -202,24 +201,17 @@ def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.Mon
     """Buffers come in few lengths, so that few programs are compiled; 300 tokens would have 384."""
     made: list[int] = []
     for name in ("empty_slots", "resize"):
-        build = getattr(sampler, name)
+        build = getattr(device, name)
 
         def noted(*args: Any, build: Any = build, **options: Any) -> Any:
             slots = build(*args, **options)
             made.extend(size for keys, values in slots.cache for size in (keys.shape[-1], values.shape[-2]))
             return slots
 
-        monkeypatch.setattr(sampler, name, noted)
+        monkeypatch.setattr(device, name, noted)
     tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
     limited = sample(tall, kv_cache_size=94, decode_chunk=32)
     assert max(made) == 94
     made.clear()
     same(limited, sample(tall, decode_chunk=32))
     assert max(made) == 128
-
-
-def test_buckets_are_few_and_close() -> None:
-    sizes = {length_bucket(n) for n in range(1, 2049)}
-    assert len(sizes) <= 10
-    assert all(n <= length_bucket(n) for n in range(1, 2049))
-    assert all(length_bucket(n) < 1.5 * n for n in range(257, 2049))

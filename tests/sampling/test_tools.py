@@ -287,7 +287,9 @@ def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
         slots = empty_slots(
             8, 128, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32, max_forced_tokens=forced
         )
-        return SHARED._decode.lower(PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause_id=pause).as_text()
+        return SHARED.programs.decode.lower(
+            PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause_id=pause
+        ).as_text()
 
     queue = f"tensor<8x{MAX_FORCED_TOKENS}xi32>"
     assert queue not in program(0, None)

@@ -1,0 +1,140 @@
+"""Schedule samples onto slots: which prompts are prefilled next, which slot draws which sample, how large the batch is.
+
+Samples are admitted in the order of their requests. A prompt is prefilled once, together with those behind it, and
+admitted to the slot of each of its samples. Free slots are refilled as long as samples wait; when none wait, the batch
+shrinks with the samples that are left. Batch and KV cache come in few sizes, so that few programs are compiled.
+
+Plain Python without JAX: the device follows what is decided here (see `device`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from covey.config.schema import RolloutConfig
+from covey.sampling.lengths import length_bucket, power_of_two, round_up_to_bucket
+
+PREFILL_BATCH = 8
+"""Maximum number of prompts that are prefilled together."""
+MIN_SLOTS = 4
+"""Number of slots below which the batch does not shrink."""
+
+
+class Sample(NamedTuple):
+    """One completion to sample: the index of its request, and its number among the samples of the request."""
+
+    request: int
+    number: int
+
+
+class Admission(NamedTuple):
+    """A sample that enters the batch: its slot, and the row of its prompt among those prefilled last."""
+
+    slot: int
+    row: int
+    sample: Sample
+
+
+class Scheduler:
+    """Assignment of samples to slots.
+
+    Args:
+        prompt_lengths: number of prompt tokens of each request.
+        num_samples: number of completions of each request.
+        config: slots, decode chunk, maximum size of the KV cache.
+
+    Attributes:
+        slots: the sample in each slot, None in a free one.
+        lengths: number of tokens in the KV cache of each slot.
+        cache_length: number of tokens for which each slot has room.
+        prefill_shape: number of prompts that are prefilled together, and the length to which they are padded.
+        prefilled: requests that were prefilled last.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int], num_samples: Sequence[int], config: RolloutConfig):
+        self.config, self.prompt_lengths = config, prompt_lengths
+        self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
+        self.waiting = deque(self.samples)
+        longest = max(prompt_lengths, default=1)
+        rows = min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
+        self.prefill_shape = rows, length_bucket(longest, smallest=16)
+        self.prefilled = range(0)
+        self.slots: list[Sample | None] = [None] * min(config.slots, power_of_two(len(self.samples)))
+        self.lengths = np.zeros(len(self.slots), np.int64)
+        self.cache_length = self._room(longest)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a sample waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def running(self) -> dict[int, Sample]:
+        """Sample of each slot in use."""
+        return {slot: sample for slot, sample in enumerate(self.slots) if sample is not None}
+
+    @property
+    def free(self) -> list[int]:
+        """Slots not in use."""
+        return [slot for slot, sample in enumerate(self.slots) if sample is None]
+
+    @property
+    def finished(self) -> int:
+        """Number of finished samples."""
+        return len(self.samples) - len(self.waiting) - len(self.running)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a sample waits and a slot is free."""
+        return bool(self.waiting and self.free)
+
+    def next_prefill(self) -> range:
+        """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""
+        first = self.waiting[0].request
+        if first in self.prefilled:
+            return range(0)
+        self.prefilled = range(first, min(first + self.prefill_shape[0], len(self.prompt_lengths)))
+        return self.prefilled
+
+    def admit(self) -> list[Admission]:
+        """Move waiting samples of the prefilled requests to free slots."""
+        admitted = []
+        for slot in self.free:
+            if self.waiting and self.waiting[0].request in self.prefilled:
+                sample = self.slots[slot] = self.waiting.popleft()
+                # One less than the prompt: `update` counts the first token, which is not in the cache yet.
+                self.lengths[slot] = self.prompt_lengths[sample.request] - 1
+                admitted.append(Admission(slot, self.prefilled.index(sample.request), sample))
+        return admitted
+
+    def update(self, new_tokens: np.ndarray, finished: Iterable[int]) -> None:
+        """Count the tokens that each slot has drawn, int [S], and free the slots of `finished` samples."""
+        self.lengths += new_tokens
+        for slot in finished:
+            self.slots[slot] = None
+
+    def resize(self) -> np.ndarray | None:
+        """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.
+
+        The batch shrinks once no sample waits and at most three quarters of the slots are in use. Returns the slots
+        that are kept, in their new order, or None when neither size changes.
+        """
+        running, size = list(self.running), len(self.slots)
+        length = max(self.cache_length, self._room(int(self.lengths[running].max())))
+        if not self.waiting:
+            size = min(size, max(round_up_to_bucket(len(running)), MIN_SLOTS))
+        if (size, length) == (len(self.slots), self.cache_length):
+            return None
+        kept = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
+        self.slots, self.lengths, self.cache_length = [self.slots[slot] for slot in kept], self.lengths[kept], length
+        return kept
+
+    def _room(self, length: int) -> int:
+        """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.
+
+        It is at most `kv_cache_size`: no prompt with its completion is longer, so a chunk draws no token beyond it.
+        """
+        room = length_bucket(length + self.config.decode_chunk)
+        return min(room, self.config.kv_cache_size or room)

@@ -1,0 +1,120 @@
+"""The scheduler: order of admission, refilled slots, sizes of batch and cache; without a model and without JAX."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from covey.config.schema import RolloutConfig
+from covey.sampling.scheduler import MIN_SLOTS, PREFILL_BATCH, Admission, Sample, Scheduler
+
+
+def made(prompts: list[int], samples: int = 1, **settings: int) -> Scheduler:
+    return Scheduler(prompts, [samples] * len(prompts), RolloutConfig(**settings))
+
+
+def fill(scheduler: Scheduler) -> list[Admission]:
+    """Admit as the engine does; every sample draws its first token and goes on."""
+    everyone: list[Admission] = []
+    while scheduler.can_admit:
+        scheduler.next_prefill()
+        admitted = scheduler.admit()
+        scheduler.update(np.isin(np.arange(len(scheduler.slots)), [a.slot for a in admitted]), ())
+        everyone += admitted
+    return everyone
+
+
+def test_samples_are_admitted_in_order_with_the_rows_of_their_prompts() -> None:
+    scheduler = made([5, 3], samples=3, slots=8)
+    assert scheduler.next_prefill() == range(2)
+    admitted = scheduler.admit()
+    assert [a.sample for a in admitted] == [Sample(r, n) for r in range(2) for n in range(3)]
+    assert [a.slot for a in admitted] == list(range(6))
+    assert [a.row for a in admitted] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_prompt_is_prefilled_once_however_many_slots_there_are() -> None:
+    scheduler, prefilled, order = made([4] * 11, samples=3, slots=2), [], []
+    while scheduler.unfinished:
+        while scheduler.can_admit:
+            prefilled += scheduler.next_prefill()
+            order += [a.sample for a in scheduler.admit()]
+        scheduler.update(np.zeros(2, int), [min(scheduler.running)])
+    assert prefilled == list(range(11))
+    assert order == scheduler.samples
+    assert scheduler.finished == 33
+
+
+def test_prefilled_prompts_come_in_batches_and_rows_count_within_a_batch() -> None:
+    scheduler = made([4] * (PREFILL_BATCH + 2), slots=32)
+    assert scheduler.next_prefill() == range(PREFILL_BATCH)
+    assert scheduler.next_prefill() == range(0)
+    assert len(scheduler.admit()) == PREFILL_BATCH
+    assert scheduler.next_prefill() == range(PREFILL_BATCH, PREFILL_BATCH + 2)
+    assert [a.row for a in scheduler.admit()] == [0, 1]
+
+
+def test_only_free_slots_are_refilled() -> None:
+    scheduler = made([4] * 6, slots=4)
+    fill(scheduler)
+    assert not scheduler.can_admit
+    scheduler.update(np.ones(4, int), [1, 3])
+    assert scheduler.free == [1, 3]
+    assert fill(scheduler) == [Admission(1, 4, Sample(4, 0)), Admission(3, 5, Sample(5, 0))]
+    assert scheduler.finished == 2
+    assert scheduler.lengths.tolist() == [5, 4, 5, 4]
+
+
+def test_requests_without_samples_are_passed_over() -> None:
+    scheduler = Scheduler([2, 3, 4], [0, 2, 0], RolloutConfig())
+    assert [a.sample for a in fill(scheduler)] == [Sample(1, 0), Sample(1, 1)]
+    assert not Scheduler([], [], RolloutConfig()).unfinished
+
+
+def test_the_batch_shrinks_once_none_wait_and_keeps_what_runs() -> None:
+    scheduler = made([4] * 20, slots=16)
+    fill(scheduler)
+    scheduler.update(np.ones(16, int), range(10))
+    assert scheduler.resize() is None  # four samples wait
+    fill(scheduler)
+    running = {sample: scheduler.lengths[slot] for slot, sample in scheduler.running.items()}
+    assert len(running) == 10
+    kept = scheduler.resize()
+    assert kept is not None
+    assert len(kept) == len(scheduler.slots) == len(scheduler.lengths) == 12
+    assert {sample: scheduler.lengths[slot] for slot, sample in scheduler.running.items()} == running
+    assert scheduler.resize() is None
+
+
+def test_the_batch_never_shrinks_below_a_minimum_nor_grows() -> None:
+    scheduler = made([4] * 8, slots=8)
+    fill(scheduler)
+    scheduler.update(np.ones(8, int), range(7))
+    kept = scheduler.resize()
+    assert kept is not None
+    assert kept.tolist() == [7, 0, 1, 2]
+    assert len(scheduler.slots) == MIN_SLOTS
+    small = made([4], slots=1)
+    fill(small)
+    assert small.resize() is None
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(None, [64, 128, 256]), (150, [64, 128, 150])])
+def test_the_cache_grows_in_few_steps_to_its_limit_and_always_holds_the_next_chunk(
+    limit: int | None, sizes: list[int]
+) -> None:
+    scheduler = Scheduler([30, 50], [1, 1], RolloutConfig(slots=2, decode_chunk=8, kv_cache_size=limit))
+    fill(scheduler)
+    seen = [scheduler.cache_length]
+    while scheduler.lengths.max() < 140:
+        assert scheduler.resize() is None or scheduler.cache_length > seen[-1]
+        seen.append(scheduler.cache_length)
+        assert scheduler.lengths.max() + 8 <= scheduler.cache_length
+        scheduler.update(np.full(2, 8), ())
+    assert sorted(set(seen)) == sizes
+
+
+def test_it_is_plain_python() -> None:
+    code = "import sys, covey.sampling.scheduler; assert not {'jax', 'flax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
