@@ -23,7 +23,7 @@ from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
 from covey.extras import install
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.models.config import ModelConfig
 from covey.sampling.engine import Request, Sampler
 
@@ -105,7 +105,7 @@ class _Model:
     def __init__(self, settings: Settings):
         self.trainer = trainer_of(settings, remat=True)
         graph = self.trainer.graph
-        self.score = jax.jit(lambda params, rows: row_scores(graph, params, rows, 1.0).logps)
+        self.score = jax.jit(lambda params, rows: token_logps(graph, params, rows, 1.0).logps)
         self.samplers: dict[tuple[int, ...], Sampler] = {}
 
     def sampler(self, settings: Settings) -> Sampler:

@@ -18,7 +18,7 @@ from benchmarks import counting
 from benchmarks.common import Result, Settings, interleaved, megabytes, relative_difference
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
-from covey.losses.logprobs import TokenScores, row_scores
+from covey.losses.logprobs import TokenLogps, token_logps
 from covey.models.lora import split_trainable
 from covey.packing.rows import Rows, micro_batches, pack, padding_waste, rows_at_a_time, tree_attention, unpack
 from covey.types import Group
@@ -31,7 +31,7 @@ def measure(settings: Settings) -> Result:
     ways = {
         f"{packing}, {head}": (packing, score)
         for packing in ("dense", "groups")
-        for head, score in (("plain", plain_scores), ("chunked", row_scores))
+        for head, score in (("plain", plain_scores), ("chunked", token_logps))
     }
     works = {name: _Work(parts, groups, *ways[name], settings.shape) for name in settings.chosen(ways)}
     results = {name: work() for name, work in works.items()}
@@ -47,21 +47,21 @@ def measure(settings: Settings) -> Result:
     return Result(seconds, tokens, facts, checks, dict.fromkeys(works, limit))
 
 
-def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenScores:
-    """The reference for `row_scores`: the same numbers by way of the whole [R, M, V] array."""
+def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenLogps:
+    """The reference for `token_logps`: the same numbers by way of the whole [R, M, V] array."""
     model = nnx.merge(graph, params)
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
     picked = jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
     logps = jax.nn.log_softmax(model.logits(picked) / temperature)
     entropy = -(jnp.exp(logps) * logps).sum(-1)
     chosen = jnp.take_along_axis(logps, rows.target[..., None], axis=-1)[..., 0]
-    return TokenScores(jnp.where(rows.scored, chosen, 0.0), jnp.where(rows.scored, entropy, 0.0))
+    return TokenLogps(jnp.where(rows.scored, chosen, 0.0), jnp.where(rows.scored, entropy, 0.0))
 
 
 class _Work:
     """One layout with one head, compiled."""
 
-    def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenScores], size: Size):
+    def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenLogps], size: Size):
         graph, self.trainable, self.frozen = parts
         self.lengths = [len(c.tokens) for g in groups for c in g.completions]
         self.rows = pack(groups, size.row_length, packing, size.micro_batch)
@@ -84,7 +84,7 @@ class _Work:
     def grads(self) -> Any:
         return self._all()[0]
 
-    def _all(self) -> tuple[Any, list[TokenScores]]:
+    def _all(self) -> tuple[Any, list[TokenLogps]]:
         grads, scores = self._zeros(), []
         for batch in self.batches:
             grads, part = self.program(self.trainable, self.frozen, grads, batch)
@@ -96,9 +96,9 @@ class _Work:
 
 
 def _add_grads(
-    graph: Any, score: Callable[..., TokenScores], trainable: Any, frozen: Any, grads: Any, rows: Rows
-) -> tuple[Any, TokenScores]:
-    def total(trainable: Any) -> tuple[Array, TokenScores]:
+    graph: Any, score: Callable[..., TokenLogps], trainable: Any, frozen: Any, grads: Any, rows: Rows
+) -> tuple[Any, TokenLogps]:
+    def total(trainable: Any) -> tuple[Array, TokenLogps]:
         scores = score(graph, nnx.merge_state(trainable, frozen), rows, 1.0)
         return scores.logps.sum(), scores
 

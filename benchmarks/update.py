@@ -59,7 +59,7 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     return LossInputs(
         advantage=spread(rows, np.random.default_rng(4).normal(size=len(lengths))),
         weight=spread(rows, sequence_mean(lengths, int(lengths.max()))[0]),
-        sampled=scatter_to_rows(rows, [c.logps for c in completions]),
+        rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
         beta=np.zeros((len(rows.tokens), 1), np.float32),
     )
 

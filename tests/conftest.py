@@ -200,7 +200,7 @@ def inputs_for() -> Callable[..., Any]:
         return LossInputs(
             advantage=spread(rows, advantages),
             weight=spread(rows, weights),
-            sampled=scatter_to_rows(rows, sampled),
+            rollout_logps=scatter_to_rows(rows, sampled),
             beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
             ref_logps=scatter_to_rows(rows, references) if ref else None,
         )

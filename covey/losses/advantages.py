@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-EPSILON = 1e-4
+STD_EPSILON = 1e-4
 """Constant added to standard deviations of rewards, as in TRL."""
 
-TIE = 1e-12
+EQUALITY_TOLERANCE = 1e-12
 """Relative tolerance (to the largest) within which rewards count as equal: 0.1 + 0.2 is 0.3."""
 
 Rewards = Float[np.ndarray, "P G"]
@@ -26,7 +26,7 @@ def group_zscore(rewards: Rewards) -> Rewards:
     >>> group_zscore(np.array([[1.0, 0.0], [0.5, 0.5]])).round(4).tolist()
     [[0.707, -0.707], [0.0, 0.0]]
     """
-    return _in_groups(rewards, lambda values: (values - values.mean()) / (values.std(ddof=1) + EPSILON))
+    return _map_groups(rewards, lambda values: (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON))
 
 
 def batch_std(rewards: Rewards) -> Rewards:
@@ -38,7 +38,7 @@ def batch_std(rewards: Rewards) -> Rewards:
     """
     scored = rewards[~np.isnan(rewards)]
     spread = scored.std(ddof=1) if scored.size > 1 else 0.0
-    return centred(rewards) / (spread + EPSILON)
+    return centred(rewards) / (spread + STD_EPSILON)
 
 
 def centred(rewards: Rewards) -> Rewards:
@@ -47,7 +47,7 @@ def centred(rewards: Rewards) -> Rewards:
     >>> centred(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
     """
-    return _in_groups(rewards, lambda values: values - values.mean())
+    return _map_groups(rewards, lambda values: values - values.mean())
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
@@ -56,13 +56,13 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     >>> leave_one_out(np.array([[3.0, 0.0, 0.0], [0.5, 0.5, 0.5]])).tolist()
     [[3.0, -1.5, -1.5], [0.0, 0.0, 0.0]]
     """
-    return _in_groups(rewards, lambda values: (values - values.mean()) * values.size / (values.size - 1))
+    return _map_groups(rewards, lambda values: (values - values.mean()) * values.size / (values.size - 1))
 
 
-def informative(group: Float[np.ndarray, "G"]) -> bool:
+def has_reward_variance(group: Float[np.ndarray, "G"]) -> bool:
     """Return True when the rewards of a group differ: only then does it give a gradient."""
     scored = group[~np.isnan(group)]
-    return scored.size > 1 and not _tied(scored)
+    return scored.size > 1 and not _all_equal(scored)
 
 
 def gae(
@@ -92,9 +92,9 @@ def gae(
     >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
     ([array([0.125, 0.75 ])], [array([0.625, 1.   ])])
     """
-    samples = zip(_pairs(rewards, values), _masks(mask, values), strict=True)
-    advantages = [_gae_of_one(np.asarray(r, float), np.asarray(v, float), m, gamma, lam) for (r, v), m in samples]
-    return advantages, [a + v for a, v in _pairs(advantages, values)]
+    samples = zip(_zip_equal_lengths(rewards, values), _masks(mask, values), strict=True)
+    advantages = [_gae_single(np.asarray(r, float), np.asarray(v, float), m, gamma, lam) for (r, v), m in samples]
+    return advantages, [a + v for a, v in _zip_equal_lengths(advantages, values)]
 
 
 def whiten(
@@ -115,27 +115,27 @@ def whiten(
     [[-0.7071, 0.7071], [0.0]]
     """
     masks = _masks(mask, arrays)
-    counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(0)])
-    if not counted.size or _tied(counted):
+    counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(0)])
+    if not counted.size or _all_equal(counted):
         return [np.zeros(len(a)) for a in arrays]
     mean, std = counted.mean(), counted.std(ddof=1)
-    return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _pairs(arrays, masks)]
+    return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _zip_equal_lengths(arrays, masks)]
 
 
-def _in_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) -> Rewards:
+def _map_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) -> Rewards:
     out = np.zeros(rewards.shape)
     for row, group in zip(out, rewards, strict=True):
-        if informative(group):
+        if has_reward_variance(group):
             scored = ~np.isnan(group)
             row[scored] = of_group(group[scored])
     return out
 
 
-def _tied(values: Float[np.ndarray, "n"]) -> bool:
-    return bool(np.ptp(values) <= TIE * np.abs(values).max())
+def _all_equal(values: Float[np.ndarray, "n"]) -> bool:
+    return bool(np.ptp(values) <= EQUALITY_TOLERANCE * np.abs(values).max())
 
 
-def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _zip_equal_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
     pairs = list(zip(left, right, strict=True))
     assert all(a.shape == b.shape for a, b in pairs), "one number a token in both, or NumPy would broadcast"
     return pairs
@@ -143,10 +143,10 @@ def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tupl
 
 def _masks(mask: Sequence[np.ndarray] | None, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
-    return [m for _, m in _pairs(arrays, masks)]
+    return [m for _, m in _zip_equal_lengths(arrays, masks)]
 
 
-def _gae_of_one(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+def _gae_single(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     out, ahead, next_value = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(np.flatnonzero(mask)):
         delta = rewards[t] + gamma * next_value - values[t]

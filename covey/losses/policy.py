@@ -4,8 +4,8 @@ A micro-batch's loss is a plain sum Σ weight·l over its tokens. The denominato
 alone and is kept separate; the trainer sums both over the step and divides once. So gradients do not depend on how a
 step is split into micro-batches.
 
-No exponential here may overflow: exponents are clamped at `LIMIT`, far beyond any clip. A token beyond it gives a
-large finite number and no gradient, instead of inf·0.
+No exponential here may overflow: exponents are clamped at `MAX_EXPONENT`, far beyond any clip. A token beyond it gives
+a large finite number and no gradient, instead of inf·0.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from covey.config.algorithms import Algorithm
 from covey.types import Mean
 
-LIMIT = 20.0
+MAX_EXPONENT = 20.0
 """Largest exponent: e^20 is 5e8."""
 
 MetricSums = dict[str, Mean | Array]
@@ -40,7 +40,7 @@ class LossInputs(NamedTuple):
     Attributes:
         advantage: advantage of the token: its completion's, or its own (PPO).
         weight: weight of the token in the sum, from `AGGREGATES`; positive exactly where the token is in the loss.
-        sampled: log-prob that the sampler reported.
+        rollout_logps: log-prob that the sampler reported.
         beta: [R, 1], weight of the KL term: data, because it may adapt; one per row, so that it is split with the rows.
         old_logps: log-probs under the policy that sampled; None when this is the batch's only update, where they equal
             the policy's own.
@@ -49,7 +49,7 @@ class LossInputs(NamedTuple):
 
     advantage: Float[Any, "R M"]
     weight: Float[Any, "R M"]
-    sampled: Float[Any, "R M"]
+    rollout_logps: Float[Any, "R M"]
     beta: Float[Any, "R 1"]
     old_logps: Float[Any, "R M"] | None = None
     ref_logps: Float[Any, "R M"] | None = None
@@ -83,21 +83,22 @@ def policy_loss(
     ratio = RATIOS[algorithm.ratio](logps, old, mask, segment_ids)
     per_token = (surrogate or SURROGATES[algorithm.surrogate])(ratio, logps, advantage, algorithm)
     means = {"entropy": entropy}
-    if surrogate is None and algorithm.surrogate in CLIPPED:
-        means |= CLIPPED[algorithm.surrogate](ratio, advantage, algorithm)
+    if surrogate is None and algorithm.surrogate in CLIP_METRICS:
+        means |= CLIP_METRICS[algorithm.surrogate](ratio, advantage, algorithm)
     if algorithm.correction != "none":
-        means["sampling/correction/mean"] = correction(algorithm, old, inputs.sampled, mask, segment_ids)
+        means["sampling/correction/mean"] = sampler_correction(algorithm, old, inputs.rollout_logps, mask, segment_ids)
         per_token = per_token * means["sampling/correction/mean"]
     if inputs.ref_logps is not None:
         means["kl"] = KLS[algorithm.kl](logps, inputs.ref_logps)
         per_token = per_token + inputs.beta * means["kl"] if algorithm.kl_in == "loss" else per_token
     if algorithm.entropy_bonus:
         per_token = per_token - algorithm.entropy_bonus * entropy
-    metric_sums = sampler_metric_sums(old, inputs) | {name: weighted(value, weight) for name, value in means.items()}
+    metric_sums = sampler_metric_sums(old, inputs)
+    metric_sums |= {name: weighted_mean_sums(value, weight) for name, value in means.items()}
     return jnp.sum(weight * per_token), jax.lax.stop_gradient(metric_sums)
 
 
-def weighted(values: PerToken, weight: PerToken) -> Mean:
+def weighted_mean_sums(values: PerToken, weight: PerToken) -> Mean:
     """Return Σ weight·value and Σ weight."""
     return Mean(jnp.sum(weight * values), jnp.sum(weight))
 
@@ -105,21 +106,21 @@ def weighted(values: PerToken, weight: PerToken) -> Mean:
 def sampler_metric_sums(old_logps: PerToken, inputs: LossInputs) -> MetricSums:
     """Compare the trainer's log-probs before any update with the sampler's: their difference and their ratio."""
     real = inputs.weight > 0
-    difference = jnp.where(real, old_logps - inputs.sampled, 0.0)
-    ratio = _exp(difference)
+    difference = jnp.where(real, old_logps - inputs.rollout_logps, 0.0)
+    ratio = _clamped_exp(difference)
     return {
-        "sampling/logp_difference/mean": weighted(jnp.abs(difference), inputs.weight),
+        "sampling/logp_difference/mean": weighted_mean_sums(jnp.abs(difference), inputs.weight),
         "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
-        "sampling/importance_ratio/mean": weighted(ratio, inputs.weight),
+        "sampling/importance_ratio/mean": weighted_mean_sums(ratio, inputs.weight),
         "sampling/importance_ratio/min": jnp.min(ratio, where=real, initial=jnp.inf),
         "sampling/importance_ratio/max": jnp.max(ratio, where=real, initial=0.0),
     }
 
 
-def correction(
+def sampler_correction(
     algorithm: Algorithm,
     old_logps: PerToken,
-    sampled: PerToken,
+    rollout_logps: PerToken,
     mask: Bool[Array, "R M"],
     segment_ids: Int[Array, "R M"],
 ) -> PerToken:
@@ -131,7 +132,7 @@ def correction(
     mean over the completion's tokens, so that ρ does not grow with length.
     """
     level, cut = algorithm.correction.split("_")
-    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, sampled, mask, segment_ids))
+    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, rollout_logps, mask, segment_ids))
     return jnp.where(rho > algorithm.correction_cap, algorithm.correction_cap if cut == "truncate" else 0.0, rho)
 
 
@@ -140,7 +141,7 @@ def correction(
 
 def token_ratio(logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
     """Compute exp(logp − logp_old), the importance ratio of each token (Schulman et al., 2017)."""
-    return _exp(logps - old)
+    return _clamped_exp(logps - old)
 
 
 def sequence_ratio(
@@ -151,7 +152,7 @@ def sequence_ratio(
 
     A completion without tokens in the loss has ratio 1.
     """
-    return _exp(sample_mean(logps - old, mask, segment_ids))
+    return _clamped_exp(segment_mean(logps - old, mask, segment_ids))
 
 
 def sequence_token_ratio(
@@ -160,10 +161,10 @@ def sequence_token_ratio(
     """Compute `sequence_ratio` with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
     (Zheng et al., 2025, section 4.3).
     """
-    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, segment_ids)) * _one(logps)
+    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, segment_ids)) * _one_with_grad(logps)
 
 
-def sample_mean(values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
+def segment_mean(values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
     """Compute the mean over the masked tokens of the same segment, at each token; 0 where there are none.
 
     It compares all pairs, O(M²) as attention does: this works row by row under any mesh and any vmap, and unlike a
@@ -183,8 +184,8 @@ def clip(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algor
 
     On the bound itself the gradient is the unclipped one.
     """
-    free = ratio if algorithm.delta is None else _between(ratio, -jnp.inf, algorithm.delta)
-    bounded = _between(ratio, 1 - algorithm.epsilon, 1 + algorithm.high)
+    free = ratio if algorithm.delta is None else _clip_with_bound_grad(ratio, -jnp.inf, algorithm.delta)
+    bounded = _clip_with_bound_grad(ratio, 1 - algorithm.epsilon, 1 + algorithm.high)
     return -jnp.where(free * advantage <= bounded * advantage, free, bounded) * advantage
 
 
@@ -213,7 +214,7 @@ def sapo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algor
 # --- tokens that the surrogates clip
 
 
-def clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+def clip_metrics(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
     """Return the tokens whose gradient `clip` stops: below, above, and either (beyond δ included).
 
     A sequence-level ratio counts all tokens of its completion, so that the metrics are fractions of completions in the
@@ -224,14 +225,14 @@ def clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[
     return _clip_ratios(low, high, low | high | beyond)
 
 
-def dual_clipped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
-    """Return the tokens of `clipped`; `region` also has the tokens with A < 0 that are beyond c."""
-    parts = clipped(ratio, advantage, algorithm)
+def dual_clip_metrics(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+    """Return the tokens of `clip_metrics`; `region` also has the tokens with A < 0 that are beyond c."""
+    parts = clip_metrics(ratio, advantage, algorithm)
     beyond = (ratio > algorithm.dual_clip) & (advantage < 0)
     return parts | {"clip_ratio/region_mean": parts["clip_ratio/region_mean"] | beyond}
 
 
-def capped(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
+def cispo_metrics(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
     """Return the tokens that `cispo` weighs less than their ratio; none of them loses its gradient."""
     high = ratio > algorithm.cap
     return _clip_ratios(jnp.zeros_like(high), high, high)
@@ -241,7 +242,8 @@ def _clip_ratios(low: PerToken, high: PerToken, region: PerToken) -> dict[str, P
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": region}
 
 
-# --- estimators of the KL to the reference (Schulman, 2020, "Approximating KL divergence"), d = logp_ref − logp
+# --- estimators of the KL to the reference (Schulman, 2020, "Approximating KL divergence"), d = logp_ref − logp; of
+# JAX arrays in the loss, of NumPy arrays in the reward
 
 
 def k1(logps: PerToken, ref_logps: PerToken) -> PerToken:
@@ -251,13 +253,18 @@ def k1(logps: PerToken, ref_logps: PerToken) -> PerToken:
 
 def k2(logps: PerToken, ref_logps: PerToken) -> PerToken:
     """Compute d²/2: biased, small variance; its gradient is that of the KL on-policy."""
-    return jnp.square(ref_logps - logps) / 2
+    d = ref_logps - logps
+    estimate: PerToken = d.__array_namespace__().square(d) / 2
+    return estimate
 
 
 def k3(logps: PerToken, ref_logps: PerToken) -> PerToken:
     """Compute exp(d) − d − 1: unbiased, never negative."""
-    d = jnp.minimum(ref_logps - logps, LIMIT)
-    return jnp.expm1(d) - d
+    d = ref_logps - logps
+    xp = d.__array_namespace__()
+    d = xp.minimum(d, MAX_EXPONENT)
+    estimate: PerToken = xp.expm1(d) - d
+    return estimate
 
 
 # --- aggregates, on the host
@@ -293,16 +300,16 @@ def constant(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[
 # --- helpers
 
 
-def _exp(x: PerToken) -> PerToken:
-    return jnp.exp(jnp.minimum(x, LIMIT))
+def _clamped_exp(x: PerToken) -> PerToken:
+    return jnp.exp(jnp.minimum(x, MAX_EXPONENT))
 
 
-def _one(x: PerToken) -> PerToken:
+def _one_with_grad(x: PerToken) -> PerToken:
     """Return 1 with the gradient of x."""
     return jnp.exp(x - jax.lax.stop_gradient(x))
 
 
-def _between(x: PerToken, low: float, high: float) -> PerToken:
+def _clip_with_bound_grad(x: PerToken, low: float, high: float) -> PerToken:
     """Clip like `jnp.clip`, but with gradient 1 on a bound, not a half."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
@@ -319,9 +326,10 @@ SURROGATES: dict[str, Surrogate] = {
     "reinforce": reinforce,
     "sapo": sapo,
 }
-CLIPPED = {"clip": clipped, "dual_clip": dual_clipped, "cispo": capped}
+CLIP_METRICS = {"clip": clip_metrics, "dual_clip": dual_clip_metrics, "cispo": cispo_metrics}
 """Clip metrics by surrogate; surrogates that do not clip have none."""
-KLS = {"k1": k1, "k2": k2, "k3": k3}
+KLS: dict[str, Callable[[Any, Any], Any]] = {"k1": k1, "k2": k2, "k3": k3}
+"""KL estimators by name, for JAX and NumPy arrays."""
 AGGREGATES: dict[str, Aggregate] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from covey.losses.policy import LIMIT
+from covey.losses.policy import MAX_EXPONENT
 
-STEP_CLIP = 0.2
+MAX_KL_ERROR = 0.2
 """Largest relative error that `adapted_beta` reacts to."""
 
 PerToken = Float[np.ndarray, "n"]
-Drawn = Sequence[Bool[np.ndarray, "n"]]
+SampledMasks = Sequence[Bool[np.ndarray, "n"]]
 """One mask per completion: True for the tokens that the policy sampled, False for those that a tool inserted."""
 
 
@@ -38,7 +38,7 @@ def overlong_penalty(
 
 
 def kl_penalty(
-    logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float, drawn: Drawn | None = None
+    logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float, drawn: SampledMasks | None = None
 ) -> list[PerToken]:
     """Compute β·KL of each token, one array per completion; its sum is subtracted from the completion's reward.
 
@@ -56,11 +56,11 @@ def kl_penalty(
     [array([ 0.05, -0.05]), array([], dtype=float64)]
     """
     samples = zip(logps, ref_logps, _masks(drawn, logps), strict=True)
-    return [_only(mask, beta * KLS[estimator](_difference(p, ref))) for p, ref, mask in samples]
+    return [_apply_mask(mask, beta * KLS[estimator](_difference(p, ref))) for p, ref, mask in samples]
 
 
 def token_rewards(
-    rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], drawn: Drawn | None = None
+    rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], drawn: SampledMasks | None = None
 ) -> list[PerToken]:
     """Compute the reward of each token, one array per completion: −penalty at each token that the policy sampled, plus
     the completion's reward at the last of them (Ouyang et al., 2022). A completion that no function scored (NaN), or
@@ -70,10 +70,10 @@ def token_rewards(
     [array([-0.1,  0.8]), array([0.])]
     """
     samples = zip(rewards, penalties, _masks(drawn, penalties), strict=True)
-    return [_laid(float(reward), penalty, mask) for reward, penalty, mask in samples]
+    return [_sample_token_rewards(float(reward), penalty, mask) for reward, penalty, mask in samples]
 
 
-def adapted_beta(beta: float, kl: float, target: float, horizon: int, samples: int) -> float:
+def adapt_beta(beta: float, kl: float, target: float, horizon: int, samples: int) -> float:
     """Compute β for the next step, which steers the KL to `target`: β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon)
     (Ziegler et al., 2019, section 2.2).
 
@@ -92,7 +92,7 @@ def adapted_beta(beta: float, kl: float, target: float, horizon: int, samples: i
     """
     if np.isnan(kl):
         return beta
-    error = min(max(kl / target - 1, -STEP_CLIP), STEP_CLIP)
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return beta * (1 + error * min(samples / horizon, 1.0))
 
 
@@ -109,7 +109,7 @@ def k2(d: PerToken) -> PerToken:
 
 def k3(d: PerToken) -> PerToken:
     """Compute exp(d) − d − 1: unbiased and never negative; d is clamped at `LIMIT`, as in the loss."""
-    d = np.minimum(d, LIMIT)
+    d = np.minimum(d, MAX_EXPONENT)
     estimate: PerToken = np.expm1(d) - d
     return estimate
 
@@ -119,19 +119,19 @@ def _difference(logps: PerToken, ref_logps: PerToken) -> PerToken:
     return np.asarray(ref_logps, np.float64) - np.asarray(logps, np.float64)
 
 
-def _laid(reward: float, penalty: PerToken, drawn: Bool[np.ndarray, "n"]) -> PerToken:
+def _sample_token_rewards(reward: float, penalty: PerToken, drawn: Bool[np.ndarray, "n"]) -> PerToken:
     if np.isnan(reward) or not drawn.any():
         return np.zeros(len(penalty))
-    out = -_only(drawn, penalty)
+    out = -_apply_mask(drawn, penalty)
     out[np.flatnonzero(drawn)[-1]] += reward
     return out
 
 
-def _masks(drawn: Drawn | None, arrays: Sequence[PerToken]) -> Drawn:
+def _masks(drawn: SampledMasks | None, arrays: Sequence[PerToken]) -> SampledMasks:
     return [np.ones(len(a), bool) for a in arrays] if drawn is None else drawn
 
 
-def _only(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
+def _apply_mask(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
     """Return `values` with 0 where the mask is False; indexing refuses a mask of another length, `np.where` may not."""
     out = np.zeros(len(values))
     out[mask] = values[mask]

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.errors import DataError
-from covey.losses.logprobs import picked_hidden
-from covey.losses.policy import MetricSums, weighted
+from covey.losses.logprobs import gather_hidden
+from covey.losses.policy import MetricSums, weighted_mean_sums
 from covey.packing.rows import Rows
 from covey.types import Completion, FinishReason, Group
 
@@ -44,7 +44,7 @@ def row_values(graph: Any, params: Any, rows: Rows) -> Float[Array, "R M"]:
         graph, params: a `ValueModel` as `nnx.split` returns it.
     """
     model = nnx.merge(graph, params)
-    return jnp.where(rows.scored, model.values(picked_hidden(model.decoder, rows)), 0.0)
+    return jnp.where(rows.scored, model.values(gather_hidden(model.decoder, rows)), 0.0)
 
 
 def value_loss(
@@ -68,13 +68,13 @@ def value_loss(
         The sum, to be divided by the step's Σ weight, and its part of the metrics `value_loss`, `value_mean` and
         `value_clip_ratio`: the fraction of tokens whose loss is the clipped one and so passes no gradient.
     """
-    free = jnp.square(values - returns)
-    held = jnp.clip(values, old_values - clip, old_values + clip) if clip else values
-    clipped = jnp.square(held - returns)
-    stopped = clipped > free
-    loss = 0.5 * jnp.where(stopped, clipped, free)
-    means = {"value_loss": loss, "value_mean": values, "value_clip_ratio": stopped.astype(jnp.float32)}
-    metric_sums: MetricSums = {name: weighted(value, weight) for name, value in means.items()}
+    error = jnp.square(values - returns)
+    clipped_values = jnp.clip(values, old_values - clip, old_values + clip) if clip else values
+    clipped_error = jnp.square(clipped_values - returns)
+    is_clipped = clipped_error > error
+    loss = 0.5 * jnp.where(is_clipped, clipped_error, error)
+    means = {"value_loss": loss, "value_mean": values, "value_clip_ratio": is_clipped.astype(jnp.float32)}
+    metric_sums: MetricSums = {name: weighted_mean_sums(value, weight) for name, value in means.items()}
     return jnp.sum(weight * loss), jax.lax.stop_gradient(metric_sums)
 
 
@@ -90,8 +90,8 @@ def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarra
     0.75
     """
     v, r = (np.concatenate([*x, np.zeros(0)]).astype(np.float64) for x in (values, returns))
-    spread = r.var() if len(r) else 0.0
-    return float(1 - (r - v).var() / spread) if spread else float("nan")
+    variance = r.var() if len(r) else 0.0
+    return float(1 - (r - v).var() / variance) if variance else float("nan")
 
 
 def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Group]:
@@ -112,12 +112,12 @@ def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequenc
             raise DataError(f"sample {i} has neither prompt nor completion", want="a token to score")
     pairs = [(tuple(map(int, p)), c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     return [
-        Group("", np.array(prompt, np.int32), tuple(_longer(c) for _, c in same))
+        Group("", np.array(prompt, np.int32), tuple(_append_dummy_token(c) for _, c in same))
         for prompt, same in groupby(pairs, key=lambda pair: pair[0])
     ]
 
 
-def _longer(tokens: Sequence[int]) -> Completion:
+def _append_dummy_token(tokens: Sequence[int]) -> Completion:
     """Return a completion of `tokens` and one more, which is never fed and may be any token."""
     none = np.zeros(0, np.float32)
     return Completion(np.append(np.asarray(tokens, np.int32), np.int32(0)), none, none, FinishReason.STOP)

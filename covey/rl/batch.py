@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from covey.config.algorithms import Algorithm
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, MetricSums, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, micro_batches, rows_at_a_time
@@ -79,7 +79,7 @@ def policy_loss_fn(algorithm: Algorithm, temperature: float, surrogate: Surrogat
     """
 
     def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
-        scores = row_scores(graph, params, batch.rows, temperature, entropy_gradient=bool(algorithm.entropy_bonus))
+        scores = token_logps(graph, params, batch.rows, temperature, entropy_gradient=bool(algorithm.entropy_bonus))
         return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
 
     return loss

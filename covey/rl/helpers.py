@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from covey.errors import RewardError
 from covey.losses.advantages import group_zscore
-from covey.losses.logprobs import Head, chunked_scores
+from covey.losses.logprobs import HeadConfig, chunked_logps
 from covey.models.attention import masked
 from covey.models.decoder import Decoder
 
@@ -64,8 +64,8 @@ def get_per_token_logps(
     width = -(-logits_to_keep // COLUMNS) * COLUMNS
     before = pad_to_length(hidden[:, length - logits_to_keep - 1 : -1], width, axis=1)
     target = pad_to_length(input_tokens[:, length - logits_to_keep :], width)
-    head = Head(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
-    logps, _ = chunked_scores(head, model.head_weight, before, target, jnp.asarray(logits_to_keep))
+    head = HeadConfig(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
+    logps, _ = chunked_logps(head, model.head_weight, before, target, jnp.asarray(logits_to_keep))
     return logps[:, :logits_to_keep]
 
 

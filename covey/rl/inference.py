@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.errors import RecipeError, WeightsError, nearest
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
@@ -33,7 +33,7 @@ class RowScorer:
     """
 
     def __init__(self, graph: Any, temperature: float):
-        self._score = jax.jit(lambda params, rows: row_scores(graph, params, rows, temperature).logps)
+        self._score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from covey.config.schema import SFTConfig
 from covey.data.rows import Row
 from covey.errors import DataError
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.packing.rows import Rows, micro_batches, pack, rows_at_a_time
 from covey.parallel.placement import put_rows
 from covey.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, "
 
     A `LossFn`: the trainer divides by the number of scored tokens of the whole step.
     """
-    scores = row_scores(graph, params, rows, temperature=1.0, entropy_gradient=False)
+    scores = token_logps(graph, params, rows, temperature=1.0, entropy_gradient=False)
     count = rows.scored.sum().astype(jnp.float32)
     return -scores.logps.sum(), {"entropy": Mean(jax.lax.stop_gradient(scores.entropy).sum(), count)}
 

@@ -129,7 +129,7 @@ def inputs(lengths: Sequence[int], seed: int = 0, **changes: Any) -> tuple[jax.A
     given = LossInputs(
         advantage=np.where(mask, rng.normal(size=(len(lengths), 1)), 0).astype(np.float32),
         weight=np.where(mask, weights[:, None], 0).astype(np.float32),
-        sampled=draw(),
+        rollout_logps=draw(),
         beta=np.full((len(lengths), 1), 0.04, np.float32),
         ref_logps=draw(),
     )

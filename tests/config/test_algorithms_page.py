@@ -120,7 +120,7 @@ def test_the_functions_of_the_page_work() -> None:
     page: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.S)[0], page)
     ones = jnp.ones((1, 2))
-    inputs = LossInputs(advantage=ones, weight=ones, sampled=-ones, beta=0 * ones[:, :1], old_logps=-ones)
+    inputs = LossInputs(advantage=ones, weight=ones, rollout_logps=-ones, beta=0 * ones[:, :1], old_logps=-ones)
 
     def loss(logps: jax.Array) -> jax.Array:
         return policy_loss(PRESETS["dr_grpo"], logps, ones, jnp.array([[1, 2]]), inputs, page["my_surrogate"])[0]

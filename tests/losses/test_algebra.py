@@ -172,7 +172,7 @@ def computed(oracle: Oracle, rows: Rows, dtype: type) -> tuple[float, Array, Arr
     inputs = LossInputs(
         advantage=of("advantage"),
         weight=laid([weight * s.kept for weight, s in zip(weights, samples, strict=True)], rows).astype(dtype),
-        sampled=of("sampled"),
+        rollout_logps=of("sampled"),
         beta=np.full((len(rows), 1), oracle.beta, dtype),
         old_logps=of("old") if oracle.old else None,
         ref_logps=of("ref") if oracle.ref else None,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from covey.losses.logprobs import Head, chunked_scores, frozen_scores
+from covey.losses.logprobs import HeadConfig, chunked_logps, frozen_head_logps
 from covey.models.decoder import head_logits
 
 R, M, D, V = 2, 64, 16, 301
@@ -22,7 +22,9 @@ def arrays(vocabulary: int = V) -> tuple[jax.Array, jax.Array, jax.Array]:
     return weight, hidden, jnp.asarray(rng.integers(0, vocabulary, (R, M)), jnp.int32)
 
 
-def plain_scores(head: Head, weight: jax.Array, hidden: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def plain_scores(
+    head: HeadConfig, weight: jax.Array, hidden: jax.Array, target: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The same numbers from all logits at once."""
     logps = jax.nn.log_softmax(head_logits(weight, hidden, head.dtype, head.softcap) / head.temperature)
     chosen = jnp.take_along_axis(logps, target[..., None], axis=-1)[..., 0]
@@ -39,8 +41,8 @@ def test_values_agree_with_float64(softcap: float | None, temperature: float, bl
     logps = special.log_softmax(logits / temperature, axis=-1)
     entropy = -(np.exp(logps) * logps).sum(-1)
     want = np.take_along_axis(logps, np.asarray(target)[..., None], -1)[..., 0]
-    head = Head(temperature, softcap, jnp.float32, 32, block)
-    got, got_entropy = chunked_scores(head, weight, hidden, target, jnp.int32(M))
+    head = HeadConfig(temperature, softcap, jnp.float32, 32, block)
+    got, got_entropy = chunked_logps(head, weight, hidden, target, jnp.int32(M))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=5e-5)
     np.testing.assert_allclose(got_entropy, entropy, rtol=1e-5, atol=5e-5)
 
@@ -51,14 +53,14 @@ def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
     weight, hidden, target = arrays()
     rng = np.random.default_rng(1)
     g, h = (jnp.asarray(rng.normal(size=(R, M)), jnp.float32) * (jnp.arange(M) < COUNT) for _ in range(2))
-    head = Head(0.8, 5.0, jnp.float32, chunk, block)
+    head = HeadConfig(0.8, 5.0, jnp.float32, chunk, block)
 
     def loss(score, weight, hidden):  # type: ignore[no-untyped-def]
         logps, entropy = score(weight, hidden)
         return jnp.sum(g * logps + h * entropy)
 
     chunked = jax.grad(
-        lambda w, x: loss(lambda w, x: chunked_scores(head, w, x, target, jnp.int32(COUNT)), w, x), (0, 1)
+        lambda w, x: loss(lambda w, x: chunked_logps(head, w, x, target, jnp.int32(COUNT)), w, x), (0, 1)
     )
     plain = jax.grad(lambda w, x: loss(lambda w, x: plain_scores(head, w, x, target), w, x), (0, 1))
     for one, other in zip(chunked(weight, hidden), plain(weight, hidden), strict=True):
@@ -74,11 +76,11 @@ def test_a_frozen_head_gives_the_same_and_passes_the_same_gradient_on(
     weight, hidden, target = arrays()
     rng = np.random.default_rng(1)
     g, h = (jnp.asarray(rng.normal(size=(R, M)), jnp.float32) * (jnp.arange(M) < COUNT) for _ in range(2))
-    head = Head(temperature, softcap, jnp.float32, 16, block)
-    frozen = partial(frozen_scores, head, entropy_gradient)
+    head = HeadConfig(temperature, softcap, jnp.float32, 16, block)
+    frozen = partial(frozen_head_logps, head, entropy_gradient)
     for one, other in zip(
         frozen(weight, hidden, target, jnp.int32(COUNT)),
-        chunked_scores(head, weight, hidden, target, jnp.int32(COUNT)),
+        chunked_logps(head, weight, hidden, target, jnp.int32(COUNT)),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
@@ -104,15 +106,15 @@ def test_entropy_under_adapters_is_right_in_16_bits(softcap: float | None) -> No
     weight, hidden, target = arrays()
     weight = (weight.at[:, 0].set(6.0) / 4).astype(jnp.bfloat16)  # all logits lie high
     hidden = hidden.at[..., 0].set(16.0).astype(jnp.bfloat16).astype(jnp.float32)
-    head = Head(1.0, softcap, jnp.bfloat16, 16, 64)
-    (_, entropy), _ = jax.vjp(lambda x: frozen_scores(head, False, weight, x, target, jnp.int32(M)), hidden)
+    head = HeadConfig(1.0, softcap, jnp.bfloat16, 16, 64)
+    (_, entropy), _ = jax.vjp(lambda x: frozen_head_logps(head, False, weight, x, target, jnp.int32(M)), hidden)
     np.testing.assert_allclose(entropy, plain_scores(head, weight, hidden, target)[1], atol=1e-4)
 
 
 def test_chunks_behind_the_last_scored_token_are_not_computed() -> None:
     weight, hidden, target = arrays()
     hidden = hidden.at[:, 32:].set(jnp.nan)
-    logps, entropy = chunked_scores(Head(1.0, None, jnp.float32, 32), weight, hidden, target, jnp.int32(30))
+    logps, entropy = chunked_logps(HeadConfig(1.0, None, jnp.float32, 32), weight, hidden, target, jnp.int32(30))
     assert jnp.isfinite(logps).all()
     assert jnp.isfinite(entropy).all()
     assert not logps[:, 32:].any()
@@ -120,11 +122,11 @@ def test_chunks_behind_the_last_scored_token_are_not_computed() -> None:
 
 def temporary_bytes(vocabulary: int, tokens: int) -> int:
     """Scratch memory of forward and backward, beyond the head's own weights and gradient, as the compiler states it."""
-    head = Head(1.0, None, jnp.float32)
+    head = HeadConfig(1.0, None, jnp.float32)
     width = 64
 
     def loss(weight, hidden, target):  # type: ignore[no-untyped-def]
-        return chunked_scores(head, weight, hidden, target, jnp.int32(tokens))[0].sum()
+        return chunked_logps(head, weight, hidden, target, jnp.int32(tokens))[0].sum()
 
     shapes = ((vocabulary, width), (1, tokens, width))
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes] + [jax.ShapeDtypeStruct((1, tokens), jnp.int32)]

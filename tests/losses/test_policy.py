@@ -19,16 +19,16 @@ from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import (
     AGGREGATES,
-    CLIPPED,
+    CLIP_METRICS,
     KLS,
-    LIMIT,
+    MAX_EXPONENT,
     RATIOS,
     SURROGATES,
-    correction,
     k1,
     k2,
     k3,
-    sample_mean,
+    sampler_correction,
+    segment_mean,
     sequence_ratio,
     sequence_token_ratio,
     token_ratio,
@@ -83,9 +83,9 @@ def test_a_sequence_ratio_does_not_grow_with_length(drift: float, length: int) -
 def test_samples_are_told_apart_by_owner_and_row() -> None:
     """Not by place: the same number in another row is another sample, and tokens of one need not be neighbours."""
     values, segment_ids = jnp.array([[1.0, 5.0, 3.0], [10.0, 7.0, 0.0]]), jnp.array([[1, 2, 1], [1, 2, 0]])
-    mean = sample_mean(values, segment_ids > 0, segment_ids)
+    mean = segment_mean(values, segment_ids > 0, segment_ids)
     np.testing.assert_allclose(mean[:, :2], [[2.0, 5.0], [10.0, 7.0]])
-    np.testing.assert_allclose(jax.vmap(sample_mean)(values, segment_ids > 0, segment_ids), mean)
+    np.testing.assert_allclose(jax.vmap(segment_mean)(values, segment_ids > 0, segment_ids), mean)
 
 
 def test_the_token_gradient_of_gspo() -> None:
@@ -170,7 +170,7 @@ def test_on_a_bound_no_token_counts_as_cut(surrogate: str, bound: float, advanta
     """Its gradient is whole there, and `cispo` weighs it with its own ratio."""
     x = replace(BASE, delta=2.0 if surrogate == "clip" else None)
     for advantage in advantages:
-        parts = CLIPPED[surrogate](one(bound), one(advantage), x)
+        parts = CLIP_METRICS[surrogate](one(bound), one(advantage), x)
         assert not any(part.any() for part in parts.values())
 
 
@@ -218,11 +218,11 @@ def test_k3_keeps_its_digits_for_policies_that_hardly_differ() -> None:
 
 
 def test_k3_still_pulls_where_the_reference_has_nothing() -> None:
-    """d = −50: the loss is 49 and falls with logp. Only d above `LIMIT` has no gradient."""
+    """d = −50: the loss is 49 and falls with logp. Only d above `MAX_EXPONENT` has no gradient."""
     slope = jax.value_and_grad(k3)
     assert [float(v) for v in slope(-1.0, -51.0)] == pytest.approx([49.0, 1.0])
     value, grad = slope(-60.0, -1.0)
-    assert float(value) == pytest.approx(np.exp(LIMIT), rel=1e-5)
+    assert float(value) == pytest.approx(np.exp(MAX_EXPONENT), rel=1e-5)
     assert float(grad) == 0
 
 
@@ -242,7 +242,7 @@ def test_corrections_by_hand(name: str, want: list[float]) -> None:
     """ρ = 2 and ½ in one answer (geometric mean 1), 4 and 1 in the other (2); the cap is 1.5."""
     x = replace(BASE, correction=name, correction_cap=1.5)
     old, segment_ids = in_row(list(np.log([2, 0.5, 4, 1]))), jnp.array([[1, 1, 2, 2]])
-    weights = lambda old: correction(x, old, jnp.zeros((1, 4)), segment_ids > 0, segment_ids)  # noqa: E731
+    weights = lambda old: sampler_correction(x, old, jnp.zeros((1, 4)), segment_ids > 0, segment_ids)  # noqa: E731
     np.testing.assert_allclose(weights(old)[0], want, rtol=1e-6)
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
 
@@ -252,7 +252,9 @@ def test_a_correction_on_its_cap_is_kept(name: str) -> None:
     """Only what is above the cap is masked."""
     x = replace(BASE, correction=name, correction_cap=1.0)
     segment_ids = jnp.ones((1, 2), jnp.int32)
-    assert correction(x, in_row([-1, -2]), in_row([-1, -2]), segment_ids > 0, segment_ids).tolist() == [[1.0, 1.0]]
+    assert sampler_correction(x, in_row([-1, -2]), in_row([-1, -2]), segment_ids > 0, segment_ids).tolist() == [
+        [1.0, 1.0]
+    ]
 
 
 # --- aggregates

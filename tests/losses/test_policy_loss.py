@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from covey.config.algorithms import PRESETS, Algorithm
-from covey.losses.policy import AGGREGATES, CLIPPED, RATIOS, SURROGATES, LossInputs, k3, policy_loss
+from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
 from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread, unpack
 from covey.types import Mean
 
@@ -29,7 +29,7 @@ by_gradient = jax.jit(jax.value_and_grad(policy_loss, argnums=1, has_aux=True), 
 
 def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, dict[str, Any]]:
     """Loss, gradient and metrics of one sample of one token with weight 1."""
-    given = {"advantage": 1.0, "weight": 1.0, "sampled": logp, "beta": x.beta} | fields
+    given = {"advantage": 1.0, "weight": 1.0, "rollout_logps": logp, "beta": x.beta} | fields
     inputs = LossInputs(**{name: one(value) for name, value in given.items()})
     segment_ids = jnp.ones((1, 1), jnp.int32)
     (value, metric_sums), grad = by_gradient(x, one(logp), one(2.0), segment_ids, inputs)
@@ -52,7 +52,7 @@ def laid(
     inputs = LossInputs(
         advantage=spread(rows, rng.normal(size=len(lengths))),
         weight=spread(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
-        sampled=scatter_to_rows(rows, sampled),
+        rollout_logps=scatter_to_rows(rows, sampled),
         beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
         old_logps=scatter_to_rows(rows, old),
         ref_logps=scatter_to_rows(rows, ref),
@@ -67,7 +67,7 @@ def test_shares_by_hand(groups_of: Callable) -> None:
     inputs = LossInputs(
         advantage=row(1.0, -2.0, -2.0),
         weight=row(1.0, 0.5, 0.5),
-        sampled=row(-1.25, -2.0, -3.5),
+        rollout_logps=row(-1.25, -2.0, -3.5),
         beta=np.full((1, 1), 0.04, np.float32),
         old_logps=row(-1.5, -2.0, -2.0),  # ratios e^0.5, then 1 and e^-1
         ref_logps=row(-1.0, -2.0, -2.0),  # d = 0, then 0 and 1
@@ -129,7 +129,7 @@ def test_clip_ratios_count_what_the_clip_stops(
 def test_surrogates_that_do_not_clip_say_nothing_of_it() -> None:
     for surrogate in SURROGATES:
         _, _, metric_sums = single(replace(BASE, surrogate=surrogate), -1.0)
-        assert ("clip_ratio/region_mean" in metric_sums) == (surrogate in CLIPPED)
+        assert ("clip_ratio/region_mean" in metric_sums) == (surrogate in CLIP_METRICS)
 
 
 def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
@@ -167,7 +167,7 @@ def test_cispo_weighs_and_never_stops(ratio: float, weight: float) -> None:
 
 def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
     x = replace(BASE, correction="token_truncate", correction_cap=9.0)
-    value, grad, metric_sums = single(x, -1.0, sampled=-1.0 - np.log(3.0), ref_logps=-2.0)
+    value, grad, metric_sums = single(x, -1.0, rollout_logps=-1.0 - np.log(3.0), ref_logps=-2.0)
     plain, plain_grad, _ = single(BASE, -1.0, ref_logps=-2.0)
     assert value - plain == pytest.approx(-2.0, rel=1e-5)  # −3·A instead of −A
     assert grad - plain_grad == pytest.approx(-2.0, rel=1e-5)
@@ -177,7 +177,7 @@ def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
 @pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
     for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):
-        value, grad, metric_sums = single(replace(BASE, correction=name), -1.0, sampled=sampled)
+        value, grad, metric_sums = single(replace(BASE, correction=name), -1.0, rollout_logps=sampled)
         assert (value, grad) == pytest.approx((finite, finite))
         assert all(np.isfinite(x) for x in finished(metric_sums).values())
 
@@ -281,6 +281,8 @@ def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:
     x = replace(PRESETS[name], ratio=ratio, kl="k3", kl_in="loss", correction="token_truncate", entropy_bonus=0.1)
     for logp, old, ref in ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30)):
         for advantage in (-3.0, 0.0, 1e-6, 2.0):
-            value, grad, metric_sums = single(x, logp, advantage=advantage, old_logps=old, ref_logps=ref, sampled=old)
+            value, grad, metric_sums = single(
+                x, logp, advantage=advantage, old_logps=old, ref_logps=ref, rollout_logps=old
+            )
             assert np.isfinite([value, grad]).all()
             assert all(np.isfinite(s) for s in finished(metric_sums).values())

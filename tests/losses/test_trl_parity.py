@@ -83,7 +83,7 @@ def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
     inputs = LossInputs(
         advantage=at_tokens(ARRAYS[f"{name}/advantages"][:, None]),
         weight=at_tokens(weight[:, None]),
-        sampled=at_tokens(x["sampled"]),
+        rollout_logps=at_tokens(x["sampled"]),
         beta=jnp.full((P * G, 1), algorithm.beta),
         old_logps=None if on_policy else at_tokens(x["old"]),
         ref_logps=at_tokens(x["ref"]) if algorithm.beta and algorithm.kl_in == "loss" else None,

@@ -14,7 +14,7 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.errors import WeightsError
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import weights
@@ -64,7 +64,7 @@ def test_samples_packed_in_rows_are_those_of_transformers_alone(
     rows, sizes = pack(groups, row_length=64), [len(c.tokens) for group in groups for c in group.completions]
     assert rows.tokens.shape[0] == 1
     graph, params = nnx.split(weights.load(golden_folder(name)).model)
-    scores = jax.jit(lambda params, rows: row_scores(graph, params, rows, 1.0).logps)(params, rows)
+    scores = jax.jit(lambda params, rows: token_logps(graph, params, rows, 1.0).logps)(params, rows)
     ours = np.concatenate(unpack(rows, np.asarray(scores), sizes))
     np.testing.assert_allclose(ours, np.load(GOLDEN / "families.npz")[f"{name}/samples"], atol=1e-4)
 

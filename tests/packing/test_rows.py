@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.config.algorithms import PRESETS
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.losses.policy import policy_loss
 from covey.models.attention import causal
 from covey.models.blockwise import seen
@@ -233,7 +233,7 @@ def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, gro
     graph, params = nnx.split(model)
     lengths = [len(c.tokens) for g in groups for c in g.completions]
     rows = pack(groups, 128)
-    found = unpack(rows, jax.jit(partial(row_scores, graph, temperature=0.7))(params, rows).logps, lengths)
+    found = unpack(rows, jax.jit(partial(token_logps, graph, temperature=0.7))(params, rows).logps, lengths)
 
     @jax.jit
     def alone(tokens: jax.Array) -> jax.Array:
@@ -266,7 +266,7 @@ def test_loss_and_gradients_equal_the_dense_layout(
         inputs = inputs_for(rows, LENGTHS)
 
         def loss(trained: nnx.State) -> jax.Array:
-            scores = row_scores(graph, nnx.merge_state(trained, rest), rows, 0.9)
+            scores = token_logps(graph, nnx.merge_state(trained, rest), rows, 0.9)
             total, _ = policy_loss(PRESETS["grpo"], scores.logps, scores.entropy, rows.segment_ids, inputs)
             return total / len(LENGTHS)
 

@@ -261,7 +261,7 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[np.ndarray, f
     )
     batches = made_by(builder)
     of_rows = [
-        np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.sampled], -1)[b.rows.scored]
+        np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.rollout_logps], -1)[b.rows.scored]
         for b in batches
     ]
     tokens = np.concatenate([np.zeros((0, 4)), *of_rows])

@@ -51,7 +51,7 @@ def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
         inputs = LossInputs(
             advantage=spread(rows, 3 * rng.normal(size=len(LENGTHS))),
             weight=spread(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
-            sampled=scatter_to_rows(rows, logps()),
+            rollout_logps=scatter_to_rows(rows, logps()),
             beta=np.full((len(rows.tokens), 1), 0.1, np.float32),
             old_logps=scatter_to_rows(rows, logps()),
             ref_logps=scatter_to_rows(rows, logps()),

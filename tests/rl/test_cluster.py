@@ -355,7 +355,7 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
     assert [r.step for r in records] == [2, 4]
     for (first, before), (second, after), record in zip(seen[::2], seen[1::2], records, strict=True):
         assert first is second
-        np.testing.assert_allclose(first.old_logps, first.sampled, atol=1e-4)
+        np.testing.assert_allclose(first.old_logps, first.rollout_logps, atol=1e-4)
         assert before["clip_ratio/region_mean"] == 0.0
         # The sampler is compared with the policy it drew for, not with what the first update made of it.
         assert [m["sampling/importance_ratio/max"] for m in (before, after)] == pytest.approx([1.0, 1.0], abs=1e-3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from covey.errors import RewardError
-from covey.losses.logprobs import row_scores
+from covey.losses.logprobs import token_logps
 from covey.models.attention import masked
 from covey.packing.rows import pack, unpack
 from covey.rl.helpers import (
@@ -92,7 +92,7 @@ def test_per_token_logps_agree_with_the_loops_own_rows(decoder, groups_of, tempe
     lengths = [len(c.tokens) for g in groups for c in g.completions]
     model, rows = decoder(), pack(groups, 64)
     graph, params = nnx.split(model)
-    scores = jax.jit(lambda params, rows: row_scores(graph, params, rows, temperature).logps)(params, rows)
+    scores = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)(params, rows)
     wanted = unpack(rows, np.asarray(scores), lengths)
     ids, mask = padded(groups, 9, 8)
     positions, attention = build_positions_from_mask(mask), make_causal_attn_mask(mask)
