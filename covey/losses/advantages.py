@@ -37,8 +37,8 @@ def batch_std(rewards: Rewards) -> Rewards:
     [[1.2244, -1.2244], [0.0, 0.0]]
     """
     scored = rewards[~np.isnan(rewards)]
-    spread = scored.std(ddof=1) if scored.size > 1 else 0.0
-    return centred(rewards) / (spread + STD_EPSILON)
+    std = scored.std(ddof=1) if scored.size > 1 else 0.0
+    return centred(rewards) / (std + STD_EPSILON)
 
 
 def centred(rewards: Rewards) -> Rewards:
@@ -68,6 +68,7 @@ def has_reward_variance(group: Float[np.ndarray, "G"]) -> bool:
 def gae(
     rewards: Sequence[Float[np.ndarray, "n"]],
     values: Sequence[Float[np.ndarray, "n"]],
+    *,
     gamma: float,
     lam: float,
     mask: Sequence[Bool[np.ndarray, "n"]] | None = None,
@@ -92,7 +93,7 @@ def gae(
     >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
     ([array([0.125, 0.75 ])], [array([0.625, 1.   ])])
     """
-    samples = zip(_zip_equal_lengths(rewards, values), _masks(mask, values), strict=True)
+    samples = zip(_zip_equal_lengths(rewards, values), token_masks(mask, values), strict=True)
     advantages = [_gae_single(np.asarray(r, float), np.asarray(v, float), m, gamma, lam) for (r, v), m in samples]
     return advantages, [a + v for a, v in _zip_equal_lengths(advantages, values)]
 
@@ -114,12 +115,18 @@ def whiten(
     >>> [a.round(4).tolist() for a in whiten(arrays, mask)]
     [[-0.7071, 0.7071], [0.0]]
     """
-    masks = _masks(mask, arrays)
+    masks = token_masks(mask, arrays)
     counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(0)])
     if not counted.size or _all_equal(counted):
         return [np.zeros(len(a)) for a in arrays]
     mean, std = counted.mean(), counted.std(ddof=1)
     return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _zip_equal_lengths(arrays, masks)]
+
+
+def token_masks(mask: Sequence[np.ndarray] | None, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Return `mask`, checked to have one entry per number of `arrays`; None means that all numbers count."""
+    masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
+    return [m for _, m in _zip_equal_lengths(arrays, masks)]
 
 
 def _map_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) -> Rewards:
@@ -137,20 +144,15 @@ def _all_equal(values: Float[np.ndarray, "n"]) -> bool:
 
 def _zip_equal_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
     pairs = list(zip(left, right, strict=True))
-    assert all(a.shape == b.shape for a, b in pairs), "one number a token in both, or NumPy would broadcast"
+    assert all(a.shape == b.shape for a, b in pairs), "one number per token in both, or NumPy would broadcast"
     return pairs
 
 
-def _masks(mask: Sequence[np.ndarray] | None, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
-    return [m for _, m in _zip_equal_lengths(arrays, masks)]
-
-
 def _gae_single(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    out, ahead, next_value = np.zeros(len(values)), 0.0, 0.0
+    out, next_advantage, next_value = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(np.flatnonzero(mask)):
         delta = rewards[t] + gamma * next_value - values[t]
-        out[t] = ahead = delta + gamma * lam * ahead
+        out[t] = next_advantage = delta + gamma * lam * next_advantage
         next_value = values[t]
     return out
 

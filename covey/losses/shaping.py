@@ -2,23 +2,24 @@
 of the loss. It runs on the host, in float64; lengths are in tokens, never in characters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from covey.losses.policy import MAX_EXPONENT
+from covey.losses.advantages import token_masks
+from covey.losses.policy import KLS
 
 MAX_KL_ERROR = 0.2
-"""Largest relative error that `adapted_beta` reacts to."""
+"""Largest relative error that `adapt_beta` reacts to."""
 
 PerToken = Float[np.ndarray, "n"]
-SampledMasks = Sequence[Bool[np.ndarray, "n"]]
+Masks = Sequence[Bool[np.ndarray, "n"]]
 """One mask per completion: True for the tokens that the policy sampled, False for those that a tool inserted."""
 
 
 def overlong_penalty(
-    lengths: Int[np.ndarray, "B"], max_new_tokens: int, buffer: float, penalty: float
+    lengths: Int[np.ndarray, "B"], *, max_new_tokens: int, buffer: float, penalty: float
 ) -> Float[np.ndarray, "B"]:
     """Compute the length penalty of each completion: 0 up to L − buffer tokens, from there linearly down to −penalty at
     L = `max_new_tokens`, and never below (Yu et al., 2025, DAPO, eq. 13).
@@ -31,14 +32,18 @@ def overlong_penalty(
     >>> overlong_penalty(np.array([50, 80, 90, 100, 120]), max_new_tokens=100, buffer=20, penalty=1.0).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
-    room = buffer * max_new_tokens if buffer < 1 else buffer
-    if not room:
+    ramp = buffer * max_new_tokens if buffer < 1 else buffer
+    if not ramp:
         return np.zeros(len(lengths))
-    return penalty * np.clip((max_new_tokens - room - np.asarray(lengths)) / room, -1.0, 0.0)
+    return penalty * np.clip((max_new_tokens - ramp - np.asarray(lengths)) / ramp, -1.0, 0.0)
 
 
 def kl_penalty(
-    logps: Sequence[PerToken], ref_logps: Sequence[PerToken], estimator: str, beta: float, drawn: SampledMasks | None = None
+    logps: Sequence[PerToken],
+    ref_logps: Sequence[PerToken],
+    estimator: str,
+    beta: float,
+    mask: Masks | None = None,
 ) -> list[PerToken]:
     """Compute β·KL of each token, one array per completion; its sum is subtracted from the completion's reward.
 
@@ -50,17 +55,17 @@ def kl_penalty(
         ref_logps: log-probs of the same tokens under the reference.
         estimator: a name of `KLS`.
         beta: weight β.
-        drawn: tokens that the policy sampled; the others get 0. None means all.
+        mask: True for the tokens that the policy sampled; the others get 0. None means all.
 
     >>> kl_penalty([np.array([-1.0, -2.0]), np.zeros(0)], [np.array([-1.5, -1.5]), np.zeros(0)], "k1", beta=0.1)
     [array([ 0.05, -0.05]), array([], dtype=float64)]
     """
-    samples = zip(logps, ref_logps, _masks(drawn, logps), strict=True)
-    return [_apply_mask(mask, beta * KLS[estimator](_difference(p, ref))) for p, ref, mask in samples]
+    samples = zip(logps, ref_logps, token_masks(mask, logps), strict=True)
+    return [_apply_mask(m, beta * _kl(estimator, p, ref)) for p, ref, m in samples]
 
 
 def token_rewards(
-    rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], drawn: SampledMasks | None = None
+    rewards: Float[np.ndarray, "B"], penalties: Sequence[PerToken], mask: Masks | None = None
 ) -> list[PerToken]:
     """Compute the reward of each token, one array per completion: −penalty at each token that the policy sampled, plus
     the completion's reward at the last of them (Ouyang et al., 2022). A completion that no function scored (NaN), or
@@ -69,11 +74,11 @@ def token_rewards(
     >>> token_rewards(np.array([1.0, np.nan]), [np.array([0.1, 0.2]), np.array([0.3])])
     [array([-0.1,  0.8]), array([0.])]
     """
-    samples = zip(rewards, penalties, _masks(drawn, penalties), strict=True)
-    return [_sample_token_rewards(float(reward), penalty, mask) for reward, penalty, mask in samples]
+    samples = zip(rewards, penalties, token_masks(mask, penalties), strict=True)
+    return [_completion_token_rewards(float(reward), penalty, m) for reward, penalty, m in samples]
 
 
-def adapt_beta(beta: float, kl: float, target: float, horizon: int, samples: int) -> float:
+def adapt_beta(beta: float, *, kl: float, target: float, horizon: int, samples: int) -> float:
     """Compute β for the next step, which steers the KL to `target`: β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon)
     (Ziegler et al., 2019, section 2.2).
 
@@ -87,7 +92,7 @@ def adapt_beta(beta: float, kl: float, target: float, horizon: int, samples: int
         horizon: number of completions over which β adapts.
         samples: number of completions of the step.
 
-    >>> round(adapted_beta(0.1, kl=12.0, target=6.0, horizon=10_000, samples=500), 6)
+    >>> round(adapt_beta(0.1, kl=12.0, target=6.0, horizon=10_000, samples=500), 6)
     0.101
     """
     if np.isnan(kl):
@@ -96,47 +101,22 @@ def adapt_beta(beta: float, kl: float, target: float, horizon: int, samples: int
     return beta * (1 + error * min(samples / horizon, 1.0))
 
 
-def k1(d: PerToken) -> PerToken:
-    """Compute −d: unbiased, of either sign (Schulman, 2020). Here and below d = logp_ref − logp."""
-    return -d
-
-
-def k2(d: PerToken) -> PerToken:
-    """Compute d²/2: low variance, slightly biased."""
-    halved: PerToken = d * d / 2
-    return halved
-
-
-def k3(d: PerToken) -> PerToken:
-    """Compute exp(d) − d − 1: unbiased and never negative; d is clamped at `LIMIT`, as in the loss."""
-    d = np.minimum(d, MAX_EXPONENT)
-    estimate: PerToken = np.expm1(d) - d
+def _kl(estimator: str, logps: PerToken, ref_logps: PerToken) -> PerToken:
+    assert len(logps) == len(ref_logps), f"{len(logps)} log-probs and {len(ref_logps)} of the reference"
+    estimate: PerToken = KLS[estimator](np.asarray(logps, np.float64), np.asarray(ref_logps, np.float64))
     return estimate
 
 
-def _difference(logps: PerToken, ref_logps: PerToken) -> PerToken:
-    assert len(logps) == len(ref_logps), f"{len(logps)} log-probs and {len(ref_logps)} of the reference"
-    return np.asarray(ref_logps, np.float64) - np.asarray(logps, np.float64)
-
-
-def _sample_token_rewards(reward: float, penalty: PerToken, drawn: Bool[np.ndarray, "n"]) -> PerToken:
-    if np.isnan(reward) or not drawn.any():
+def _completion_token_rewards(reward: float, penalty: PerToken, mask: Bool[np.ndarray, "n"]) -> PerToken:
+    if np.isnan(reward) or not mask.any():
         return np.zeros(len(penalty))
-    out = -_apply_mask(drawn, penalty)
-    out[np.flatnonzero(drawn)[-1]] += reward
+    out = -_apply_mask(mask, penalty)
+    out[np.flatnonzero(mask)[-1]] += reward
     return out
-
-
-def _masks(drawn: SampledMasks | None, arrays: Sequence[PerToken]) -> SampledMasks:
-    return [np.ones(len(a), bool) for a in arrays] if drawn is None else drawn
 
 
 def _apply_mask(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
-    """Return `values` with 0 where the mask is False; indexing refuses a mask of another length, `np.where` may not."""
+    """Return `values` with 0 where the mask is False."""
     out = np.zeros(len(values))
     out[mask] = values[mask]
     return out
-
-
-KLS: dict[str, Callable[[PerToken], PerToken]] = {"k1": k1, "k2": k2, "k3": k3}
-"""KL estimators on the host by name; `losses.policy.KLS` has those of the loss."""

@@ -91,7 +91,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)
     rewards = x.rewards.ravel()
     earned = token_rewards(rewards, penalties, x.drawn)
-    advantages, returns = gae(earned, x.values, algorithm.gamma, algorithm.gae_lambda, x.drawn)
+    advantages, returns = gae(earned, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.drawn)
     scored = [np.full(n, not np.isnan(r)) for n, r in zip(x.lengths, rewards, strict=True)]
     if algorithm.whiten:
         taught = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]

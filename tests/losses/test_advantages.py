@@ -13,7 +13,7 @@ from covey.losses.advantages import (
     centred,
     gae,
     group_zscore,
-    informative,
+    has_reward_variance,
     leave_one_out,
     whiten,
 )
@@ -76,7 +76,7 @@ def test_ties_up_to_rounding_are_exactly_zero(name: str, values: tuple[float, ..
     """0.1 + 0.2 and 0.3 differ in the last bit, and are the same reward. Other groups do not change that."""
     assert not of(name, values).any()
     assert not of(name, values, tuple(range(len(values))))[0].any()
-    assert not informative(np.array(values))
+    assert not has_reward_variance(np.array(values))
 
 
 def test_a_small_difference_is_no_tie() -> None:
@@ -86,13 +86,13 @@ def test_a_small_difference_is_no_tie() -> None:
 @pytest.mark.parametrize("size", [1e-9, 1.0, -1e6])
 def test_a_tie_is_a_share_of_the_largest_reward(size: float) -> None:
     """Half of 1e-12 of it is none of a difference, twice that is one, whatever the unit of the rewards."""
-    assert not informative(size * np.array([1.0, 1.0 + 5e-13, 1.0]))
-    assert informative(size * np.array([1.0, 1.0 + 2e-12, 1.0]))
+    assert not has_reward_variance(size * np.array([1.0, 1.0 + 5e-13, 1.0]))
+    assert has_reward_variance(size * np.array([1.0, 1.0 + 2e-12, 1.0]))
 
 
 def test_a_tie_is_a_share_of_the_largest_reward_and_not_of_the_least() -> None:
     """5000 lies between 1e-12 of the one and of the other."""
-    assert not informative(np.array([5e15 + 1, 5e15 - 4999]))
+    assert not has_reward_variance(np.array([5e15 + 1, 5e15 - 4999]))
 
 
 @every
@@ -109,7 +109,7 @@ def test_unscored_samples_are_left_out_and_get_zero(name: str) -> None:
     [((1, 0), 1), ((1, 1), 0), ((1,), 0), ((NAN, NAN), 0), ((NAN, 1), 0), ((NAN, 1, 2), 1), ((), 0), ((np.inf,), 0)],
 )
 def test_informative(group: tuple[float, ...], teaches: int) -> None:
-    assert informative(np.array(group, np.float64)) is bool(teaches)
+    assert has_reward_variance(np.array(group, np.float64)) is bool(teaches)
 
 
 @every
@@ -181,7 +181,7 @@ TOKENS = st.lists(st.floats(-5, 5), max_size=8).map(np.array)
 
 def test_gae_by_hand() -> None:
     """γ = 0.9, λ = 0.5: δ = 1 + 0.9·2 − 1 = 1.8 and 3 − 2 = 1; A = 1.8 + 0.45·1 and 1; returns A + V."""
-    (advantage,), (returns,) = gae([np.array([1.0, 3.0])], [np.array([1.0, 2.0])], 0.9, 0.5)
+    (advantage,), (returns,) = gae([np.array([1.0, 3.0])], [np.array([1.0, 2.0])], gamma=0.9, lam=0.5)
     np.testing.assert_allclose(advantage, [2.25, 1.0])
     np.testing.assert_allclose(returns, [3.25, 3.0])
 
@@ -191,7 +191,7 @@ def test_gae_is_the_sum_of_discounted_errors(rewards: list[np.ndarray], gamma: f
     """Schulman et al. (2016), eq. 16, as it is written: A_t = Σ_l (γλ)^l δ_{t+l}, sample by sample."""
     rng = np.random.default_rng(seed)
     values = [rng.normal(size=len(r)) for r in rewards]
-    advantages, returns = gae(rewards, values, gamma, lam)
+    advantages, returns = gae(rewards, values, gamma=gamma, lam=lam)
     for r, v, got, value_target in zip(rewards, values, advantages, returns, strict=True):
         delta = [r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0.0) - v[t] for t in range(len(v))]
         want = [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, len(v))) for t in range(len(v))]
@@ -203,28 +203,28 @@ def test_gae_is_the_sum_of_discounted_errors(rewards: list[np.ndarray], gamma: f
 def test_lambda_one_trusts_the_rewards_and_zero_the_critic(rewards: np.ndarray, seed: int) -> None:
     """λ = 1: the return is the reward still to come, whatever the critic says. λ = 0: one step of it."""
     values = np.random.default_rng(seed).normal(size=len(rewards))
-    _, (returns,) = gae([rewards], [values], 1.0, 1.0)
+    _, (returns,) = gae([rewards], [values], gamma=1.0, lam=1.0)
     np.testing.assert_allclose(returns, np.cumsum(rewards[::-1])[::-1], atol=1e-9)
-    _, (one_step,) = gae([rewards], [values], 1.0, 0.0)
+    _, (one_step,) = gae([rewards], [values], gamma=1.0, lam=0.0)
     np.testing.assert_allclose(one_step, rewards + np.append(values[1:], 0.0)[: len(values)], atol=1e-9)
 
 
 def test_a_perfect_critic_leaves_no_advantage() -> None:
     rewards = np.array([0.0, 0.5, 0.0, 1.0])
-    (advantage,), _ = gae([rewards], [np.cumsum(rewards[::-1])[::-1]], 1.0, 0.95)
+    (advantage,), _ = gae([rewards], [np.cumsum(rewards[::-1])[::-1]], gamma=1.0, lam=0.95)
     np.testing.assert_allclose(advantage, 0.0, atol=1e-12)
 
 
 def test_gae_is_float64_and_refuses_what_would_broadcast() -> None:
     """Integer rewards and float32 values are summed in float64."""
-    (advantage,), (returns,) = gae([np.array([0, 1])], [np.array([0.1, 0.7], np.float32)], 1.0, 1.0)
+    (advantage,), (returns,) = gae([np.array([0, 1])], [np.array([0.1, 0.7], np.float32)], gamma=1.0, lam=1.0)
     np.testing.assert_allclose(advantage, [0.9, 0.3], rtol=1e-6)
     assert (advantage.dtype, returns.dtype) == (np.float64, np.float64)
     for rewards, values in (([1.0, 2.0], [1.0]), ([[1.0]], [1.0])):
         with pytest.raises(AssertionError, match="broadcast"):
-            gae([np.array(rewards)], [np.array(values)], 1.0, 1.0)
+            gae([np.array(rewards)], [np.array(values)], gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match="zip"):
-        gae([np.zeros(2)], [], 1.0, 1.0)
+        gae([np.zeros(2)], [], gamma=1.0, lam=1.0)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=5))
