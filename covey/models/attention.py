@@ -1,6 +1,6 @@
 """Attention functions. The decoder passes its queries, keys and values to an `Attend` function and never sees a mask.
 
-Training, prefill and decoding differ only in the `Attend` they pass: `masked` from here, or a cached one from
+Training, prefill and decoding differ only in the `Attend` they pass: `masked_attention` from here, or a cached one from
 `sampling.cache`.
 """
 
@@ -27,7 +27,7 @@ class Attend(Protocol):
     ) -> tuple[Array, Any]: ...
 
 
-def attention(
+def dot_product_attention(
     q: Float[Array, "B T H W"],
     k: Float[Array, "B U K W"],
     v: Float[Array, "B U K W"],
@@ -52,22 +52,22 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, width).astype(q.dtype)
 
 
-def masked(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]) -> Attend:
+def masked_attention(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]) -> Attend:
     """Return the `Attend` for one block of tokens under a mask; a layer's window is measured in `positions`."""
 
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
         mask = allowed if window is None else allowed & within_window(positions, positions, window)
-        return attention(q, k, v, mask, softcap), cache
+        return dot_product_attention(q, k, v, mask, softcap), cache
 
     return attend
 
 
-def causal(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Attend:
+def causal_attention(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Attend:
     """Return the `Attend` for plain causal attention over all tokens but padding, wherever the padding is."""
     time = valid.shape[1]
-    return masked(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
+    return masked_attention(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
 
 
 def within_window(q_positions: Int[Array, "B T"], k_positions: Int[Array, "B U"], window: Any) -> Bool[Array, "B T U"]:

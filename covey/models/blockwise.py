@@ -4,8 +4,8 @@ Rows and prompts are causal, so a run of queries needs only the keys up to its o
 which one block exists at a time. The backward pass recomputes them from the logsumexp (Dao et al., 2022,
 "FlashAttention"). Three numbers per query (`Spans`) replace the mask.
 
-`spanned` is the one place where an implementation is chosen; `attention.attention` is the oracle for all of them. An
-accelerator's own kernel takes a whole T × T mask, and runs again when a layer is rematerialised.
+`span_attention` is the one place where an implementation is chosen; `attention.dot_product_attention` is the oracle for
+all of them. An accelerator's own kernel takes a whole T × T mask, and runs again when a layer is rematerialised.
 """
 
 from collections.abc import Callable
@@ -19,62 +19,63 @@ from jaxtyping import Array, Bool, Float, Int
 from covey.models.attention import Attend, within_window
 from covey.models.layers import kept
 
-BLOCK = 64
+BLOCK_SIZE = 64
 """Number of queries in the smallest block (64 was the fastest of 32, 64 and 128 on CPU)."""
-RUNS = 8
-"""Number of runs of queries that a program unrolls; each run loops over blocks of twice `BLOCK` queries."""
-HIDDEN = -1e30
+MAX_RUNS = 8
+"""Number of runs of queries that a program unrolls; each run loops over blocks of twice `BLOCK_SIZE` queries."""
+MASKED_SCORE = -1e30
 """Score of a masked key: finite, so that a fully masked query has a finite output."""
 
 
 class Spans(NamedTuple):
-    """Indices of the keys in its row that each query attends to: `first` to `until` (exclusive), and `own` to its own
-    index.
+    """Indices of the keys in its row that each query attends to: `prefix_start` to `prefix_end` (exclusive), and
+    `segment_start` to its own index.
 
-    In a group's row these are the prompt and the completion's past. For padding, `own` is past the end of the row.
+    In a group's row these are the prompt and the completion's past. For padding, `segment_start` is past the end of the
+    row.
     """
 
-    first: Int[Array, "B T"]
-    until: Int[Array, "B T"]
-    own: Int[Array, "B T"]
+    prefix_start: Int[Array, "B T"]
+    prefix_end: Int[Array, "B T"]
+    segment_start: Int[Array, "B T"]
 
 
-def seen(spans: Spans, place: Int[Array, "n"], keys: int) -> Bool[Array, "B n keys"]:
-    """Return the mask over the first `keys` keys; `place` holds the row indices of the queries of `spans`."""
-    first, until, own = (x[..., None] for x in spans)
+def span_mask(spans: Spans, index: Int[Array, "n"], keys: int) -> Bool[Array, "B n keys"]:
+    """Return the mask over the first `keys` keys; `index` holds the row indices of the queries of `spans`."""
+    prefix_start, prefix_end, segment_start = (x[..., None] for x in spans)
     key = jnp.arange(keys)
-    return ((key >= first) & (key < until)) | ((key >= own) & (key <= place[:, None]))
+    return ((key >= prefix_start) & (key < prefix_end)) | ((key >= segment_start) & (key <= index[:, None]))
 
 
 def causal_spans(length: Int[Array, "B"], time: int) -> Spans:
     """Return the spans of plain causal attention over rows whose first `length` positions hold tokens."""
-    here = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
-    nothing = jnp.zeros_like(here)
-    return Spans(nothing, nothing, jnp.where(here < length[:, None], 0, time))
+    index = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
+    zeros = jnp.zeros_like(index)
+    return Spans(zeros, zeros, jnp.where(index < length[:, None], 0, time))
 
 
-def spanned(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
+def span_attention(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
     """Return the `Attend` that attends within rows as `spans` define; a layer's window is measured in `positions`."""
 
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
-        name = implementation(_backend(), q, softcap)
+        name = choose_implementation(_backend(), q, softcap)
         return IMPLEMENTATIONS[name](q, k, v, spans, positions, window, softcap), cache
 
     return attend
 
 
-def implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
+def choose_implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
     """Return the name in IMPLEMENTATIONS of the best implementation for these queries on `backend` (see `_backend`).
 
     cuDNN's attention needs 16-bit operands, a head size that is a multiple of 8 and at most 128, and no soft-cap. On a
     mesh JAX needs all operands sharded alike, which fails with few key heads. TPU's splash kernel needs masks known at
     compile time, which ragged rows do not have.
     """
-    halves = q.dtype in (jnp.bfloat16, jnp.float16)
-    fits = halves and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
-    return "cudnn" if backend == "cuda" and fits and jax.typeof(q).sharding.mesh.empty else "blocks"
+    is_16_bit = q.dtype in (jnp.bfloat16, jnp.float16)
+    supported = is_16_bit and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    return "cudnn" if backend == "cuda" and supported and jax.typeof(q).sharding.mesh.empty else "blocks"
 
 
 def _backend() -> str:
@@ -84,7 +85,7 @@ def _backend() -> str:
     return "cuda" if device.platform == "gpu" and major.isdigit() and int(major) >= 8 else jax.default_backend()
 
 
-def blockwise(
+def blockwise_attention(
     q: Float[Array, "B T H W"],
     k: Float[Array, "B T K W"],
     v: Float[Array, "B T K W"],
@@ -101,13 +102,13 @@ def blockwise(
         softcap: scores become softcap · tanh(scores / softcap).
     """
     time = q.shape[1]
-    short = -time % (2 * BLOCK if time > RUNS * 2 * BLOCK else 1)
+    padding = -time % (2 * BLOCK_SIZE if time > MAX_RUNS * 2 * BLOCK_SIZE else 1)
 
-    def fill(x: Array, value: int = 0) -> Array:
-        return jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+    def pad(x: Array, value: int = 0) -> Array:
+        return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
-    whose = Spans(fill(spans.first), fill(spans.until), fill(spans.own, time + short))
-    out = _attention(softcap, fill(q), fill(k), fill(v), whose, fill(positions), window)
+    padded_spans = Spans(pad(spans.prefix_start), pad(spans.prefix_end), pad(spans.segment_start, time + padding))
+    out = _attention(softcap, pad(q), pad(k), pad(v), padded_spans, pad(positions), window)
     return out[:, :time]
 
 
@@ -121,44 +122,44 @@ def _attention(
 def _forward(
     softcap: float | None, q: Array, k: Array, v: Array, spans: Spans, positions: Array, window: Any
 ) -> tuple[Array, Any]:
-    heads, mask = _Heads.of(q, k, v), partial(_mask, spans, positions, window)
+    heads, mask = _Heads.from_qkv(q, k, v), partial(_mask, spans, positions, window)
 
     def block(carry: None, at: Array, size: int, end: int) -> tuple[None, Any]:
         scores = _scores(heads, at, size, end, softcap)[0]
-        scores = jnp.where(mask(at, size, end)[:, None, None], scores, HIDDEN)
-        top = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - top)
-        mass = weights.sum(axis=-1, keepdims=True)
-        mixed = _product("bkgnu,bkuw->bkgnw", weights.astype(v.dtype), heads.v[:, :, :end])
-        return None, (mixed / mass, top + jnp.log(mass))
+        scores = jnp.where(mask(at, size, end)[:, None, None], scores, MASKED_SCORE)
+        max_score = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - max_score)
+        sum_exp = weights.sum(axis=-1, keepdims=True)
+        mixed = _einsum("bkgnu,bkuw->bkgnw", weights.astype(v.dtype), heads.v[:, :, :end])
+        return None, (mixed / sum_exp, max_score + jnp.log(sum_exp))
 
-    parts = [_in_blocks(block, None, run)[1] for run in _runs(q.shape[1])]
-    mixed, total = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
+    parts = [_map_blocks(block, None, run)[1] for run in _query_runs(q.shape[1])]
+    mixed, logsumexp = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
     # Saved like the projections' results, so that rematerialising a layer does not run attention again.
     out = kept(_heads_last(mixed).astype(q.dtype))
-    return out, (q, k, v, spans, positions, window, out, kept(total))
+    return out, (q, k, v, spans, positions, window, out, kept(logsumexp))
 
 
 def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]:
-    q, k, v, spans, positions, window, out, total = saved
-    heads, mask = _Heads.of(q, k, v), partial(_mask, spans, positions, window)
-    pulled = _heads_first(grad, k.shape[2])
-    along = _heads_first((grad.astype(jnp.float32) * out).sum(-1, keepdims=True), k.shape[2])
+    q, k, v, spans, positions, window, out, logsumexp = saved
+    heads, mask = _Heads.from_qkv(q, k, v), partial(_mask, spans, positions, window)
+    grad_out = _heads_first(grad, k.shape[2])
+    delta = _heads_first((grad.astype(jnp.float32) * out).sum(-1, keepdims=True), k.shape[2])
 
     def block(carry: tuple[Array, Array], at: Array, size: int, end: int) -> tuple[tuple[Array, Array], Array]:
-        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=3)
-        scores, bend = _scores(heads, at, size, end, softcap)
-        weights = jnp.where(mask(at, size, end)[:, None, None], jnp.exp(scores - cut(total)), 0.0)
-        slope = _product("bkgnw,bkuw->bkgnu", cut(pulled), heads.v[:, :, :end]) - cut(along)
-        slope = (weights * slope * bend).astype(q.dtype)
-        grad_q = _product("bkgnu,bkuw->bkgnw", slope, heads.k[:, :, :end])
-        new_k = _product("bkgnu,bkgnw->bkuw", slope, cut(heads.q))
-        new_v = _product("bkgnu,bkgnw->bkuw", weights.astype(v.dtype), cut(pulled))
+        slice_queries = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=3)
+        scores, softcap_grad = _scores(heads, at, size, end, softcap)
+        weights = jnp.where(mask(at, size, end)[:, None, None], jnp.exp(scores - slice_queries(logsumexp)), 0.0)
+        grad_scores = _einsum("bkgnw,bkuw->bkgnu", slice_queries(grad_out), heads.v[:, :, :end]) - slice_queries(delta)
+        grad_scores = (weights * grad_scores * softcap_grad).astype(q.dtype)
+        grad_q = _einsum("bkgnu,bkuw->bkgnw", grad_scores, heads.k[:, :, :end])
+        new_k = _einsum("bkgnu,bkgnw->bkuw", grad_scores, slice_queries(heads.q))
+        new_v = _einsum("bkgnu,bkgnw->bkuw", weights.astype(v.dtype), slice_queries(grad_out))
         return tuple(x.at[:, :, :end].add(new) for x, new in zip(carry, (new_k, new_v), strict=True)), grad_q  # type: ignore[return-value]
 
     carry, parts = (jnp.zeros(heads.k.shape, jnp.float32),) * 2, []
-    for run in _runs(q.shape[1]):
-        carry, grad_q = _in_blocks(block, carry, run)
+    for run in _query_runs(q.shape[1]):
+        carry, grad_q = _map_blocks(block, carry, run)
         parts.append(grad_q)
     grad_q = _heads_last(jnp.concatenate(parts, axis=3)).astype(q.dtype)
     grad_k, grad_v = (x.transpose(0, 2, 1, 3).astype(k.dtype) for x in carry)
@@ -176,7 +177,7 @@ class _Heads(NamedTuple):
     v: Array
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array) -> "_Heads":
+    def from_qkv(cls, q: Array, k: Array, v: Array) -> "_Heads":
         return cls(_heads_first(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
 
@@ -188,38 +189,38 @@ def _heads_last(x: Float[Array, "B K G T W"]) -> Float[Array, "B T H W"]:
     return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], -1, x.shape[-1])
 
 
-def _product(what: str, a: Array, b: Array) -> Array:
+def _einsum(equation: str, a: Array, b: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(what, a, b.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(equation, a, b.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(heads: _Heads, at: Array, size: int, end: int, softcap: float | None) -> tuple[Array, Array | float]:
-    """Return the scores of `size` queries from index `at` with the first `end` keys, and their derivative by q · k."""
-    q = jax.lax.dynamic_slice_in_dim(heads.q, at, size, axis=3)
-    scores = _product("bkgnw,bkuw->bkgnu", q, heads.k[:, :, :end])
+def _scores(heads: _Heads, start: Array, size: int, end: int, softcap: float | None) -> tuple[Array, Array | float]:
+    """Return the scores of `size` queries from index `start` with the first `end` keys, and their derivatives."""
+    q = jax.lax.dynamic_slice_in_dim(heads.q, start, size, axis=3)
+    scores = _einsum("bkgnw,bkuw->bkgnu", q, heads.k[:, :, :end])
     if softcap is None:
         return scores, 1.0
-    bent = jnp.tanh(scores / softcap)
-    return softcap * bent, 1.0 - jnp.square(bent)
+    tanh = jnp.tanh(scores / softcap)
+    return softcap * tanh, 1.0 - jnp.square(tanh)
 
 
-def _mask(spans: Spans, positions: Array, window: Any, at: Array, size: int, end: int) -> Bool[Array, "B n U"]:
-    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=1)
-    allowed = seen(Spans(*map(cut, spans)), at + jnp.arange(size), end)
-    return allowed if window is None else allowed & within_window(cut(positions), positions[:, :end], window)
+def _mask(spans: Spans, positions: Array, window: Any, start: Array, size: int, end: int) -> Bool[Array, "B n U"]:
+    slice_queries = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
+    allowed = span_mask(Spans(*map(slice_queries, spans)), start + jnp.arange(size), end)
+    return allowed if window is None else allowed & within_window(slice_queries(positions), positions[:, :end], window)
 
 
-def _runs(time: int) -> list[tuple[int, int]]:
+def _query_runs(time: int) -> list[tuple[int, int]]:
     """Return start and end of each run of queries: few runs, all of one size but the last."""
-    size = BLOCK * max(1, -(-time // (RUNS * BLOCK)))
-    size = size if size <= 2 * BLOCK else 2 * BLOCK * -(-size // (2 * BLOCK))
+    size = BLOCK_SIZE * max(1, -(-time // (MAX_RUNS * BLOCK_SIZE)))
+    size = size if size <= 2 * BLOCK_SIZE else 2 * BLOCK_SIZE * -(-size // (2 * BLOCK_SIZE))
     return [(start, min(start + size, time)) for start in range(0, time, size)]
 
 
-def _in_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]:
+def _map_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]:
     """Call `block(carry, at, size, end)` for each block of the run; return the carry and the results joined along T."""
     start, end = run
-    size = min(end - start, 2 * BLOCK)
+    size = min(end - start, 2 * BLOCK_SIZE)
     if size == end - start:
         carry, part = block(carry, start, size, end)
         return carry, part
@@ -228,14 +229,21 @@ def _in_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]:
     return carry, jax.tree.map(join, parts)
 
 
-def _fused(
-    q: Array, k: Array, v: Array, spans: Spans, positions: Array, window: Any, softcap: None, how: Any = "cudnn"
+def _cudnn_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spans: Spans,
+    positions: Array,
+    window: Any,
+    softcap: None,
+    implementation: Any = "cudnn",
 ) -> Array:
     allowed = _mask(spans, positions, window, jnp.int32(0), q.shape[1], q.shape[1])
     allowed |= jnp.eye(
         q.shape[1], dtype=bool
     )  # padding attends to itself: cuDNN's gradient may be NaN in a fully masked row
-    return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=how)
+    return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=implementation)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"blocks": blockwise, "cudnn": _fused}
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"blocks": blockwise_attention, "cudnn": _cudnn_attention}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
-from covey.models.blockwise import causal_spans, spanned
+from covey.models.blockwise import causal_spans, span_attention
 from covey.models.layers import softcapped
 
 NO_TOKEN = -1
@@ -75,7 +75,7 @@ def prefill_attention(length: Int[Array, "P"]) -> Attend:
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         time = q.shape[1]
         positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
-        inner = spanned(causal_spans(length, time), positions)
+        inner = span_attention(causal_spans(length, time), positions)
         mixed, _ = inner(q, k, v, None, window=window, softcap=softcap)
         return mixed, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 

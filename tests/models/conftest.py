@@ -57,7 +57,7 @@ def logits() -> Callable[..., np.ndarray]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from covey.models.attention import causal
+    from covey.models.attention import causal_attention
     from covey.models.decoder import Decoder
 
     @partial(jax.jit, static_argnums=(0, 4))
@@ -67,7 +67,7 @@ def logits() -> Callable[..., np.ndarray]:
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         model = nnx.merge(graph, state)
         cache = None if looped else [None] * model.config.num_layers
-        return model.logits(model(tokens, positions, causal(valid, positions), cache)[0])
+        return model.logits(model(tokens, positions, causal_attention(valid, positions), cache)[0])
 
     def run(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None, *, looped: bool = True) -> np.ndarray:
         valid = np.ones(tokens.shape, bool) if valid is None else valid

@@ -11,8 +11,16 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from covey.models import blockwise as module
-from covey.models.attention import attention, within_window
-from covey.models.blockwise import IMPLEMENTATIONS, Spans, blockwise, causal_spans, implementation, seen, spanned
+from covey.models.attention import dot_product_attention, within_window
+from covey.models.blockwise import (
+    IMPLEMENTATIONS,
+    Spans,
+    blockwise_attention,
+    causal_spans,
+    choose_implementation,
+    span_attention,
+    span_mask,
+)
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel.sharding import shardings
@@ -49,8 +57,8 @@ def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans, positions: jax.Array, window: object, softcap: float | None
 ) -> jax.Array:
     """The oracle."""
-    allowed = seen(spans, jnp.arange(q.shape[1]), q.shape[1])
-    return attention(
+    allowed = span_mask(spans, jnp.arange(q.shape[1]), q.shape[1])
+    return dot_product_attention(
         q, k, v, allowed if window is None else allowed & within_window(positions, positions, window), softcap
     )
 
@@ -60,7 +68,7 @@ def values_and_gradients(
 ) -> list[np.ndarray]:
     """The mixture and its three gradients, zero where a query is padding."""
     (*qkv, grad), (spans, positions) = heads(time, dtype=dtype), layout(time)
-    live = (spans.own < time)[..., None, None]
+    live = (spans.segment_start < time)[..., None, None]
     run = lambda *a: compute(*a, spans, positions, window, softcap)  # type: ignore[operator]  # noqa: E731
     out, pull = jax.vjp(jax.jit(run), *qkv)
     return [np.asarray(x, np.float32) for x in (jnp.where(live, out, 0), *pull(grad * live.astype(grad.dtype)))]
@@ -73,7 +81,7 @@ def values_and_gradients(
 def test_values_and_gradients_are_those_of_plain_attention(
     time: int, window: int | None, softcap: float | None
 ) -> None:
-    got, want = (values_and_gradients(how, time, window, softcap) for how in (blockwise, plain))
+    got, want = (values_and_gradients(how, time, window, softcap) for how in (blockwise_attention, plain))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -81,14 +89,14 @@ def test_values_and_gradients_are_those_of_plain_attention(
 @pytest.mark.slow
 def test_rows_longer_than_all_runs_go_in_loops() -> None:
     """Beyond 1,024 the program does not grow: here 1,500, which no block divides."""
-    assert len(module._runs(1536)) <= module.RUNS
-    got, want = (values_and_gradients(how, 1500, 300, 5.0) for how in (blockwise, plain))
+    assert len(module._query_runs(1536)) <= module.MAX_RUNS
+    got, want = (values_and_gradients(how, 1500, 300, 5.0) for how in (blockwise_attention, plain))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
 def test_16_bits_give_values_and_gradients_near_those_of_32() -> None:
-    got = values_and_gradients(blockwise, 130, None, None, jnp.bfloat16)
+    got = values_and_gradients(blockwise_attention, 130, None, None, jnp.bfloat16)
     want = values_and_gradients(plain, 130, None, None)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max())
@@ -99,7 +107,7 @@ def test_16_bits_keep_their_softmax_in_float32() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 300, 1, WIDTH)), jnp.bfloat16) for _ in range(3))
     spans, positions = causal_spans(jnp.array([300]), 300), jnp.arange(300)[None]
-    got = blockwise(q, k, v, spans, positions).astype(jnp.float32)
+    got = blockwise_attention(q, k, v, spans, positions).astype(jnp.float32)
     want = plain(*(x.astype(jnp.float32) for x in (q, k, v)), spans, positions, None, None)
     scores = jnp.where(jnp.tri(300, dtype=bool), jnp.einsum("btnw,bunw->btu", q, k), -jnp.inf)
     narrow = jnp.einsum("btu,bunw->btnw", jax.nn.softmax(scores.astype(jnp.bfloat16)), v).astype(jnp.float32)
@@ -111,14 +119,14 @@ def test_padding_is_finite_and_passes_nothing_on() -> None:
     q, k, v, grad = heads(70)
     spans = causal_spans(jnp.array([50, 0]), 70)
     positions = jnp.broadcast_to(jnp.arange(70), (2, 70))
-    out, pull = jax.vjp(jax.jit(lambda *a: blockwise(*a, spans, positions)), q, k, v)
+    out, pull = jax.vjp(jax.jit(lambda *a: blockwise_attention(*a, spans, positions)), q, k, v)
     assert jnp.isfinite(out).all()
     grads = pull(grad)
     assert all(jnp.isfinite(g).all() and not g[0, 50:].any() and not g[1].any() for g in grads)
 
 
 def test_a_causal_span_is_a_triangle_over_the_tokens_there_are() -> None:
-    allowed = seen(causal_spans(jnp.array([3, 5]), 5), jnp.arange(5), 5)
+    allowed = span_mask(causal_spans(jnp.array([3, 5]), 5), jnp.arange(5), 5)
     triangle = np.tril(np.ones((5, 5), bool))
     np.testing.assert_array_equal(allowed[1], triangle)
     np.testing.assert_array_equal(allowed[0, :3], triangle[:3])
@@ -135,8 +143,8 @@ def test_memory_does_not_grow_with_the_square_of_the_row() -> None:
         return int(jax.jit(run).lower(*qkv).compile().memory_analysis().temp_size_in_bytes)
 
     assert temporary(plain, 1, 4096) > 3.5 * temporary(plain, 4, 1024)
-    assert temporary(blockwise, 1, 4096) < 1.5 * temporary(blockwise, 4, 1024)
-    assert temporary(blockwise, 1, 4096) < temporary(plain, 1, 4096) / 6
+    assert temporary(blockwise_attention, 1, 4096) < 1.5 * temporary(blockwise_attention, 4, 1024)
+    assert temporary(blockwise_attention, 1, 4096) < temporary(plain, 1, 4096) / 6
 
 
 def test_a_layer_computed_again_does_not_attend_again() -> None:
@@ -146,14 +154,14 @@ def test_a_layer_computed_again_does_not_attend_again() -> None:
     )
     tokens = jnp.zeros((1, 96), jnp.int32)
     positions = jnp.arange(96)[None]
-    attend = spanned(causal_spans(jnp.array([96]), 96), positions)
+    attend = span_attention(causal_spans(jnp.array([96]), 96), positions)
 
     def exponentials(keeps: str) -> int:
         graph, state = nnx.split(Decoder(shape, rngs=nnx.Rngs(0), remat_keeps=keeps))
         total = lambda s: nnx.merge(graph, s)(tokens, positions, attend)[0].sum()  # noqa: E731
         return jax.jit(jax.grad(total)).lower(state).as_text().count("stablehlo.exponential ")
 
-    assert exponentials("nothing") - exponentials("products") == len(module._runs(96))
+    assert exponentials("nothing") - exponentials("products") == len(module._query_runs(96))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +180,7 @@ def test_a_layer_computed_again_does_not_attend_again() -> None:
 def test_the_implementation_is_one_that_can(
     backend: str, dtype: object, width: int, softcap: float | None, name: str
 ) -> None:
-    assert implementation(backend, jnp.zeros((1, 2, 2, width), dtype), softcap) == name
+    assert choose_implementation(backend, jnp.zeros((1, 2, 2, width), dtype), softcap) == name
     assert name in IMPLEMENTATIONS
 
 
@@ -193,14 +201,14 @@ def test_on_a_mesh_attention_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
         vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
     )
     chosen = []
-    choose = module.implementation
+    choose = module.choose_implementation
 
     def noted(backend: str, q: jax.Array, softcap: float | None) -> str:
         chosen.append(choose("cuda", q.astype(jnp.bfloat16), softcap))
         return "blocks"
 
-    monkeypatch.setattr(module, "implementation", noted)
-    attend = spanned(causal_spans(jnp.array([8, 8]), 8), jnp.broadcast_to(jnp.arange(8), (2, 8)))
+    monkeypatch.setattr(module, "choose_implementation", noted)
+    attend = span_attention(causal_spans(jnp.array([8, 8]), 8), jnp.broadcast_to(jnp.arange(8), (2, 8)))
     graph, state = nnx.split(Decoder(shape, rngs=nnx.Rngs(0)))
     run = lambda s: nnx.merge(graph, s)(jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 8), jnp.int32), attend)[0]  # noqa: E731
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -212,6 +220,6 @@ def test_on_a_mesh_attention_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [None, 9])
 def test_the_call_of_fused_attention_means_the_same(window: int | None) -> None:
     """With XLA's own implementation in place of cuDNN's: the arguments are the same."""
-    fused = partial(module._fused, how="xla")
+    fused = partial(module._cudnn_attention, how="xla")
     for a, b in zip(*(values_and_gradients(how, 60, window, None) for how in (fused, plain)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import LoRAConfig
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.decoder import Decoder, compiler_options, head_logits
 from covey.models.lora import projections, split_trainable, with_lora
@@ -53,7 +53,7 @@ def forward(model: Decoder, looped: bool = True) -> Callable[..., jax.Array]:
 
     def run(state: Any, tokens: Any, positions: Any, valid: Any) -> jax.Array:
         cache = None if looped else [None] * model.config.num_layers
-        return nnx.merge(graph, state)(tokens, positions, causal(valid, positions), cache)[0]
+        return nnx.merge(graph, state)(tokens, positions, causal_attention(valid, positions), cache)[0]
 
     return jax.jit(run)
 
@@ -89,7 +89,7 @@ def summed(model: Decoder, tokens: np.ndarray = TOKENS) -> tuple[Callable[..., j
     valid, positions = jnp.ones(tokens.shape, bool), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def total(trained: Any, rest: Any) -> jax.Array:
-        return nnx.merge(graph, trained, rest)(tokens, positions, causal(valid, positions))[0].sum()
+        return nnx.merge(graph, trained, rest)(tokens, positions, causal_attention(valid, positions))[0].sum()
 
     return total, trained, rest
 
@@ -247,7 +247,7 @@ def test_gradients_are_finite_when_a_row_is_padding() -> None:
     positions = jnp.asarray(np.maximum(np.cumsum(valid, axis=1) - 1, 0))
 
     def total(state: Any) -> jax.Array:
-        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal(jnp.asarray(valid), positions))
+        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal_attention(jnp.asarray(valid), positions))
         return jnp.sum(jnp.where(valid[..., None], out, 0.0))
 
     for grad in jax.tree.leaves(jax.jit(jax.grad(total))(state)):
@@ -311,7 +311,7 @@ def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bo
     tokens = np.zeros((rows, TIME), np.int32)
     positions = np.broadcast_to(np.arange(TIME), tokens.shape)
     valid, cache = jnp.ones(tokens.shape, bool), None if looped else [None] * PLAIN.num_layers
-    run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal(valid, positions), cache)[0])
+    run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal_attention(valid, positions), cache)[0])
     asked = str(run.trace(state).jaxpr).count("sharding_constraint")
     assert asked == (places if divided else 0)
     assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided

@@ -8,7 +8,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.models.attention import attention, causal, masked
+from covey.models.attention import causal_attention, dot_product_attention, masked_attention
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.layers import MLP, Linear, LoRA, RMSNorm, project, rope_frequencies, rope_tables, rotate
 
@@ -254,21 +254,21 @@ def test_grouped_query_attention(heads: int, kv_heads: int, softcap: float | Non
     q, k, v = block(heads, kv_heads, 2.0)
     allowed = np.random.default_rng(0).random((2, 9, 9)) < 0.5
     allowed[..., 0] = True
-    got = jax.jit(attention, static_argnums=4)(*single(q, k, v), jnp.asarray(allowed), softcap)
+    got = jax.jit(dot_product_attention, static_argnums=4)(*single(q, k, v), jnp.asarray(allowed), softcap)
     np.testing.assert_allclose(got, oracle(q, k, v, allowed, softcap), atol=1e-5)
 
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = block(4, 2, 1.0)
     allowed = np.ones((2, 9, 9), bool)
-    got = attention(*single(300 * q, k, v), jnp.asarray(allowed))
+    got = dot_product_attention(*single(300 * q, k, v), jnp.asarray(allowed))
     np.testing.assert_allclose(got, oracle(300 * q, k, v, allowed, None), atol=1e-3)
 
 
 def test_narrow_attention_keeps_its_softmax_in_float32() -> None:
     q, k, v = (rounded(x, "bfloat16") for x in block(4, 2))
     allowed = np.ones((2, 9, 9), bool)
-    got = attention(*(x.astype(jnp.bfloat16) for x in single(q, k, v)), jnp.asarray(allowed))
+    got = dot_product_attention(*(x.astype(jnp.bfloat16) for x in single(q, k, v)), jnp.asarray(allowed))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(wide(got), oracle(q, k, v, allowed, None), atol=2e-2)
 
@@ -283,9 +283,9 @@ def test_a_query_that_sees_nothing_is_finite_and_so_are_gradients(softcap: float
     @jax.jit
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sum(keep * jnp.square(attention(q, k, v, jnp.asarray(allowed), softcap)))
+            return jnp.sum(keep * jnp.square(dot_product_attention(q, k, v, jnp.asarray(allowed), softcap)))
 
-        return attention(q, k, v, jnp.asarray(allowed), softcap), jax.grad(total, (0, 1, 2))(q, k, v)
+        return dot_product_attention(q, k, v, jnp.asarray(allowed), softcap), jax.grad(total, (0, 1, 2))(q, k, v)
 
     out, grads = run(q, k, v)
     assert jnp.isfinite(out).all()
@@ -313,13 +313,13 @@ def test_windows_and_padding_follow_positions(left: int, right: int, window: int
 
 @jax.jit
 def attend(valid: jax.Array, positions: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array):  # type: ignore[no-untyped-def]
-    return causal(valid, positions)(q, k, v, None, window=window, softcap=None)
+    return causal_attention(valid, positions)(q, k, v, None, window=window, softcap=None)
 
 
 def test_no_window_sees_everything_allowed_and_the_cache_is_handed_on() -> None:
     q, k, v = block(4, 2)
     allowed = np.tril(np.ones((2, 9, 9), bool))
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    got, cache = masked(jnp.asarray(allowed), positions)(*single(q, k, v), "kept", window=None, softcap=None)
+    got, cache = masked_attention(jnp.asarray(allowed), positions)(*single(q, k, v), "kept", window=None, softcap=None)
     assert cache == "kept"
     np.testing.assert_allclose(got, oracle(q, k, v, allowed, None), atol=3e-6)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import dropped, has_lora, merged, projections, with_lora, without_lora
@@ -40,7 +40,7 @@ def hidden(model: Decoder, looped: bool = True) -> np.ndarray:
     @jax.jit
     def run(state: Any) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-        return nnx.merge(graph, state)(TOKENS, positions, causal(jnp.ones((2, 9), bool), positions), cache)[0]
+        return nnx.merge(graph, state)(TOKENS, positions, causal_attention(jnp.ones((2, 9), bool), positions), cache)[0]
 
     return np.asarray(run(state))
 
@@ -168,7 +168,7 @@ def test_only_adapters_get_gradients_and_at_the_start_only_b() -> None:
     def total(trained: Any) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
         model = nnx.merge(graph, nnx.merge_state(trained, rest))
-        return jnp.sum(jnp.sin(3 * model(TOKENS, positions, causal(jnp.ones((2, 9), bool), positions))[0]))
+        return jnp.sum(jnp.sin(3 * model(TOKENS, positions, causal_attention(jnp.ones((2, 9), bool), positions))[0]))
 
     gradient = jax.jit(jax.grad(total))
     at_start = flatten(gradient(trained))
@@ -239,7 +239,7 @@ def test_without_it_nothing_is_touched() -> None:
 def test_updates_with_dropout_do_not_depend_on_how_they_are_cut_and_go_on_where_they_stopped() -> None:
     def loss(graph: Any, params: Any, tokens: Any) -> Any:
         positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
-        out = nnx.merge(graph, params)(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0]
+        out = nnx.merge(graph, params)(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))[0]
         return jnp.sum(jnp.sin(out)), {}
 
     config = LoRAConfig(rank=4, targets=("q_proj", "down_proj"), dropout=0.25)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export import write_hf, write_peft
@@ -141,7 +141,7 @@ def forward(graph: Any, tokens: np.ndarray = TOKENS % 50) -> Callable[[Any, Any]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def run(trained: Any, rest: Any) -> jax.Array:
-        seen = causal(jnp.ones(tokens.shape, bool), positions)
+        seen = causal_attention(jnp.ones(tokens.shape, bool), positions)
         return nnx.merge(graph, nnx.merge_state(trained, rest))(jnp.asarray(tokens), positions, seen)[0]
 
     return run

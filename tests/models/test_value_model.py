@@ -15,7 +15,7 @@ from flax import nnx
 
 from covey.config.schema import LoRAConfig
 from covey.errors import WeightsError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
@@ -46,7 +46,7 @@ def critic(**switches: Any) -> ValueModel:
 
 @jax.jit
 def _values(graph_state: Any) -> jax.Array:
-    return nnx.merge(*graph_state)(TOKENS, POSITIONS, causal(jnp.ones((2, 9), bool), POSITIONS))
+    return nnx.merge(*graph_state)(TOKENS, POSITIONS, causal_attention(jnp.ones((2, 9), bool), POSITIONS))
 
 
 def values(model: ValueModel) -> np.ndarray:
@@ -55,7 +55,7 @@ def values(model: ValueModel) -> np.ndarray:
 
 def hidden(model: Decoder) -> np.ndarray:
     graph, state = nnx.split(model)
-    attend = causal(jnp.ones((2, 9), bool), POSITIONS)
+    attend = causal_attention(jnp.ones((2, 9), bool), POSITIONS)
     return np.asarray(jax.jit(lambda s: nnx.merge(graph, s)(TOKENS, POSITIONS, attend)[0])(state))
 
 
@@ -158,7 +158,7 @@ def test_steps_on_a_critic_on_a_shared_base_move_head_and_adapters_and_nothing_e
     def step(trained: Any, rest: Any) -> Any:
         def loss(trained: Any) -> jax.Array:
             model = nnx.merge(graph, nnx.merge_state(trained, rest))
-            predicted = model(TOKENS, POSITIONS, causal(jnp.ones((2, 9), bool), POSITIONS))
+            predicted = model(TOKENS, POSITIONS, causal_attention(jnp.ones((2, 9), bool), POSITIONS))
             return jnp.mean(jnp.square(predicted - jnp.asarray(TOKENS % 2, jnp.float32)))
 
         value, gradient = jax.value_and_grad(loss)(trained)

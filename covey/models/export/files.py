@@ -19,7 +19,7 @@ from flax import nnx
 
 from covey.errors import CoveyError, WeightsError
 from covey.models import families
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merged_kernel, projections
@@ -144,7 +144,9 @@ def logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
     model, positions = nnx.merge(graph, state), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits: jax.Array = model.logits(model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))[0])
+    logits: jax.Array = model.logits(
+        model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))[0]
+    )
     return logits
 
 
