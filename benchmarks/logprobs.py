@@ -20,7 +20,7 @@ from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.losses.logprobs import TokenLogps, token_logps
 from covey.models.lora import split_trainable
-from covey.packing.rows import Rows, micro_batches, pack, padding_waste, rows_at_a_time, tree_attention, unpack
+from covey.packing.rows import Rows, pack, padding_fraction, rows_at_a_time, split_micro_batches, tree_attention, unpack
 from covey.types import Group
 
 
@@ -51,7 +51,7 @@ def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> Tok
     """The reference for `token_logps`: the same numbers by way of the whole [R, M, V] array."""
     model = nnx.merge(graph, params)
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
-    picked = jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
+    picked = jnp.take_along_axis(hidden, rows.gather_index[..., None], axis=1)
     logps = jax.nn.log_softmax(model.logits(picked) / temperature)
     entropy = -(jnp.exp(logps) * logps).sum(-1)
     chosen = jnp.take_along_axis(logps, rows.target[..., None], axis=-1)[..., 0]
@@ -64,14 +64,14 @@ class _Work:
     def __init__(self, parts: Any, groups: list[Group], packing: Any, score: Callable[..., TokenLogps], size: Size):
         graph, self.trainable, self.frozen = parts
         self.lengths = [len(c.tokens) for g in groups for c in g.completions]
-        self.rows = pack(groups, size.row_length, packing, size.micro_batch)
-        self.batches = list(micro_batches(self.rows, rows_at_a_time(self.rows, None, size.micro_batch)))
+        self.rows = pack(groups, size.row_length, packing=packing, max_tokens=size.micro_batch)
+        self.batches = list(split_micro_batches(self.rows, rows_at_a_time(self.rows, None, size.micro_batch)))
         program = jax.jit(partial(_add_grads, graph, score), donate_argnums=(2,))
         lowered = program.lower(self.trainable, self.frozen, self._zeros(), self.batches[0])
         self.program = lowered.compile()
         self.facts = {
             "rows": "x".join(map(str, self.rows.tokens.shape)),
-            "padding": round(padding_waste(self.rows), 3),
+            "padding": round(padding_fraction(self.rows), 3),
             "temp_mb": megabytes(self.program),
         }
 

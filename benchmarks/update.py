@@ -16,7 +16,15 @@ from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
-from covey.packing.rows import Rows, micro_batches, pack, padding_waste, rows_at_a_time, scatter_to_rows, spread
+from covey.packing.rows import (
+    Rows,
+    broadcast_to_rows,
+    pack,
+    padding_fraction,
+    rows_at_a_time,
+    scatter_to_rows,
+    split_micro_batches,
+)
 from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch
@@ -46,9 +54,9 @@ def trainer_of(settings: Settings, remat: bool) -> Trainer:
 
 def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBatch]:
     """A step's groups as the trainer takes them, with random advantages."""
-    rows = pack(groups, size.row_length, packing, size.micro_batch)
+    rows = pack(groups, size.row_length, packing=packing, max_tokens=size.micro_batch)
     together = rows_at_a_time(rows, None, size.micro_batch)
-    pieces = list(micro_batches(RowBatch(rows, _inputs(rows, groups)), together))
+    pieces = list(split_micro_batches(RowBatch(rows, _inputs(rows, groups)), together))
     samples = sum(len(g.completions) for g in groups)
     return [MicroBatch(piece, samples / len(pieces)) for piece in pieces]
 
@@ -57,8 +65,8 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     completions = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in completions])
     return LossInputs(
-        advantage=spread(rows, np.random.default_rng(4).normal(size=len(lengths))),
-        weight=spread(rows, sequence_mean(lengths, int(lengths.max()))[0]),
+        advantage=broadcast_to_rows(rows, np.random.default_rng(4).normal(size=len(lengths))),
+        weight=broadcast_to_rows(rows, sequence_mean(lengths, int(lengths.max()))[0]),
         rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
         beta=np.zeros((len(rows.tokens), 1), np.float32),
     )
@@ -70,5 +78,5 @@ def _facts(trainer: Trainer, parts: list[MicroBatch]) -> dict[str, Any]:
     zeros = jax.tree.map(jnp.zeros_like, trainer.trainable)
     compiled = trainer._accumulate.lower(trainer.trainable, trainer.frozen, zeros, batches[0], 0).compile()
     shape = (sum(len(b.rows.tokens) for b in batches), batches[0].rows.tokens.shape[1])
-    waste = np.mean([padding_waste(b.rows) for b in batches])
+    waste = np.mean([padding_fraction(b.rows) for b in batches])
     return {"rows": "x".join(map(str, shape)), "padding": round(float(waste), 3), "temp_mb": megabytes(compiled)}

@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.config.schema import RolloutConfig
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.sampling.engine import Request, Sampler
@@ -123,7 +123,7 @@ def log_probs(
     """Compute the log-prob of each drawn token, given the tokens before it; 0 elsewhere."""
     model = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    hidden, _ = model(batch.tokens, positions, causal(batch.real, positions))
+    hidden, _ = model(batch.tokens, positions, causal_attention(batch.real, positions))
     logits = model.logits(hidden[:, :-1]) / temperature  # [B, T-1, V]: position t predicts token t + 1
     logps = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.where(batch.drawn, logps, 0.0)

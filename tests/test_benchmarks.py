@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import LoRAConfig
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
@@ -119,7 +119,9 @@ def test_counted_flops_are_those_that_xla_counts(rank):
     def total(trained, tokens):
         model = nnx.merge(graph, trained, frozen)
         positions, spelt_out = jnp.arange(length - 1)[None], [None] * c.num_layers  # of a loop it counts one turn
-        hidden, _ = model(tokens[:, :-1], positions, causal(jnp.ones((1, length - 1), bool), positions), spelt_out)
+        hidden, _ = model(
+            tokens[:, :-1], positions, causal_attention(jnp.ones((1, length - 1), bool), positions), spelt_out
+        )
         logps = jax.nn.log_softmax(model.logits(hidden))
         return jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1).sum()
 
@@ -348,7 +350,7 @@ def test_the_stop_token_has_its_probability_at_every_step(tmp_path, probability)
     assert loaded.tokenizer.stop_ids == (STOP,)
     tokens = np.random.default_rng(0).integers(2, SHAPE["vocab_size"], (4, 40)).astype(np.int32)
     positions = np.broadcast_to(np.arange(40), tokens.shape)
-    hidden, _ = loaded.model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))
+    hidden, _ = loaded.model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
     shares = jax.nn.softmax(loaded.model.logits(hidden))
     np.testing.assert_allclose(shares[..., STOP], probability, rtol=0.02, atol=1e-9)
     assert shares[..., PAD].max() < 1e-9

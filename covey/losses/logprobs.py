@@ -86,7 +86,7 @@ def vocab_block_size(vocabulary: int) -> int:
 def gather_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
     """Return the hidden state from which each scored token is predicted; arbitrary at padding."""
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
-    return jnp.take_along_axis(hidden, rows.source[..., None], axis=1)
+    return jnp.take_along_axis(hidden, rows.gather_index[..., None], axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,40 +14,40 @@ from covey.sampling.lengths import power_of_two
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, row lengths are its multiples."""
-ATTENTION = 2048
+ATTENTION_COST_LENGTH = 2048
 """Row length at which attention costs as much as the rest of a layer (measured at SmolLM2's width, on CPU)."""
 LAUNCH_COST_TOKENS = 200
-"""Fixed cost of a micro-batch, in tokens (measured like ATTENTION)."""
-MARGIN = 1.08
-"""Factor by which the usual row length may cost more than another: each length is a program to compile."""
+"""Fixed cost of a micro-batch, in tokens (measured like ATTENTION_COST_LENGTH)."""
+RECOMPILE_MARGIN = 1.08
+"""Factor by which the default row length may cost more than another: each length is a program to compile."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt and those of its completions that go into one row; `numbers` index the completions of the step."""
+    """A prompt and those of its completions that go into one row; `indices` number the completions in the step."""
 
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
 
     @property
-    def inputs(self) -> int:
+    def num_inputs(self) -> int:
         """Number of input tokens; the last of a completion is not an input."""
         return len(self.prompt) + sum(max(len(c) - 1, 0) for c in self.completions)
 
     @property
-    def scored(self) -> int:
+    def num_scored(self) -> int:
         """Number of completion tokens."""
         return sum(map(len, self.completions))
 
     @property
-    def size(self) -> int:
+    def row_length(self) -> int:
         """Row length it needs: its inputs, or its scored tokens where many short completions make those more."""
-        return max(self.inputs, self.scored)
+        return max(self.num_inputs, self.num_scored)
 
-    def only(self, places: Sequence[int]) -> "Piece":
-        """Return the piece with the completions at `places` alone."""
-        return Piece(self.prompt, tuple(self.completions[i] for i in places), tuple(self.numbers[i] for i in places))
+    def select(self, indices: Sequence[int]) -> "Piece":
+        """Return the piece with the completions at `indices` alone."""
+        return Piece(self.prompt, tuple(self.completions[i] for i in indices), tuple(self.indices[i] for i in indices))
 
 
 @dataclass
@@ -56,100 +56,103 @@ class Bin:
 
     capacity: int
     pieces: list[Piece] = field(default_factory=list)
-    inputs: int = 0
-    scored: int = 0
+    num_inputs: int = 0
+    num_scored: int = 0
 
     @property
-    def room(self) -> int:
-        return self.capacity - max(self.inputs, self.scored)
+    def free(self) -> int:
+        return self.capacity - max(self.num_inputs, self.num_scored)
 
-    def takes(self, inputs: int, scored: int) -> bool:
-        return self.inputs + inputs <= self.capacity and self.scored + scored <= self.capacity
+    def fits(self, inputs: int, scored: int) -> bool:
+        return self.num_inputs + inputs <= self.capacity and self.num_scored + scored <= self.capacity
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
-        self.inputs, self.scored = self.inputs + piece.inputs, self.scored + piece.scored
+        self.num_inputs, self.num_scored = self.num_inputs + piece.num_inputs, self.num_scored + piece.num_scored
 
-    def share_of(self, piece: Piece) -> list[int]:
+    def select_fitting(self, piece: Piece) -> list[int]:
         """Return indices of the completions that fit together with their prompt, the longest tried first."""
-        inputs, scored, places = len(piece.prompt), 0, []
-        for place in sorted(range(len(piece.completions)), key=lambda i: -len(piece.completions[i])):
-            length = len(piece.completions[place])
-            if self.takes(inputs + max(length - 1, 0), scored + length):
+        inputs, scored, indices = len(piece.prompt), 0, []
+        for index in sorted(range(len(piece.completions)), key=lambda i: -len(piece.completions[i])):
+            length = len(piece.completions[index])
+            if self.fits(inputs + max(length - 1, 0), scored + length):
                 inputs, scored = inputs + max(length - 1, 0), scored + length
-                places.append(place)
-        return sorted(places)
+                indices.append(index)
+        return sorted(indices)
 
 
-def cheapest(groups: Sequence[Piece], row_length: int, micro_batch: int) -> tuple[int, list[Bin]]:
+def choose_row_length(groups: Sequence[Piece], row_length: int, max_tokens: int) -> tuple[int, list[Bin]]:
     """Return the row length that costs least, and the rows.
 
     Args:
         groups: whole groups; they are split where necessary.
-        row_length: usual length, and the greatest unless a single completion with its prompt is longer.
-        micro_batch: tokens that will be computed at once.
+        row_length: default length, and the greatest unless a single completion with its prompt is longer.
+        max_tokens: maximum number of tokens in a micro-batch.
     """
-    least = bucket(max((p.only([i]).size for p in groups for i in range(len(p.completions))), default=1))
-    usual = max(least, bucket(row_length))
-    found = [
-        (_cost(len(bins), length, micro_batch) * (1 if length == usual else MARGIN), length, bins)
-        for length in sorted({usual, *(b for b in ROW_BUCKETS if least <= b < usual)})
-        for bins in (filled(groups, length, apart) for apart in (False, True))
+    longest_sample = max((p.select([i]).row_length for p in groups for i in range(len(p.completions))), default=1)
+    shortest = row_length_bucket(longest_sample)
+    default = max(shortest, row_length_bucket(row_length))
+    candidates = [
+        (_cost(len(bins), length, max_tokens) * (1 if length == default else RECOMPILE_MARGIN), length, bins)
+        for length in sorted({default, *(b for b in ROW_BUCKETS if shortest <= b < default)})
+        for bins in (fill_bins(groups, length, split) for split in (False, True))
     ]
-    _, length, bins = min(found, key=lambda way: way[0])
+    _, length, bins = min(candidates, key=lambda candidate: candidate[0])
     return length, bins
 
 
-def filled(groups: Sequence[Piece], capacity: int, apart: bool) -> list[Bin]:
+def fill_bins(groups: Sequence[Piece], capacity: int, split: bool) -> list[Bin]:
     """Fill rows of `capacity` by best fit, the largest group first (near-minimal: Johnson, 1973).
 
     Args:
-        apart: split groups also where they need not be, when completions longer than the prompt fill up a row.
+        split: split groups also where they need not be, when completions longer than the prompt fill up a row.
     """
     bins: list[Bin] = []
-    for piece in sorted(groups, key=lambda p: -p.size):
-        left = piece
-        while left.completions:
-            place, taken = _place(bins, left, apart)
-            if place is None:
-                place = Bin(capacity)
-                bins.append(place)
-                taken = place.share_of(left)
-                assert taken, f"no completion fits into {capacity} tokens"
-            place.add(left.only(taken))
-            left = left.only([i for i in range(len(left.completions)) if i not in taken])
+    for piece in sorted(groups, key=lambda p: -p.row_length):
+        remaining = piece
+        while remaining.completions:
+            target, chosen = _find_bin(bins, remaining, split)
+            if target is None:
+                target = Bin(capacity)
+                bins.append(target)
+                chosen = target.select_fitting(remaining)
+                assert chosen, f"no completion fits into {capacity} tokens"
+            target.add(remaining.select(chosen))
+            remaining = remaining.select([i for i in range(len(remaining.completions)) if i not in chosen])
     return bins
 
 
-def _place(bins: Sequence[Bin], piece: Piece, apart: bool) -> tuple[Bin | None, list[int]]:
-    """Return the row the piece fits best, or with `apart` the one with most room, and the completions to put there."""
-    inputs, scored = piece.inputs, piece.scored
-    if whole := [b for b in bins if b.takes(inputs, scored)]:
-        return min(whole, key=lambda b: b.room), list(range(len(piece.completions)))
-    if apart and bins:
-        widest = max(bins, key=lambda b: b.room)
-        taken = widest.share_of(piece)
-        if piece.only(taken).scored > len(piece.prompt):
-            return widest, taken
+def _find_bin(bins: Sequence[Bin], piece: Piece, split: bool) -> tuple[Bin | None, list[int]]:
+    """Return the row the piece fits best, or with `split` the one with most space, and the completions to put there."""
+    inputs, scored = piece.num_inputs, piece.num_scored
+    if fitting := [b for b in bins if b.fits(inputs, scored)]:
+        return min(fitting, key=lambda b: b.free), list(range(len(piece.completions)))
+    if split and bins:
+        emptiest = max(bins, key=lambda b: b.free)
+        chosen = emptiest.select_fitting(piece)
+        if piece.select(chosen).num_scored > len(piece.prompt):
+            return emptiest, chosen
     return None, []
 
 
-def _cost(count: int, length: int, micro_batch: int) -> float:
+def _cost(count: int, length: int, max_tokens: int) -> float:
     """Compute the cost in tokens: padding of the last micro-batch, attention at this length and calls included."""
-    together = rows_together(count, length, micro_batch)
-    return -(-count // together) * (together * length * (1 + length / ATTENTION) + LAUNCH_COST_TOKENS)
+    rows_at_once = rows_per_micro_batch(count, length, max_tokens)
+    return -(-count // rows_at_once) * (
+        rows_at_once * length * (1 + length / ATTENTION_COST_LENGTH) + LAUNCH_COST_TOKENS
+    )
 
 
-def rows_together(count: int, length: int, micro_batch: int, ways: int = 1) -> int:
-    """Return how many of `count` rows of `length` tokens make a micro-batch of at most `micro_batch` tokens: a positive
-    multiple of `ways`. It is the one of least padding among a few sizes, so that few shapes occur.
+def rows_per_micro_batch(count: int, length: int, max_tokens: int, num_shards: int = 1) -> int:
+    """Return how many of `count` rows of `length` tokens make a micro-batch of at most `max_tokens` tokens: a positive
+    multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
     """
-    most, needed = max(micro_batch // (length * ways), 1), -(-count // ways)
+    most, needed = max(max_tokens // (length * num_shards), 1), -(-count // num_shards)
     sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
-    return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * ways
+    return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * num_shards
 
 
-def bucket(length: int) -> int:
+def row_length_bucket(length: int) -> int:
     """Return the shortest row length that holds `length` tokens."""
     step = ROW_BUCKETS[-1]
     return next((b for b in ROW_BUCKETS if b >= length), -(-length // step) * step)

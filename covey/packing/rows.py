@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
-from covey.models.blockwise import Spans, spanned
-from covey.packing.bins import Piece, bucket, cheapest, rows_together
+from covey.models.blockwise import Spans, span_attention
+from covey.packing.bins import Piece, choose_row_length, row_length_bucket, rows_per_micro_batch
 from covey.parallel.placement import num_row_shards
 from covey.types import Group
 
@@ -34,19 +34,19 @@ class Rows(NamedTuple):
 
     Attributes:
         tokens, positions: input tokens and their positions.
-        group: number of each input token's group, counted from 1 in each row; 0 is padding.
-        sample: number of its completion, counted from 1 in each row; 0 is a prompt.
-        source: input position whose hidden state predicts each scored token.
+        group_ids: number of each input token's group, counted from 1 in each row; 0 is padding.
+        input_segment_ids: number of its completion, counted from 1 in each row; 0 is a prompt.
+        gather_index: input position whose hidden state predicts each scored token.
         target: the scored tokens.
-        segment_ids: number of each scored token's completion in the row (as in `sample`); 0 is padding.
+        segment_ids: number of each scored token's completion in the row (as in `input_segment_ids`); 0 is padding.
         scatter_index: index of that completion in the step, and of the token in the completion; -1 is padding.
     """
 
     tokens: Int[Any, "R L"]
     positions: Int[Any, "R L"]
-    group: Int[Any, "R L"]
-    sample: Int[Any, "R L"]
-    source: Int[Any, "R M"]
+    group_ids: Int[Any, "R L"]
+    input_segment_ids: Int[Any, "R L"]
+    gather_index: Int[Any, "R M"]
     target: Int[Any, "R M"]
     segment_ids: Int[Any, "R M"]
     scatter_index: Int[Any, "R M 2"]
@@ -60,8 +60,9 @@ class Rows(NamedTuple):
 def pack(
     groups: Sequence[Group],
     row_length: int = 768,
+    *,
     packing: Literal["groups", "dense"] = "groups",
-    micro_batch: int = 1,
+    max_tokens: int = 1,
 ) -> Rows:
     """Pack groups into rows.
 
@@ -69,31 +70,31 @@ def pack(
         groups: their completions are numbered in order, group after group.
         row_length: most tokens in a row, raised to the longest single completion with its prompt.
         packing: "groups", or "dense" for one completion per row (the reference that tests compare with).
-        micro_batch: tokens that will be computed at once; the row length is chosen so that few of them are padding.
+        max_tokens: maximum number of tokens in a micro-batch; the row length is chosen so that few of them are padding.
 
     Returns:
         NumPy `Rows` with M = L, a bucket length, so that few shapes occur.
     """
-    whole = list(_whole(groups))
+    pieces = list(_group_pieces(groups))
     if packing == "dense":
-        single = [piece.only([i]) for piece in whole for i in range(len(piece.completions))]
-        length, rows = bucket(max((p.size for p in single), default=1)), [[p] for p in single]
+        dense = [piece.select([i]) for piece in pieces for i in range(len(piece.completions))]
+        length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
     else:
-        length, bins = cheapest(whole, row_length, micro_batch)
+        length, bins = choose_row_length(pieces, row_length, max_tokens)
         rows = [b.pieces for b in bins]
-    return Rows(*(np.stack(parts) for parts in zip(*(_fill(r, length) for r in rows), strict=True)))
+    return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=True)))
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
     """Return per-token values in the order of the step: one float32 array per completion, `lengths[i]` long."""
     out = [np.zeros(n, np.float32) for n in lengths]
-    number, place = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
+    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
     for row, column in zip(*np.nonzero(number >= 0), strict=True):
-        out[number[row, column]][place[row, column]] = values[row, column]
+        out[number[row, column]][index[row, column]] = values[row, column]
     return out
 
 
-def spread(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
+def broadcast_to_rows(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
     """Copy one value per completion to each of its scored tokens; 0 at padding."""
     number = rows.scatter_index[..., 0]
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
@@ -103,61 +104,61 @@ def scatter_to_rows(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.nda
     """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding. Inverse of `unpack`."""
     starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
     flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
-    number, place = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
-    return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -1)], np.float32(0))
+    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
+    return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -1)], np.float32(0))
 
 
 def tree_attention(rows: Rows) -> Attend:
     """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past."""
-    return spanned(spans_of(rows), rows.positions)
+    return span_attention(attention_spans(rows), rows.positions)
 
 
-def spans_of(rows: Rows) -> Spans:
+def attention_spans(rows: Rows) -> Spans:
     """Return the spans of its row that each input token attends to. A prompt token attends to its own past only."""
-    group, answer = rows.group, rows.sample > 0
-    place = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
+    group_ids, in_completion = rows.group_ids, rows.input_segment_ids > 0
+    index = jnp.broadcast_to(jnp.arange(group_ids.shape[1]), group_ids.shape)
 
-    def before(x: jax.Array) -> jax.Array:
+    def previous(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
 
     def latest(event: jax.Array) -> jax.Array:
-        return jax.lax.cummax(jnp.where(event, place, 0), axis=1)
+        return jax.lax.cummax(jnp.where(event, index, 0), axis=1)
 
-    new_group = group != before(group)
-    new_sample = new_group | (rows.sample != before(rows.sample))
-    until = latest(answer & (new_group | ~before(answer)))
-    own = jnp.where(group > 0, latest(new_sample), group.shape[1])
-    return Spans(latest(new_group), jnp.where(answer & (group > 0), until, 0), own)
+    new_group = group_ids != previous(group_ids)
+    new_segment = new_group | (rows.input_segment_ids != previous(rows.input_segment_ids))
+    prefix_end = latest(in_completion & (new_group | ~previous(in_completion)))
+    segment_start = jnp.where(group_ids > 0, latest(new_segment), group_ids.shape[1])
+    return Spans(latest(new_group), jnp.where(in_completion & (group_ids > 0), prefix_end, 0), segment_start)
 
 
-def micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
+def split_micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
     """Yield slices of `size` rows of every array; the last is padded with zeros, so that all have one shape."""
     count = jax.tree.leaves(tree)[0].shape[0]
 
-    def cut(start: int, x: np.ndarray) -> np.ndarray:
+    def slice_rows(start: int, x: np.ndarray) -> np.ndarray:
         part = x[start : start + size]
         return np.pad(part, [(0, size - len(part))] + [(0, 0)] * (x.ndim - 1))
 
     for start in range(0, count, size):
-        yield jax.tree.map(partial(cut, start), tree)
+        yield jax.tree.map(partial(slice_rows, start), tree)
 
 
 def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int) -> int:
     """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`."""
     count, length = rows.tokens.shape
-    return rows_together(count, length, max_tokens, num_row_shards(mesh))
+    return rows_per_micro_batch(count, length, max_tokens, num_row_shards(mesh))
 
 
-def padding_waste(rows: Rows, together: int = 1) -> float:
+def padding_fraction(rows: Rows, rows_at_once: int = 1) -> float:
     """Return the fraction of input positions that hold padding, including the rows that fill up the last micro-batch of
-    `together` rows.
+    `rows_at_once` rows.
     """
-    count, length = rows.group.shape
-    positions: int = -(-count // together) * together * length
-    return 1.0 - float((rows.group > 0).sum()) / positions
+    count, length = rows.group_ids.shape
+    positions: int = -(-count // rows_at_once) * rows_at_once * length
+    return 1.0 - float((rows.group_ids > 0).sum()) / positions
 
 
-def _whole(groups: Sequence[Group]) -> Iterator[Piece]:
+def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
     """Yield the groups as pieces, their completions numbered consecutively."""
     number = 0
     for group in groups:
@@ -166,28 +167,29 @@ def _whole(groups: Sequence[Group]) -> Iterator[Piece]:
         number += len(tokens)
 
 
-def _fill(pieces: Sequence[Piece], length: int) -> Rows:
-    none, nowhere = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
-    row = Rows._make([*none, nowhere])
-    at = out = segment = 0
+def _fill_row(pieces: Sequence[Piece], length: int) -> Rows:
+    zeros, no_index = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
+    row = Rows._make([*zeros, no_index])
+    input_end = scored_end = segment = 0
     for group, piece in enumerate(pieces, start=1):
         prompt = len(piece.prompt)
-        at = _write(row, at, piece.prompt, 0, group, 0)
-        last_of_prompt = at - 1
-        for completion, number in zip(piece.completions, piece.numbers, strict=True):
+        input_end = _write_tokens(row, input_end, piece.prompt, 0, group, 0)
+        last_of_prompt = input_end - 1
+        for completion, index in zip(piece.completions, piece.indices, strict=True):
             segment += 1
-            start, end = at, out + len(completion)
-            at = _write(row, at, completion[:-1], prompt, group, segment)
-            row.source[out:end] = [last_of_prompt, *range(start, at)][: len(completion)]
-            row.target[out:end] = completion
-            row.segment_ids[out:end] = segment
-            row.scatter_index[out:end, 0], row.scatter_index[out:end, 1] = number, np.arange(len(completion))
-            out = end
+            start, end = input_end, scored_end + len(completion)
+            input_end = _write_tokens(row, input_end, completion[:-1], prompt, group, segment)
+            row.gather_index[scored_end:end] = [last_of_prompt, *range(start, input_end)][: len(completion)]
+            row.target[scored_end:end] = completion
+            row.segment_ids[scored_end:end] = segment
+            row.scatter_index[scored_end:end, 0] = index
+            row.scatter_index[scored_end:end, 1] = np.arange(len(completion))
+            scored_end = end
     return row
 
 
-def _write(row: Rows, at: int, tokens: np.ndarray, position: int, group: int, sample: int) -> int:
-    end = at + len(tokens)
-    row.tokens[at:end], row.positions[at:end] = tokens, position + np.arange(len(tokens))
-    row.group[at:end], row.sample[at:end] = group, sample
+def _write_tokens(row: Rows, start: int, tokens: np.ndarray, position: int, group_id: int, segment_id: int) -> int:
+    end = start + len(tokens)
+    row.tokens[start:end], row.positions[start:end] = tokens, position + np.arange(len(tokens))
+    row.group_ids[start:end], row.input_segment_ids[start:end] = group_id, segment_id
     return end

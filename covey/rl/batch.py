@@ -12,7 +12,7 @@ from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, MetricSums, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
-from covey.packing.rows import Rows, micro_batches, rows_at_a_time
+from covey.packing.rows import Rows, rows_at_a_time, split_micro_batches
 from covey.parallel.placement import put_rows
 from covey.train.trainer import LossFn, MicroBatch
 from covey.types import Group
@@ -102,6 +102,6 @@ def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
 
 def _cut(batch: RowBatch, denominator: float, like: Any, mesh: Mesh | None, max_tokens: int) -> Iterator[MicroBatch]:
     """Yield a micro-batch in pieces of about `max_tokens`; the first has the denominator."""
-    for piece in micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
+    for piece in split_micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
         yield MicroBatch(put_rows(piece, like), denominator)
         denominator = 0.0

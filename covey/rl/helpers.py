@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from covey.errors import RewardError
 from covey.losses.advantages import group_zscore
 from covey.losses.logprobs import HeadConfig, chunked_logps
-from covey.models.attention import masked
+from covey.models.attention import masked_attention
 from covey.models.decoder import Decoder
 
 COLUMNS = 64
@@ -60,7 +60,7 @@ def get_per_token_logps(
     """
     length = input_tokens.shape[1]
     assert 1 <= logits_to_keep < length, f"{logits_to_keep} log-probs of {length} tokens: the first has none"
-    hidden, _ = model(input_tokens, positions, masked(attn_mask, positions))
+    hidden, _ = model(input_tokens, positions, masked_attention(attn_mask, positions))
     width = -(-logits_to_keep // COLUMNS) * COLUMNS
     before = pad_to_length(hidden[:, length - logits_to_keep - 1 : -1], width, axis=1)
     target = pad_to_length(input_tokens[:, length - logits_to_keep :], width)

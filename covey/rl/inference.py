@@ -18,7 +18,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel
-from covey.packing.rows import Rows, micro_batches, pack, rows_at_a_time, unpack
+from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.placement import put_rows
 
 RoleName = TypeVar("RoleName", bound=str)
@@ -37,7 +37,7 @@ class RowScorer:
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
-        parts = [np.asarray(self._score(params, put_rows(part, params))) for part in micro_batches(rows, size)]
+        parts = [np.asarray(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
 
 
@@ -140,7 +140,7 @@ class InferenceWorker:
             return []
         groups = groups_to_score(prompt_ids, completion_ids)
         self._check_tokens([g.prompt_tokens for g in groups] + [c.tokens for g in groups for c in g.completions])
-        rows = pack(groups, row_length, micro_batch=max_tokens)
+        rows = pack(groups, row_length, max_tokens=max_tokens)
         lengths = [len(c) + 1 for c in completion_ids]
         scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens))
         return [float(score[-1]) for score in scores]

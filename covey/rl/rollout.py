@@ -152,7 +152,7 @@ class RolloutWorker:
             Group("", np.asarray(p, np.int32), (Completion(np.asarray(c, np.int32), none, none, FinishReason.STOP),))
             for p, c in zip(prompt_ids, completion_ids, strict=True)
         ]
-        rows = pack(groups, micro_batch=MAX_TOKENS)
+        rows = pack(groups, max_tokens=MAX_TOKENS)
         size = rows_at_a_time(rows, mesh_of(self.params), MAX_TOKENS)
         return self._scorer(self.params, rows, [len(c) for c in completion_ids], size)
 

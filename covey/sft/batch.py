@@ -8,7 +8,7 @@ known in advance.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from covey.config.schema import SFTConfig
 from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import token_logps
-from covey.packing.rows import Rows, micro_batches, pack, rows_at_a_time
+from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches
 from covey.parallel.placement import put_rows
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import LossFn, MetricSums, MicroBatch
@@ -95,12 +95,13 @@ def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only:
 
 def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
     """Lay the step's examples out as rows for the device."""
-    return pack(groups, config.row_length, "groups" if config.packing else "dense", config.max_tokens_per_micro_batch)
+    packing: Literal["groups", "dense"] = "groups" if config.packing else "dense"
+    return pack(groups, config.row_length, packing=packing, max_tokens=config.max_tokens_per_micro_batch)
 
 
 def put_micro_batches(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[MicroBatch]:
     """Split `rows` into micro-batches on the devices that hold `like`, each with its number of scored tokens."""
-    for part in micro_batches(rows, rows_at_a_time(rows, mesh, config.max_tokens_per_micro_batch)):
+    for part in split_micro_batches(rows, rows_at_a_time(rows, mesh, config.max_tokens_per_micro_batch)):
         yield MicroBatch(put_rows(part, like), float(part.scored.sum()))
 
 

@@ -20,7 +20,7 @@ from covey.data.rows import Row
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
-from covey.packing.rows import Rows, padding_waste, rows_at_a_time
+from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel.placement import weight_shardings
 from covey.parallel.reshard import reshard
 from covey.sft.batch import Fitted, HeldOutLoss, fit, groups_of, perplexity, put_micro_batches, rows_of, supervised_loss
@@ -159,7 +159,9 @@ class SFTLearner(Keywords):
             "learning_rate": last_learning_rate(self.config.optimizer, self._total_steps, self.step),
             "num_tokens": tokens,
             "loss_tokens": int(rows.scored.sum()),
-            "waste/rows": padding_waste(rows, rows_at_a_time(rows, self.mesh, self.config.max_tokens_per_micro_batch)),
+            "waste/rows": padding_fraction(
+                rows, rows_at_a_time(rows, self.mesh, self.config.max_tokens_per_micro_batch)
+            ),
             "tokens_per_second": tokens / seconds,
             "step_time": seconds,
         }

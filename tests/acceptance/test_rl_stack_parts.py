@@ -22,7 +22,7 @@ from rich.console import Console
 
 from covey.config.schema import GRPOConfig, SFTConfig
 from covey.errors import CoveyError
-from covey.models.attention import masked
+from covey.models.attention import masked_attention
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 from covey.rl import helpers
 from covey.rl.queue import Closed, DataQueue, Ended
@@ -196,7 +196,7 @@ def test_per_token_log_probs_over_the_last_positions(base: Any) -> None:
 
     @jax.jit
     def both() -> tuple[jax.Array, jax.Array]:
-        hidden, _ = base(tokens, positions, masked(causal, positions))
+        hidden, _ = base(tokens, positions, masked_attention(causal, positions))
         every = jax.nn.log_softmax(base.logits(hidden[:, 4:-1]))
         return helpers.get_per_token_logps(base, tokens, positions, causal, logits_to_keep=4), every
 

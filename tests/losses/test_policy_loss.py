@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from covey.config.algorithms import PRESETS, Algorithm
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
-from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread, unpack
+from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
 from covey.types import Mean
 
 BASE = PRESETS["grpo"]
@@ -48,10 +48,10 @@ def laid(
     logps = [rng.normal(size=n) - 3 for n in lengths]
     near = lambda scale: [v + rng.normal(size=len(v), scale=scale) for v in logps]  # noqa: E731
     old, ref, sampled = near(0.3), near(0.5), near(0.2)
-    rows = pack(groups_of([(3, lengths)]), 64, packing)  # type: ignore[arg-type]
+    rows = pack(groups_of([(3, lengths)]), 64, packing=packing)  # type: ignore[arg-type]
     inputs = LossInputs(
-        advantage=spread(rows, rng.normal(size=len(lengths))),
-        weight=spread(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
+        advantage=broadcast_to_rows(rows, rng.normal(size=len(lengths))),
+        weight=broadcast_to_rows(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
         rollout_logps=scatter_to_rows(rows, sampled),
         beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
         old_logps=scatter_to_rows(rows, old),
@@ -198,7 +198,7 @@ def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> No
     whole, metric_sums = evaluate(*batch)
     assert len(batch[0]) == 3
     for size in (1, 2):
-        parts = [evaluate(*part) for part in micro_batches(batch, size)]
+        parts = [evaluate(*part) for part in split_micro_batches(batch, size)]
         assert sum(float(loss) for loss, _ in parts) == pytest.approx(float(whole), rel=1e-5, abs=1e-6)
         for key, value in metric_sums.items():
             combine = {"min": min, "max": max}.get(key.rsplit("/")[-1], sum)
@@ -220,7 +220,7 @@ def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> No
         (loss, _), grad = (step if devices == 1 else jax.jit(step))(*placed)
         assert len(grad.devices()) == devices
         assert not np.asarray(grad)[batch[2] == 0].any()
-        rows = pack(groups_of([(3, lengths)]), 64, packing)  # type: ignore[arg-type]
+        rows = pack(groups_of([(3, lengths)]), 64, packing=packing)  # type: ignore[arg-type]
         results.append((float(loss), np.concatenate(unpack(rows, np.asarray(grad), lengths))))
     for loss, grads in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5, abs=1e-6)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from covey.errors import DataError
 from covey.losses.value import explained_variance, groups_to_score, row_values, value_loss
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel, value_model
-from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread, unpack
+from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
 from covey.parallel import flatten
 from covey.types import Group, Mean
 
@@ -45,7 +45,7 @@ def alone(model: ValueModel, groups: Sequence[Group]) -> list[np.ndarray]:
     @jax.jit
     def run(tokens: Any) -> jax.Array:
         positions = jnp.arange(width)[None]
-        return nnx.merge(graph, params)(tokens, positions, causal(jnp.ones((1, width), bool), positions))[0]
+        return nnx.merge(graph, params)(tokens, positions, causal_attention(jnp.ones((1, width), bool), positions))[0]
 
     found = []
     for group in groups:
@@ -61,7 +61,7 @@ def alone(model: ValueModel, groups: Sequence[Group]) -> list[np.ndarray]:
 @pytest.mark.slow
 def test_values_are_those_of_a_plain_forward(packing: Any, critic: Callable, groups_of: Callable) -> None:
     groups, model = groups_of(SHAPES), critic()
-    rows = pack(groups, 64, packing)
+    rows = pack(groups, 64, packing=packing)
     got = np.asarray(jax.jit(lambda p, r: row_values(nnx.split(model)[0], p, r))(nnx.state(model), rows))
     assert got.dtype == np.float32
     assert not got[~rows.scored].any()
@@ -87,8 +87,12 @@ def test_gradients_do_not_depend_on_packing(lora: int, critic: Callable, groups_
     old = [r + rng.normal(size=len(r)) for r in returns]
 
     def gradient(packing: Any) -> Any:
-        rows = pack(groups, 64, packing)
-        inputs = scatter_to_rows(rows, old), scatter_to_rows(rows, returns), spread(rows, np.ones(len(LENGTHS)))
+        rows = pack(groups, 64, packing=packing)
+        inputs = (
+            scatter_to_rows(rows, old),
+            scatter_to_rows(rows, returns),
+            broadcast_to_rows(rows, np.ones(len(LENGTHS))),
+        )
         loss = lambda p, rows: value_loss(row_values(graph, p, rows), *inputs, 0.2)[0]  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params, rows)
 
@@ -173,7 +177,7 @@ def test_parts_add_up_to_the_whole() -> None:
     rng = np.random.default_rng(0)
     whole = (*rng.normal(size=(3, 5, 6)).astype(np.float32), np.ones((5, 6), np.float32))
     loss, metric_sums = value_loss(*whole, 0.2)
-    parts = [value_loss(*part, 0.2) for part in micro_batches(whole, 2)]
+    parts = [value_loss(*part, 0.2) for part in split_micro_batches(whole, 2)]
     np.testing.assert_allclose(sum(float(p) for p, _ in parts), loss, rtol=1e-6)
     for name, mean in metric_sums.items():
         np.testing.assert_allclose(np.sum([p[name] for _, p in parts], axis=0), mean, rtol=1e-5)
@@ -217,8 +221,8 @@ def test_the_added_token_is_never_fed() -> None:
     """Its state is that of the answer's last token, or of the prompt's."""
     rows = pack(groups_to_score([[1, 2], [1, 2]], [[7, 8, 9], []]), 64)
     last = [rows.scatter_index[0].tolist().index([0, 3]), rows.scatter_index[0].tolist().index([1, 0])]
-    assert rows.tokens[0, rows.source[0, last]].tolist() == [9, 2]
-    assert np.count_nonzero(rows.group) == 5
+    assert rows.tokens[0, rows.gather_index[0, last]].tolist() == [9, 2]
+    assert np.count_nonzero(rows.group_ids) == 5
 
 
 @pytest.mark.parametrize(

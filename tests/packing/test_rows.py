@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from covey.config.algorithms import PRESETS
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import policy_loss
-from covey.models.attention import causal
-from covey.models.blockwise import seen
-from covey.packing.bins import rows_together
-from covey.packing.rows import Rows, micro_batches, pack, padding_waste, scatter_to_rows, spans_of, spread, unpack
+from covey.models.attention import causal_attention
+from covey.models.blockwise import span_mask
+from covey.packing.bins import rows_per_micro_batch
+from covey.packing.rows import (
+    Rows,
+    attention_spans,
+    broadcast_to_rows,
+    pack,
+    padding_fraction,
+    scatter_to_rows,
+    split_micro_batches,
+    unpack,
+)
 from covey.types import Completion, FinishReason, Group
 
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
@@ -40,7 +49,7 @@ def random_groups(shape: list[tuple[int, list[int]]]) -> list[Group]:
 
 def visible(rows: Rows, row: int, at: int) -> list[int]:
     """The tokens an input position may attend to, in order, by the definition in `tree_attention`."""
-    group, sample = rows.group[row], rows.sample[row]
+    group, sample = rows.group_ids[row], rows.input_segment_ids[row]
     return [
         int(rows.tokens[row, j])
         for j in range(at + 1)
@@ -54,13 +63,13 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
     shape: list[tuple[int, list[int]]], row_length: int, packing: str, micro_batch: int
 ) -> None:
     groups = random_groups(shape)
-    rows = pack(groups, row_length, packing, micro_batch)  # type: ignore[arg-type]
+    rows = pack(groups, row_length, packing=packing, max_tokens=micro_batch)  # type: ignore[arg-type]
     samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
     found = [0] * len(samples)
     for row, at in zip(*np.nonzero(rows.scored), strict=True):
         number, place = rows.scatter_index[row, at]
         prompt, tokens = samples[number]
-        source = int(rows.source[row, at])
+        source = int(rows.gather_index[row, at])
         assert rows.target[row, at] == tokens[place]
         assert visible(rows, row, source) == [*prompt, *tokens[:place]]
         assert rows.positions[row, source] == len(prompt) + place - 1
@@ -71,9 +80,9 @@ def test_each_scored_token_sees_its_prompt_and_its_own_past(
 
 
 def test_groups_and_completions_are_counted_from_one_in_each_row() -> None:
-    """0 is padding, and in `sample` a prompt."""
+    """0 is padding, and in `input_segment_ids` a prompt."""
     rows = pack(random_groups([(10, [6, 6])] * 4), 64)
-    group, sample, segment_ids = (part.tolist() for part in (rows.group, rows.sample, rows.segment_ids))
+    group, sample, segment_ids = (part.tolist() for part in (rows.group_ids, rows.input_segment_ids, rows.segment_ids))
     prompt, answers = [0] * 10, lambda first, n: [first] * n + [first + 1] * n
     assert group[0] == [1] * 20 + [2] * 20 + [3] * 20 + [0] * 4
     assert sample[0] == [*prompt, *answers(1, 5), *prompt, *answers(3, 5), *prompt, *answers(5, 5)] + [0] * 4
@@ -86,17 +95,17 @@ def test_groups_and_completions_are_counted_from_one_in_each_row() -> None:
 @pytest.mark.parametrize("packing", ["groups", "dense"])
 def test_spans_say_what_is_visible(packing: str) -> None:
     """At every input position, padding among them."""
-    rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128, packing)  # type: ignore[arg-type]
+    rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128, packing=packing)  # type: ignore[arg-type]
     count, length = rows.tokens.shape
-    allowed = np.asarray(jax.jit(lambda r: seen(spans_of(r), jnp.arange(length), length))(rows))
+    allowed = np.asarray(jax.jit(lambda r: span_mask(attention_spans(r), jnp.arange(length), length))(rows))
     for row, at in np.ndindex(count, length):
-        want = visible(rows, row, at) if rows.group[row, at] else []
+        want = visible(rows, row, at) if rows.group_ids[row, at] else []
         assert rows.tokens[row][allowed[row, at]].tolist() == want
 
 
 def test_rows_that_fill_up_a_micro_batch_see_nothing() -> None:
-    *_, last = micro_batches(pack(random_groups([(3, [4])] * 3), 64, "dense"), 2)
-    allowed = np.asarray(seen(spans_of(last), jnp.arange(64), 64))
+    *_, last = split_micro_batches(pack(random_groups([(3, [4])] * 3), 64, packing="dense"), 2)
+    allowed = np.asarray(span_mask(attention_spans(last), jnp.arange(64), 64))
     assert allowed[0].any()
     assert not allowed[1].any()
 
@@ -110,13 +119,13 @@ def test_rows_hold_768_tokens_unless_told_otherwise() -> None:
 def test_a_prompt_stands_once_for_its_group() -> None:
     """The trap: the prompt repeated for each of its samples."""
     rows = pack(random_groups([(100, [10] * 8)]))
-    assert (rows.group > 0).sum() == 100 + 8 * 9
+    assert (rows.group_ids > 0).sum() == 100 + 8 * 9
 
 
 def test_a_group_too_long_for_a_row_is_split_and_its_prompt_repeated() -> None:
     rows = pack(random_groups([(40, [30] * 6)]), row_length=128)
     assert rows.tokens.shape == (2, 128)
-    assert ((rows.group > 0) & (rows.sample == 0)).sum() == 2 * 40
+    assert ((rows.group_ids > 0) & (rows.input_segment_ids == 0)).sum() == 2 * 40
 
 
 def test_a_group_that_is_split_is_split_evenly() -> None:
@@ -133,8 +142,8 @@ def test_what_is_left_of_a_long_group_fills_up_the_rows_of_others(prompts: tuple
     for _ in range(12):
         sizes = np.minimum(rng.geometric(1 / 90, (8, 8)), 256)
         shape = [(int(rng.integers(*prompts)), row.tolist()) for row in sizes]
-        rows = pack(random_groups(shape), micro_batch=1024)
-        wastes.append(padding_waste(rows, rows_together(*rows.tokens.shape, 1024)))
+        rows = pack(random_groups(shape), max_tokens=1024)
+        wastes.append(padding_fraction(rows, rows_per_micro_batch(*rows.tokens.shape, 1024)))
         positions.append(rows.tokens.size / sum(prompt + sum(row) for prompt, row in shape))
     assert np.mean(wastes) < 0.1
     assert np.mean(positions) < 1.25
@@ -147,14 +156,14 @@ def test_a_sample_longer_than_the_row_raises_it() -> None:
 
 def test_a_long_group_stays_whole_in_rows_as_long_as_were_asked_for() -> None:
     """The trap: lengths beyond the last bucket are never tried."""
-    rows = pack(random_groups([(900, [120] * 8)]), row_length=2048, micro_batch=2048)
+    rows = pack(random_groups([(900, [120] * 8)]), row_length=2048, max_tokens=2048)
     assert rows.tokens.shape == (1, 2048)
 
 
 def test_short_groups_share_rows_with_little_padding() -> None:
     rng = np.random.default_rng(0)
     groups = random_groups([(int(rng.integers(30, 90)), [int(n) for n in rng.integers(5, 60, 8)]) for _ in range(16)])
-    assert padding_waste(pack(groups, 1024)) < 0.1
+    assert padding_fraction(pack(groups, 1024)) < 0.1
 
 
 def test_few_shapes_occur() -> None:
@@ -162,8 +171,8 @@ def test_few_shapes_occur() -> None:
     rng, shapes = np.random.default_rng(1), set()
     for _ in range(40):
         sizes = np.minimum(rng.geometric(1 / 90, (8, 8)), 256)
-        rows = pack(random_groups([(int(rng.integers(60, 120)), row.tolist()) for row in sizes]), micro_batch=1024)
-        shapes.add((rows.tokens.shape[1], rows_together(*rows.tokens.shape, 1024)))
+        rows = pack(random_groups([(int(rng.integers(60, 120)), row.tolist()) for row in sizes]), max_tokens=1024)
+        shapes.add((rows.tokens.shape[1], rows_per_micro_batch(*rows.tokens.shape, 1024)))
     assert len(shapes) <= 8
 
 
@@ -171,13 +180,13 @@ def test_few_shapes_occur() -> None:
 @given(shapes, st.sampled_from(["groups", "dense"]))
 def test_values_come_home(shape: list[tuple[int, list[int]]], packing: str) -> None:
     groups = random_groups(shape)
-    rows = pack(groups, 64, packing)  # type: ignore[arg-type]
+    rows = pack(groups, 64, packing=packing)  # type: ignore[arg-type]
     sizes = [len(c.tokens) for g in groups for c in g.completions]
     values = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
     for one, other in zip(unpack(rows, scatter_to_rows(rows, values), sizes), values, strict=True):
         assert np.array_equal(one, other)
     assert not scatter_to_rows(rows, values)[~rows.scored].any()
-    spread_out = spread(rows, np.arange(len(sizes)) + 1.0)
+    spread_out = broadcast_to_rows(rows, np.arange(len(sizes)) + 1.0)
     assert spread_out.sum() == sum((i + 1) * n for i, n in enumerate(sizes))
 
 
@@ -187,8 +196,8 @@ def test_values_of_empty_answers_lie_nowhere() -> None:
 
 
 def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
-    rows = pack(random_groups(SHAPES), 64, "dense")
-    parts = list(micro_batches(rows, 4))
+    rows = pack(random_groups(SHAPES), 64, packing="dense")
+    parts = list(split_micro_batches(rows, 4))
     assert [part.tokens.shape[0] for part in parts] == [4] * -(-len(LENGTHS) // 4)
     joined = np.concatenate([part.segment_ids for part in parts])
     assert np.array_equal(joined[: len(rows.segment_ids)], rows.segment_ids)
@@ -196,36 +205,36 @@ def test_micro_batches_are_of_one_shape_and_lose_nothing() -> None:
 
 
 def test_micro_batches_of_a_single_array() -> None:
-    assert [part.tolist() for part in micro_batches(np.arange(1, 4), 2)] == [[1, 2], [3, 0]]
+    assert [part.tolist() for part in split_micro_batches(np.arange(1, 4), 2)] == [[1, 2], [3, 0]]
 
 
-def test_rows_together_is_a_multiple_of_the_devices() -> None:
-    assert [rows_together(24, 256, 1024, ways) for ways in (1, 2, 3, 4, 8)] == [4, 4, 3, 4, 8]
+def test_rows_per_micro_batch_is_a_multiple_of_the_devices() -> None:
+    assert [rows_per_micro_batch(24, 256, 1024, ways) for ways in (1, 2, 3, 4, 8)] == [4, 4, 3, 4, 8]
 
 
 def test_micro_batches_come_out_even_with_few_sizes() -> None:
     """The trap: 8 rows, 3 at a time, compute 9."""
-    assert rows_together(8, 320, 1024) == 2
-    assert rows_together(3, 64, 1024) == 4
+    assert rows_per_micro_batch(8, 320, 1024) == 2
+    assert rows_per_micro_batch(3, 64, 1024) == 4
     for most in (1, 2, 3, 4, 8, 16):
-        sizes = [rows_together(count, 64, 64 * most) for count in range(1, 100)]
+        sizes = [rows_per_micro_batch(count, 64, 64 * most) for count in range(1, 100)]
         assert max(sizes) == most
         assert len(set(sizes)) <= 4 + most.bit_length()
         for count, size in enumerate(sizes, start=1):
             assert -(-count // size) * size <= -(-count // most) * most
 
 
-def test_padding_waste_by_hand() -> None:
+def test_padding_fraction_by_hand() -> None:
     """10 tokens of a prompt and 5 of an answer in a row of 64."""
     rows = pack(random_groups([(10, [6])]))
-    assert padding_waste(rows) == pytest.approx(1 - 15 / 64)
-    assert padding_waste(rows, together=2) == pytest.approx(1 - 15 / 128)
+    assert padding_fraction(rows) == pytest.approx(1 - 15 / 64)
+    assert padding_fraction(rows, rows_at_once=2) == pytest.approx(1 - 15 / 128)
 
 
 def test_the_rows_that_fill_up_the_last_micro_batch_are_padding_too() -> None:
-    rows = pack(random_groups([(32, [33])] * 3), 64, "dense")
-    assert padding_waste(rows) == pytest.approx(0, abs=0.01)
-    assert padding_waste(rows, together=2) == pytest.approx(1 / 4, abs=0.01)
+    rows = pack(random_groups([(32, [33])] * 3), 64, packing="dense")
+    assert padding_fraction(rows) == pytest.approx(0, abs=0.01)
+    assert padding_fraction(rows, rows_at_once=2) == pytest.approx(1 / 4, abs=0.01)
 
 
 def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, groups_of: Callable) -> None:
@@ -238,7 +247,7 @@ def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, gro
     @jax.jit
     def alone(tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(128)[None]
-        hidden, _ = model(tokens[None], positions, causal(jnp.ones((1, 128), bool), positions))
+        hidden, _ = model(tokens[None], positions, causal_attention(jnp.ones((1, 128), bool), positions))
         return jax.nn.log_softmax(model.logits(hidden)[0] / 0.7)
 
     samples = [(g.prompt_tokens, c.tokens) for g in groups for c in g.completions]
@@ -262,7 +271,7 @@ def test_loss_and_gradients_equal_the_dense_layout(
     groups = groups_of(SHAPES)
 
     def run(packing: str) -> tuple[float, nnx.State]:
-        rows = pack(groups, row_length, packing)  # type: ignore[arg-type]
+        rows = pack(groups, row_length, packing=packing)  # type: ignore[arg-type]
         inputs = inputs_for(rows, LENGTHS)
 
         def loss(trained: nnx.State) -> jax.Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from covey.config.algorithms import PRESETS
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
-from covey.packing.rows import micro_batches, pack, scatter_to_rows, spread
+from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
 from covey.rl.batch import RowBatch, policy_loss_fn
@@ -45,12 +45,12 @@ def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
     """`batch(packing)`: a step's rows with old and reference log-probs."""
 
     def make(packing: str) -> RowBatch:
-        rows = pack(groups_of(SHAPES), 64, packing)  # type: ignore[arg-type]
+        rows = pack(groups_of(SHAPES), 64, packing=packing)  # type: ignore[arg-type]
         rng = np.random.default_rng(1)
         logps = lambda: [rng.normal(size=n, scale=0.3) - 5.7 for n in LENGTHS]  # noqa: E731
         inputs = LossInputs(
-            advantage=spread(rows, 3 * rng.normal(size=len(LENGTHS))),
-            weight=spread(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
+            advantage=broadcast_to_rows(rows, 3 * rng.normal(size=len(LENGTHS))),
+            weight=broadcast_to_rows(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
             rollout_logps=scatter_to_rows(rows, logps()),
             beta=np.full((len(rows.tokens), 1), 0.1, np.float32),
             old_logps=scatter_to_rows(rows, logps()),
@@ -73,7 +73,7 @@ class OneStep:
         """The step that each parameter took, and the metrics."""
         trainer = self.trainer
         trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
-        pieces = [put_rows(piece, trainer.trainable) for piece in micro_batches(batch, size)]
+        pieces = [put_rows(piece, trainer.trainable) for piece in split_micro_batches(batch, size)]
         metrics = trainer.update(MicroBatch(piece, len(LENGTHS) / len(pieces)) for piece in pieces)
         after, before = flatten(trainer.trainable), flatten(self.start)
         return {name: np.asarray(after[name], np.float64) - before[name] for name in before}, metrics

@@ -18,7 +18,7 @@ from covey.losses.policy import LossInputs, sequence_mean
 from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora, with_lora
-from covey.packing.rows import Rows, pack, scatter_to_rows, spread
+from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
@@ -60,9 +60,9 @@ def cluster(decoder: Callable[..., Decoder]) -> Callable[..., RLCluster]:
 def step(groups_of: Callable) -> tuple[Rows, np.ndarray, LossInputs]:
     """Rows of one group, its lengths, and inputs that pull the policy about."""
     lengths = np.array([3, 9, 4, 6])
-    rows = pack(groups_of([(5, lengths)]), 64, "dense")
-    advantages = spread(rows, np.array([1.0, -1.0, 2.0, -2.0]))
-    weights, nothing = spread(rows, sequence_mean(lengths, 9)[0]), spread(rows, np.zeros(4))
+    rows = pack(groups_of([(5, lengths)]), 64, packing="dense")
+    advantages = broadcast_to_rows(rows, np.array([1.0, -1.0, 2.0, -2.0]))
+    weights, nothing = broadcast_to_rows(rows, sequence_mean(lengths, 9)[0]), broadcast_to_rows(rows, np.zeros(4))
     return rows, lengths, LossInputs(advantages, weights, nothing, np.full((len(rows.tokens), 1), 0.04, np.float32))
 
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from covey.errors import RewardError
 from covey.losses.logprobs import token_logps
-from covey.models.attention import masked
+from covey.models.attention import masked_attention
 from covey.packing.rows import pack, unpack
 from covey.rl.helpers import (
     build_positions_from_mask,
@@ -109,7 +109,9 @@ def test_per_token_logps_agree_with_the_full_log_softmax(decoder):
     ids = rng.integers(0, 300, (2, 12)).astype(np.int32)
     mask = np.ones((2, 12), bool)
     positions, attention = build_positions_from_mask(mask), make_causal_attn_mask(mask)
-    logits = nnx.jit(lambda model: model.logits(model(ids, positions, masked(attention, positions))[0]))(model)
+    logits = nnx.jit(lambda model: model.logits(model(ids, positions, masked_attention(attention, positions))[0]))(
+        model
+    )
     full = oracle(np.asarray(logits)[:, :-1] / 0.8, ids[:, 1:])
     for keep in (5, 11):
         got = per_token(model, ids, positions, attention, keep, 0.8)

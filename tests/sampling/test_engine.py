@@ -10,7 +10,7 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.errors import DataError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.sampling import device
@@ -77,7 +77,7 @@ def test_a_sample_drawn_alone_is_the_one_drawn_in_a_batch() -> None:
 @jax.jit
 def plain_logits(tokens: np.ndarray) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = MODEL(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))
+    hidden, _ = MODEL(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
     return MODEL.logits(hidden)[0]
 
 

@@ -20,7 +20,7 @@ from tokenizers import decoders, models
 
 from covey.config.schema import CALCULATOR_MARKERS, RolloutConfig
 from covey.errors import RecipeError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
@@ -218,7 +218,7 @@ def test_every_answer_stands_behind_its_question_and_nowhere_else(drawn: list[li
 def plain_logits(params: Any, tokens: np.ndarray) -> jax.Array:
     model = nnx.merge(GRAPH, params)
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = model(tokens, positions, causal(jnp.ones(tokens.shape, bool), positions))
+    hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
     return model.logits(hidden)[0]
 
 

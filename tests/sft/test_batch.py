@@ -16,7 +16,7 @@ from flax import nnx
 from covey.config.schema import LoRAConfig, OptimizerConfig, SFTConfig
 from covey.data.examples import as_example, as_examples
 from covey.errors import DataError, RecipeError, ResumeError
-from covey.models.attention import causal
+from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.models.lora import with_lora
@@ -83,7 +83,7 @@ def naive(model: Decoder, batch: list[tuple[np.ndarray, np.ndarray]]) -> tuple[f
     @jax.jit
     def loss(params: Any) -> jax.Array:
         model = nnx.merge(graph, params)
-        hidden, _ = model(np.maximum(tokens, 0), positions, causal(valid, positions))
+        hidden, _ = model(np.maximum(tokens, 0), positions, causal_attention(valid, positions))
         logps = jax.nn.log_softmax(model.logits(hidden[:, :-1]))
         picked = jnp.take_along_axis(logps, np.maximum(labels[:, 1:], 0)[..., None], axis=-1)[..., 0]
         return -jnp.where(labels[:, 1:] >= 0, picked, 0.0).sum() / (labels[:, 1:] >= 0).sum()
@@ -170,12 +170,12 @@ def test_examples_that_share_a_row_do_not_see_each_other(tiny: tuple[Decoder, To
     config = SFTConfig(row_length=256)
     rows = rows_of(groups_of(EXAMPLES, tokenizer, config), config)
     assert len(rows.tokens) < len(EXAMPLES)
-    other = rows._replace(tokens=np.where(rows.group == 1, (rows.tokens + 7) % 300, rows.tokens))
+    other = rows._replace(tokens=np.where(rows.group_ids == 1, (rows.tokens + 7) % 300, rows.tokens))
     forward = jax.jit(lambda r: model(r.tokens, r.positions, tree_attention(r))[0])
     hidden = [forward(r) for r in (rows, other)]
     changed = np.abs(np.asarray(hidden[0] - hidden[1])).max(axis=-1)
-    assert (changed[rows.group == 1] > 0).all()
-    assert (changed[rows.group > 1] == 0).all()
+    assert (changed[rows.group_ids == 1] > 0).all()
+    assert (changed[rows.group_ids > 1] == 0).all()
 
 
 # --- what is learnt
@@ -185,7 +185,7 @@ def scored(example: dict[str, Any], tokenizer: Tokenizer, **settings: Any) -> tu
     """The tokens that are fed, and those that are scored."""
     config = SFTConfig(packing=False, **settings)
     rows = rows_of(groups_of([example], tokenizer, config), config)
-    return rows.tokens[rows.group > 0].tolist(), rows.target[rows.scored].tolist()
+    return rows.tokens[rows.group_ids > 0].tolist(), rows.target[rows.scored].tolist()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
