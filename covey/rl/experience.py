@@ -17,11 +17,11 @@ import numpy as np
 
 from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig, RLTrainingConfig
-from covey.losses.advantages import informative
+from covey.losses.advantages import has_reward_variance
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
-from covey.packing.rows import Rows, pack, padding_waste, scatter_to_rows
+from covey.packing.rows import Rows, pack, padding_fraction, scatter_to_rows
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.batch import TrainBatch
@@ -269,7 +269,7 @@ class ExperienceBuilder:
             for part in slices(range(len(x.groups)), self.sizes.train):
                 start, stop = part[0], part[-1] + 1
                 rows = x.packed.rows(start, stop)
-                self.log.waste.append(padding_waste(rows, self.cluster.rows_at_a_time(rows)))
+                self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
                 yield self._train_batch(x.between(start, stop), rows)
 
     def _penalise_length(self, group: Group) -> Group:
@@ -278,7 +278,12 @@ class ExperienceBuilder:
         if not algorithm.overlong_buffer:
             return group
         lengths = np.array([len(c.tokens) for c in group.completions])
-        penalty = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+        penalty = overlong_penalty(
+            lengths,
+            max_new_tokens=limit,
+            buffer=algorithm.overlong_buffer,
+            penalty=algorithm.overlong_penalty,
+        )
         parts = {**group.rewards_by_function, OVERLONG: penalty}
         return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
 
@@ -297,7 +302,7 @@ class ExperienceBuilder:
         inputs = LossInputs(
             advantage=scatter_to_rows(rows, x.advantages),
             weight=scatter_to_rows(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
-            sampled=scatter_to_rows(rows, [c.logps for c in completions]),
+            rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
             beta=np.full((len(rows.tokens), 1), self.beta, np.float32),
             old_logps=None if x.old_logps is None else scatter_to_rows(rows, x.old_logps),
             ref_logps=None if x.ref_logps is None else scatter_to_rows(rows, x.ref_logps),
@@ -317,7 +322,9 @@ class PackedGroups:
         if (start, stop) not in self._rows:
             t = self._training
             groups = self.groups[start:stop]
-            self._rows[start, stop] = pack(groups, t.row_length, t.packing, t.max_tokens_per_micro_batch)
+            self._rows[start, stop] = pack(
+                groups, t.row_length, packing=t.packing, max_tokens=t.max_tokens_per_micro_batch
+            )
         return self._rows[start, stop]
 
     def map(self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int) -> list[np.ndarray]:
@@ -342,7 +349,7 @@ def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[Group], list
     equal: list[Group] = []
     for group in groups:
         rewards = np.asarray(group.rewards) - group.rewards_by_function.get(OVERLONG, 0.0)
-        (differing if informative(rewards) else equal).append(group)
+        (differing if has_reward_variance(rewards) else equal).append(group)
     return differing, equal
 
 

@@ -22,7 +22,7 @@ from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
-from covey.losses.shaping import adapted_beta
+from covey.losses.shaping import adapt_beta
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
 from covey.rl.batch import TrainBatch, arrays_of
@@ -296,7 +296,7 @@ class Learner(Keywords, ABC):
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
             samples = sum(len(g.completions) for g in record.groups)
-            self.beta = adapted_beta(self.beta, kl, a.kl_target, a.kl_horizon, samples)
+            self.beta = adapt_beta(self.beta, kl=kl, target=a.kl_target, horizon=a.kl_horizon, samples=samples)
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
