@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from covey.losses.advantages import informative
+from covey.losses.advantages import has_reward_variance
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -26,7 +26,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
         "reward_error": float(_std(means) / np.sqrt(max(len(means), 1))),
-        "frac_reward_zero_std": float(np.mean([not informative(row) for row in rewards])),
+        "frac_reward_zero_std": float(np.mean([not has_reward_variance(row) for row in rewards])),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
