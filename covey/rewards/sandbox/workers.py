@@ -3,6 +3,9 @@
 A worker is started when it is first needed. When it takes too long, dies or returns an invalid message, it is killed
 with every process it has started, and the next call starts another. Messages both ways are JSON: a function is named by
 its module, never sent, and nothing is unpickled.
+
+A process pool, the standard library's or pebble's, does not do: the run unpickles what comes back, processes that a
+function has started outlive the time limit, and a worker in C code outlives a run that is killed.
 """
 
 import itertools
