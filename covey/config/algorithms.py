@@ -160,7 +160,7 @@ PRESETS: dict[str, Algorithm] = {
     "dr_grpo": Algorithm(
         paper="Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783",
         deviations="",
-        when="answers grow longer without growing better; groups whose spread says little",
+        when="completions grow longer without improving; groups whose standard deviation is not informative",
         advantage="centred",
         aggregate="constant",
     ),
@@ -168,12 +168,12 @@ PRESETS: dict[str, Algorithm] = {
         paper="Xiao et al. 2025, BNPO, arXiv:2506.02864; the token-mean form that TRL calls bnpo",
         deviations="advantage over the group, not the Beta normalisation of the paper (as TRL); one denominator for "
         "the whole step",
-        when="dapo's aggregate without its other parts",
+        when="the aggregate of dapo without its other parts",
         aggregate="token_mean",
     ),
     "dapo": Algorithm(
         paper="Yu et al. 2025, DAPO, arXiv:2503.14476",
-        deviations="a step that stays short when the sampling budget is spent is filled with tied groups",
+        deviations="a step that is not full when the sampling budget is used up is filled with tied groups",
         when="long reasoning; many prompts that are always or never solved",
         aggregate="token_mean",
         epsilon_high=0.28,
@@ -183,7 +183,7 @@ PRESETS: dict[str, Algorithm] = {
     "gspo": Algorithm(
         paper="Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071",
         deviations="",
-        when="several updates a batch on long answers; mixture-of-experts models",
+        when="several updates per batch on long completions; mixture-of-experts models",
         ratio="sequence",
         epsilon=3e-4,
         epsilon_high=4e-4,
@@ -191,15 +191,15 @@ PRESETS: dict[str, Algorithm] = {
     "gspo_token": Algorithm(
         paper="Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, section 4.3",
         deviations="",
-        when="as gspo, with an advantage that differs within an answer",
+        when="as gspo, with an advantage that differs within a completion",
         ratio="sequence_token",
         epsilon=3e-4,
         epsilon_high=4e-4,
     ),
     "cispo": Algorithm(
         paper="MiniMax 2025, MiniMax-M1, arXiv:2506.13585; the cap of Khatri et al. 2025, ScaleRL, arXiv:2510.13786",
-        deviations="the cap on the ratio is a setting of its own (TRL calls it epsilon_high); MiniMax also took "
-        "dynamic sampling and overlong shaping from dapo",
+        deviations="the cap on the ratio is a separate setting (TRL calls it epsilon_high); MiniMax also uses "
+        "dynamic sampling and overlong shaping of dapo",
         when="rare but decisive tokens should keep their gradient however far the ratio moves",
         surrogate="cispo",
         aggregate="token_mean",
@@ -207,8 +207,9 @@ PRESETS: dict[str, Algorithm] = {
     ),
     "rloo": Algorithm(
         paper="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
-        deviations="the KL penalty is the sum of k1 over the answer under the log-probs that sampled it; sums of "
-        "log-probs are divided by max_new_tokens; updates after the first on a batch are clipped by token",
+        deviations="the KL penalty is the sum of k1 over the completion, with the log-probs of the sampling "
+        "policy; sums of log-probs are divided by max_new_tokens; updates after the first on a batch are clipped by "
+        "token",
         when="a plain unbiased policy gradient with the KL inside the reward",
         advantage="leave_one_out",
         aggregate="constant",
@@ -218,8 +219,8 @@ PRESETS: dict[str, Algorithm] = {
     ),
     "reinforce": Algorithm(
         paper="Williams 1992; the form of nanochat's reinforcement learning",
-        deviations="one token denominator for the whole step, not one for each pass",
-        when="strictly on-policy training: one update a batch",
+        deviations="one token denominator for the whole step, not one per pass",
+        when="strictly on-policy training: one update per batch",
         advantage="centred",
         surrogate="reinforce",
         aggregate="token_mean",
@@ -227,13 +228,13 @@ PRESETS: dict[str, Algorithm] = {
     "sapo": Algorithm(
         paper="Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv:2511.20347",
         deviations="",
-        when="several updates a batch, with a gate that fades instead of a clip that cuts",
+        when="several updates per batch, with a smooth gate instead of a hard clip",
         surrogate="sapo",
     ),
     "ppo": Algorithm(
         paper="Schulman et al. 2017, arXiv:1707.06347; for language models Ouyang et al. 2022, arXiv:2203.02155",
         deviations="the critic has its own optimizer; values are clipped around those of the rollout",
-        when="one answer a prompt; credit inside an answer; a critic fits in memory",
+        when="one completion per prompt; credit within a completion; a critic fits in memory",
         advantage="gae",
         aggregate="token_mean",
         beta=0.05,
