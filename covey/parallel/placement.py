@@ -1,16 +1,18 @@
-"""Placement of host arrays and optimizer state on the devices of the weights they belong to."""
+"""Placement of models on meshes, and of host arrays and optimizer state on the devices of their weights."""
 
 from typing import Any, TypeVar
 
 import jax
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from covey.parallel.mesh import automatic
-from covey.parallel.reshard import mesh_of
+from covey.parallel.reshard import mesh_of, reshard
 from covey.parallel.sharding import row_count, row_sharding, shardings
 
 Tree = TypeVar("Tree")
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 def num_row_shards(mesh: Mesh | None) -> int:
@@ -27,6 +29,14 @@ def _automatic(sharding: Sharding) -> Sharding:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return NamedSharding(automatic(sharding.mesh), sharding.spec)
     return sharding
+
+
+def place_model(model: Model, mesh: Mesh | None) -> Model:
+    """Put `model` on `mesh`, or leave it on its devices. Arrays already there are put too: JAX recompiles for arguments
+    whose device was chosen and not defaulted, so it is chosen for all of them from the start.
+    """
+    graph, params = nnx.split(model)
+    return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:

@@ -33,6 +33,7 @@ class RowScorer:
     """
 
     def __init__(self, graph: Any, temperature: float):
+        self.graph = graph
         self._score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
@@ -49,6 +50,7 @@ class ValueScorer(RowScorer):
     """
 
     def __init__(self, graph: Any):
+        self.graph = graph
         self._score = jax.jit(partial(row_values, graph))
 
 
@@ -68,14 +70,35 @@ class InferenceWorker:
 
     def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
         self.params: dict[str, nnx.State[Any, Any]] = {}
+        self._temperature = temperature
         self._scorers: dict[str, RowScorer] = {}
-        self._vocabulary: dict[str, int] = {}
         for role, model in models.items():
-            _check(role, model)
-            graph, self.params[role] = nnx.split(model)
-            self._scorers[role] = ValueScorer(graph) if isinstance(model, ValueModel) else RowScorer(graph, temperature)
-            trunk = model.decoder if isinstance(model, ValueModel) else model
-            self._vocabulary[role] = trunk.config.vocab_size
+            self.host(role, model)
+
+    def host(self, role: str, model: Decoder | ValueModel) -> None:
+        """Take `model`, on its devices, in `role`, in place of another.
+
+        Raises:
+            RecipeError: an unknown role, or a model of the wrong kind for it.
+        """
+        _check(role, model)
+        graph, self.params[role] = nnx.split(model)
+        value = isinstance(model, ValueModel)
+        self._scorers[role] = ValueScorer(graph) if value else RowScorer(graph, self._temperature)
+
+    def release(self, role: str) -> None:
+        """Let go of the model in `role`, if there is one."""
+        self.params.pop(role, None)
+        self._scorers.pop(role, None)
+
+    def model(self, role: str) -> Any:
+        """Return the model in `role` with its current weights.
+
+        Raises:
+            RecipeError: no model has this role.
+        """
+        params = self._held(role)
+        return nnx.merge(self._scorers[role].graph, params)
 
     def has(self, role: str) -> bool:
         """Return whether a model has this role.
@@ -155,7 +178,7 @@ class InferenceWorker:
         return self.params[role]
 
     def _check_tokens(self, tokens: Sequence[np.ndarray]) -> None:
-        largest, known = max(int(t.max(initial=0)) for t in tokens), self._vocabulary["reward"]
+        largest, known = max(int(t.max(initial=0)) for t in tokens), self.model("reward").decoder.config.vocab_size
         if largest >= known:
             raise WeightsError(
                 f"token {largest} is unknown to the reward model, which embeds {known}",
@@ -191,8 +214,8 @@ KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "cri
 
 FIXES = {
     "reference": "models.loading.weights.load(source).model",
-    "critic": "models.heads.value_model(model), or load_value_model(source, new_head=True).model",
-    "reward": "models.heads.load_value_model(source).model",
+    "critic": "models.value_model.value_model(model), or load_value_model(source, new_head=True).model",
+    "reward": "models.value_model.load_value_model(source).model",
 }
 
 ELSEWHERE = {

@@ -34,6 +34,7 @@ from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
+from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
@@ -230,7 +231,7 @@ class Learner(Keywords, ABC):
     def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
         several = [given] if callable(given) or isinstance(given, str) else given
         functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
-        if self.cluster.has_reward_model:
+        if self.cluster.inference.has(Role.REWARD):
             functions.append(self.reward_model)
         if not functions:
             raise RecipeError("no reward function: nothing would be learnt", want="reward_fns=, or a reward model")
@@ -266,11 +267,12 @@ class Learner(Keywords, ABC):
     def _record(self, builder: ExperienceBuilder, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes, after adapting β and the reference to it."""
         log, clock = gather_step_log(builder.log, builder.clock)
-        record = StepRecord(self.step, len(updates), total, self._metrics(updates, log, clock), log.groups)
+        record = StepRecord(self.step, len(updates), total, self._metrics(updates, total, log, clock), log.groups)
         self._move_reference(record)
         return record
 
-    def _metrics(self, updates: list[Metrics], log: StepLog, clock: Clock) -> dict[str, float]:
+    def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
+        training = self.cluster.config.training_config
         dynamic = self.algorithm.max_sampling_rounds > 1
         return {
             "step": self.step,
@@ -279,7 +281,7 @@ class Learner(Keywords, ABC):
             **over_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
-            "learning_rate": self.cluster.learning_rate(),
+            "learning_rate": last_learning_rate(training.actor_optimizer, total, self.step),
             **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
         }
 

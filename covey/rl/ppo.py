@@ -21,6 +21,7 @@ from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner, RewardFns, remembered
+from covey.rl.roles import Role
 from covey.train.trainer import Metrics
 
 
@@ -64,18 +65,20 @@ class PPOLearner(Learner):
         The actor's gradient, one float32 array per trainable array, is kept while the critic's is computed.
         """
         seen: list[TrainBatch] = []
-        of_actor = self.cluster.actor_gradients(remembered(batches, seen))
-        of_critic = self.cluster.critic_gradients(seen)
-        actor, critic = self.cluster.apply_actor(of_actor), self.cluster.apply_critic(of_critic)
-        return actor | {f"critic/{name}": value for name, value in critic.items()} | _explained(seen)
+        actor_gradients = self.cluster.gradients(Role.ACTOR, remembered(batches, seen))
+        critic_gradients = self.cluster.gradients(Role.CRITIC, seen)
+        actor = self.cluster.apply(Role.ACTOR, actor_gradients)
+        critic = self.cluster.apply(Role.CRITIC, critic_gradients)
+        explained = {"critic/explained_variance": _explained_variance(seen)}
+        return actor | {f"critic/{name}": value for name, value in critic.items()} | explained
 
 
-def _explained(batches: Sequence[TrainBatch]) -> Metrics:
-    """Compute the explained variance of the returns by the critic's values."""
+def _explained_variance(batches: Sequence[TrainBatch]) -> float:
+    """Compute the explained variance of the returns by the critic's values, over all processes."""
     inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
     mine = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
     pairs = distributed.all_of(mine, "values")
-    return {"critic/explained_variance": explained_variance([v for v, _ in pairs], [r for _, r in pairs])}
+    return explained_variance([v for v, _ in pairs], [r for _, r in pairs])
 
 
 def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experience:

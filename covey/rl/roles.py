@@ -8,6 +8,9 @@ from jax.sharding import Mesh
 
 from covey.config.keywords import Config
 from covey.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.packing.rows import Rows, rows_at_a_time
+from covey.parallel import distributed
+from covey.parallel.placement import Model, place_model
 
 
 class Role(StrEnum):
@@ -43,6 +46,19 @@ class ClusterConfig(Config):
     def mesh(self, role: Role) -> Mesh | None:
         """Return the mesh of `role`; None means one device."""
         return self.role_to_mesh.get(role, self.role_to_mesh.get(Role.ACTOR))
+
+    def place(self, model: Model, role: Role) -> Model:
+        """Put `model` on the mesh of `role`.
+
+        Raises:
+            RecipeError: a device of the mesh belongs to another process.
+        """
+        distributed.refuse_foreign(self.mesh(role), role)
+        return place_model(model, self.mesh(role))
+
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
+        """Return how many rows `role` computes together."""
+        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
-from covey.parallel.placement import weight_shardings
-from covey.parallel.reshard import reshard
+from covey.parallel.placement import place_model
 from covey.sft.batch import Fitted, HeldOutLoss, fit, groups_of, perplexity, put_micro_batches, rows_of, supervised_loss
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
@@ -79,7 +78,7 @@ class SFTLearner(Keywords):
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
-        self._model, self._longest = _placed(model, mesh), model.config.max_positions
+        self._model, self._longest = place_model(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         self.observers = [self._print_line] if observers is None else list(observers)
@@ -182,9 +181,3 @@ def _ranged(config: SFTConfig) -> SFTConfig:
     """Return the settings whose ranges to check; an optimizer that is an optax transformation has none."""
     ours = isinstance(config.optimizer, OptimizerConfig)
     return config if ours else replace(config, optimizer=OptimizerConfig())
-
-
-def _placed(model: Decoder, mesh: Mesh | None) -> Decoder:
-    """Put `model` on the devices explicitly: arrays placed there by default would cause a recompilation."""
-    graph, params = nnx.split(model)
-    return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))

@@ -280,20 +280,20 @@ def test_nothing_about_the_result_depends_on_the_sizes(bench: Any, settings: dic
 def test_max_tokens_per_micro_batch_splits_a_slice_further(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch of six rows of 64 tokens; the budget holds one row, in the update and in the log-probs."""
     cluster = bench.cluster
-    update, ref_logps = cluster.trainer.update, cluster.inference.ref_logps
+    gradients, ref_logps = cluster.trainer.gradients, cluster.inference.ref_logps
     parts: list[list[int]] = []
     slices: list[int] = []
 
     def watched(given: Any) -> Any:
         held = list(given)
         parts.append([part.batch.rows.tokens.size for part in held])
-        return update(held)
+        return gradients(held)
 
     def sliced(rows: Any, lengths: Any, size: int) -> Any:
         slices.append(size * rows.tokens.shape[1])
         return ref_logps(rows, lengths, size)
 
-    monkeypatch.setattr(cluster.trainer, "update", watched)
+    monkeypatch.setattr(cluster.trainer, "gradients", watched)
     monkeypatch.setattr(cluster.inference, "ref_logps", sliced)
     bench.train(packing="dense", max_tokens_per_micro_batch=64)
     assert parts == [[64] * 6] * 4

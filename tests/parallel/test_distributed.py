@@ -29,6 +29,7 @@ from covey.rl.experience import ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
+from covey.rl.roles import ClusterConfig
 from covey.sampling.stats import SamplerStats
 from covey.train import trainer
 from covey.types import Completion, FinishReason, Group
@@ -209,11 +210,8 @@ def told(group: Group) -> Any:
 class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
-    config = SimpleNamespace(rollout_config=RolloutConfig(max_new_tokens=5), training_config=RLTrainingConfig())
+    config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=5))
     rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
-
-    def rows_at_a_time(self, rows: Any) -> int:
-        return 1
 
     def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
         def completion(*noise: int) -> Completion:

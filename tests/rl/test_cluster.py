@@ -101,15 +101,15 @@ def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
 def test_with_new_adapters_all_roles_share_one_base(cluster: Callable, decoder: Callable) -> None:
     """The reference costs no memory: its arrays are the actor's."""
     made = cluster(actor=with_lora(decoder(), LoRAConfig(rank=4)))
-    actor, reference = pointers(made.actor), pointers(made._reference)
+    actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])
     assert pointers(made.rollout.params) == actor
     assert reference == {name: at for name, at in actor.items() if ".lora." not in name}
-    assert not has_lora(made._reference)
+    assert not has_lora(made.inference.model("reference"))
 
 
 def test_a_reference_with_adapters_has_its_own_copy_of_them_alone(cluster: Callable) -> None:
     made = cluster(lora=4)
-    actor, reference = pointers(made.actor), pointers(made._reference)
+    actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])
     assert reference.keys() == actor.keys()
     assert {name for name, at in reference.items() if at != actor[name]} == {n for n in actor if ".lora." in n}
 
@@ -128,7 +128,7 @@ def test_the_reference_of_a_loaded_adapter(decoder: Callable, which: Any, begins
 
 def test_without_adapters_the_reference_is_a_copy(cluster: Callable) -> None:
     made = cluster()
-    actor, reference = pointers(made.actor), pointers(made._reference)
+    actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])
     assert actor.keys() == reference.keys()
     assert not set(actor.values()) & set(reference.values())
     assert pointers(made.rollout.params) == actor
@@ -137,7 +137,7 @@ def test_without_adapters_the_reference_is_a_copy(cluster: Callable) -> None:
 @pytest.mark.parametrize("lora", [0, 4])
 def test_beta_zero_makes_no_reference(cluster: Callable, step: Any, lora: int) -> None:
     made = cluster(lora, beta=0.0)
-    assert made._reference is None
+    assert not made.inference.has(Role.REFERENCE)
     with pytest.raises(RecipeError, match="no reference"):
         made.get_ref_per_token_logps(*step[:2])
 
@@ -158,7 +158,7 @@ def test_one_model_given_as_actor_and_reference(cluster: Callable, decoder: Call
     reference, actor = updated_and_compared(made, step)
     assert reference == 0.0
     assert actor > 1e-3
-    assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(made._reference)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(made.inference.params["reference"]))
 
 
 # --- where they live
@@ -220,7 +220,7 @@ def test_a_reference_on_its_own_mesh(cluster: Callable, step: Any, lora: int) ->
     first, third = jax.devices()[:2], jax.devices()[2:3]
     meshes = {Role.ACTOR: make_mesh((2, 1), devices=first), Role.REFERENCE: make_mesh((1, 1), devices=third)}
     made = cluster(lora, meshes=meshes)
-    assert set(mesh_of(nnx.state(made._reference)).devices.flat) == set(third)
+    assert set(mesh_of(made.inference.params["reference"]).devices.flat) == set(third)
     assert updated_and_compared(made, step)[0] == 0.0
 
 
@@ -392,11 +392,22 @@ def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkey
 # --- what users give
 
 
-def test_a_path_is_loaded_with_its_tokenizer() -> None:
-    made = RLCluster(actor=str(TINY), reference=str(TINY), cluster_config=config())
+@pytest.mark.parametrize("make", [RLCluster, RLCluster.load])
+def test_a_path_is_loaded_with_its_tokenizer(make: Callable[..., RLCluster]) -> None:
+    made = make(actor=str(TINY), reference=str(TINY), cluster_config=config())
     assert made.tokenizer.vocab_size == made.actor.config.vocab_size == 300
     assert len(made.tokenizer.stop_ids) == len(made.rollout.sampler.stop_ids) == 2
-    assert not set(pointers(made.actor).values()) & set(pointers(made._reference).values())
+    assert not set(pointers(made.actor).values()) & set(pointers(made.inference.params["reference"]).values())
+
+
+def test_every_role_is_loaded_from_a_source_with_the_dtypes_asked_for() -> None:
+    made = RLCluster.load(
+        actor=str(TINY), critic=str(TINY), reference=str(TINY), cluster_config=config(), param_dtype="bfloat16"
+    )
+    for role in (Role.REFERENCE, Role.CRITIC):
+        dtypes = {str(x.dtype) for x in jax.tree.leaves(made.inference.params[role])}
+        assert "bfloat16" in dtypes
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(made.actor))} == {"bfloat16"}
 
 
 def test_a_model_without_a_tokenizer_is_a_clear_error(decoder: Callable) -> None:
@@ -434,5 +445,5 @@ def test_closing_lets_go_of_the_reference_and_the_trainer(cluster: Callable, bet
     made = cluster(4, beta)
     made.close()
     assert made.trainer is None
-    assert made._reference is None
     assert not hasattr(made, "rollout")
+    assert not hasattr(made, "inference")

@@ -38,9 +38,6 @@ class Fake:
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
         self.asked: list[tuple[int, list[str]]] = []
 
-    def rows_at_a_time(self, rows: Any) -> int:
-        return 1
-
     def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:
         self.asked.append((first, [e["prompt"] for e in examples]))
         return [Group(e["prompt"], np.ones(2, np.int32), e["completions"], {"points": e["points"]}) for e in examples]

@@ -199,3 +199,14 @@ def test_a_model_of_the_wrong_kind_is_refused(decoder: Callable, critic: ValueMo
         with pytest.raises(RecipeError, match=rf"{role} is a \w+\n  wanted: a {kind}\n  fix: models\."):
             InferenceWorker({role: model})
     assert InferenceWorker({Role.REWARD: critic}).has("reward")
+
+
+def test_a_model_is_hosted_later_and_let_go(decoder: Callable[..., Decoder]) -> None:
+    worker = InferenceWorker({})
+    worker.host(Role.REFERENCE, decoder())
+    assert worker.has(Role.REFERENCE)
+    assert isinstance(worker.model(Role.REFERENCE), Decoder)
+    worker.release(Role.REFERENCE)
+    worker.release(Role.REFERENCE)  # as often as anyone asks
+    with pytest.raises(RecipeError, match="no reference is loaded"):
+        worker.model(Role.REFERENCE)
