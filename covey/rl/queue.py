@@ -1,20 +1,25 @@
 """Bounded queue with an end marker, between the thread that samples and the one that trains.
 
-The end marker takes no room, so it never blocks; an error of the producer is attached to it and raised in the reader. A
-reader that is done, or has failed, closes the queue; then nothing blocks on it any more.
+`queue.Queue` blocks and wakes; this adds the end. The end marker takes no room, so it never blocks; an error of the
+producer is attached to it and raised in the reader. A reader that is done, or has failed, closes the queue; then
+nothing blocks on it any more.
 """
 
 import inspect
+import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from queue import Queue
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from covey.errors import CoveyError
 
 T = TypeVar("T")
+
+END: Any = object()
+"""Marker behind the last item; readers leave it in the queue for the next reader."""
 
 
 class Ended(Exception):  # noqa: N818
@@ -25,11 +30,15 @@ class Closed(Exception):  # noqa: N818
     """Raised by `put` when the reader has closed the queue: the producer should stop without an error."""
 
 
-class DataQueue(Generic[T]):
+class DataQueue(Queue[T]):
     """First-in first-out queue, safe to use from any number of threads.
 
+    `put` waits while the queue is full, and raises `Closed` once the queue is closed. `get` waits while it is empty,
+    and raises `Ended` at the end marker, or the producer's error with its traceback; every further call raises it
+    again.
+
     Args:
-        maxsize: most items held; `put` to a full queue blocks. For micro-batches: gradient accumulation steps + 2.
+        maxsize: most items held. For micro-batches: gradient accumulation steps + 2.
 
     Raises:
         CoveyError: `maxsize` is below 1.
@@ -38,79 +47,64 @@ class DataQueue(Generic[T]):
     def __init__(self, maxsize: int):
         if maxsize < 1:
             raise CoveyError(f"a DataQueue of maxsize {maxsize}", want="room for at least 1 item")
-        self.maxsize = maxsize
-        self._items: deque[T] = deque()
-        self._changed = threading.Condition()
-        self._ended = self._closed = self._told = False
+        super().__init__(maxsize)
+        self._ended = self._closed = self._raised = False
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
 
     def __len__(self) -> int:
         """Return the number of items held."""
-        return len(self._items)
-
-    def put(self, item: T) -> None:
-        """Add `item`; wait while the queue is full.
-
-        Raises:
-            Closed: the queue was closed, before or while waiting.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self.maxsize)
-            if self._closed:
-                raise Closed
-            assert not self._ended, "nothing comes behind the end marker"
-            self._items.append(item)
-            self._changed.notify_all()
-
-    def get(self) -> T:
-        """Return the next item; wait while there is none.
-
-        Raises:
-            Ended: the queue has ended or was closed; every further call raises it again.
-            BaseException: the producer's error, with its traceback, once all items before it are read.
-        """
-        held = self._take()
-        if held is None:
-            raise Ended
-        return held[0]
+        return len(self.queue) - self._ended
 
     def __iter__(self) -> Iterator[T]:
         """Yield items up to the end marker; raise the producer's error as `get` does."""
-        while (held := self._take()) is not None:
-            yield held[0]
+        while True:
+            try:
+                yield self.get()
+            except Ended:
+                return
 
     def end(self, error: BaseException | None = None) -> None:
         """Put the end marker after the last item; never block. The reader raises `error` when it reaches the marker."""
-        with self._changed:
-            self._ended = True
+        with self.mutex:
             if error is not None and self._error is None:
                 self._error, self._traceback = error, error.__traceback__
-            self._changed.notify_all()
+            if not self._ended:
+                self.queue.append(END)
+            self._ended = True
+            self.not_empty.notify_all()
 
     def close(self) -> None:
         """Drop all items and wake all waiting threads: readers see the end, producers get `Closed`."""
-        with self._changed:
-            self._closed = self._ended = True
-            self._items.clear()
-            self._changed.notify_all()
+        with self.mutex:
+            self._ended = self._closed = True
+            self.maxsize = sys.maxsize  # room for those that wait in `put`, which then raises
+            self.queue.clear()
+            self.queue.append(END)
+            self.not_empty.notify_all()
+            self.not_full.notify_all()
 
     @property
     def unseen(self) -> BaseException | None:
         """Error of the producer that no reader has raised yet, or None."""
-        return None if self._told else self._error
+        return None if self._raised else self._error
 
-    def _take(self) -> tuple[T] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended)
-            if self._items:
-                item = self._items.popleft()
-                self._changed.notify_all()
-                return (item,)
-            if self._error is not None and not self._closed:
-                self._told = True
-                raise self._error.with_traceback(self._traceback)
-            return None
+    # What `put` and `get` of the base class call with the lock held, once there is room or an item.
+
+    def _put(self, item: T) -> None:
+        if self._closed:
+            raise Closed
+        assert not self._ended, "nothing comes behind the end marker"
+        self.queue.append(item)
+
+    def _get(self) -> T:
+        if self.queue[0] is not END:
+            item: T = self.queue.popleft()
+            return item
+        if self._error is None or self._closed:
+            raise Ended
+        self._raised = True
+        raise self._error.with_traceback(self._traceback)
 
 
 @contextmanager
