@@ -1,13 +1,13 @@
 """Gemma 2 learns to reason on GSM8K in a fixed layout, through LoRA adapters on four devices.
 
-The recipe `gsm8k-gemma2` does this from one command. Here every step stands by itself, to be read from top to bottom,
+The recipe `gsm8k-gemma2` does the same with one command. This script shows every step, to be read from top to bottom,
 as in a notebook, and to be changed.
 
     python examples/gsm8k_gemma2.py
     python examples/gsm8k_gemma2.py --model hf:Qwen/Qwen2.5-1.5B-Instruct --devices 1 --out runs/qwen
 
 It needs the model (accept its licence on the hub, then `hf auth login`), `pip install -e '.[hub]'`, and four devices.
-XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four of a CPU, enough to try it with a small model.
+XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four virtual devices of a CPU, enough for a small model.
 """
 
 import argparse
@@ -41,14 +41,14 @@ from covey import (
 from covey.data import load
 from covey.rl.evaluate import evaluate
 
-# --- Settings. A flag for each that a first try on a small machine wants to change.
+# --- Settings. Those that a first try on a small machine changes are flags.
 
 flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 flags.add_argument("--model", default="hf:google/gemma-2-2b-it", help="a Hugging Face folder, or hf:org/name")
 flags.add_argument(
     "--data", default="hf:openai/gsm8k", help="a folder (JSONL, or Kaggle's CSV), tfds:gsm8k, or the hub"
 )
-flags.add_argument("--out", default="runs/gsm8k-gemma2", type=Path, help="the folder for everything that is written")
+flags.add_argument("--out", default="runs/gsm8k-gemma2", type=Path, help="the folder for all output")
 flags.add_argument("--devices", default=4, type=int)
 flags.add_argument("--steps", type=int, help="fewer than the whole epoch")
 flags.add_argument("--max-prompt-length", default=256, type=int)
@@ -64,7 +64,7 @@ RANK, ALPHA = 64, 64.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 BATCH, BATCHES, EPOCHS, TRAIN_FRACTION = 2, 3738, 1, 1.0
-NUM_ITERATIONS = 1  # μ: updates on one batch of answers
+NUM_ITERATIONS = 1  # μ: updates per batch
 MAX_STEPS = given.steps or int(BATCHES * NUM_ITERATIONS * TRAIN_FRACTION * EPOCHS)
 EVAL_EVERY, SAVE_EVERY, KEEP = min(10, MAX_STEPS), 500, 4
 
@@ -83,14 +83,14 @@ OPTIMIZER = OptimizerConfig(
     weight_decay=0.1,
     warmup_ratio=0.1,  # linear, then a cosine to 0
     schedule="cosine",
-    max_grad_norm=0.1,  # keeps the KL in check
+    max_grad_norm=0.1,  # keeps the KL small
 )
 JUDGES = {"accuracy": "answer_number", "partial": "answer_close", "format": "format_exact"}
 
 if (given.out / "policy").exists():
     raise SystemExit(f"{given.out} holds a run already: --out ANOTHER")
 
-# --- The base: read tensor by tensor, each straight into its place on the mesh.
+# --- The base: each tensor is read directly into its shards on the mesh.
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("covey").setLevel(logging.INFO)
@@ -99,12 +99,12 @@ loaded, tokenizer = open_model(given.model, ModelOptions(dtype=DTYPE, compute_dt
 graph, weights = nnx.split(loaded)
 places = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
 
-# It is saved once. Reference and policy begin with this checkpoint: shapes and places go in, arrays come out.
+# It is saved once. Reference and policy start from this checkpoint, restored by shapes and shardings.
 with Checkpointer(given.out / "base") as base:
     if base.latest() is None:
         base.save(0, weights, {"model": given.model})
         base.wait()
-    del loaded, weights  # never in memory twice
+    del loaded, weights  # so that it is never in memory twice
     weights, noted = base.restore(0, target=places)
 if noted["model"] != given.model:
     raise SystemExit(f"{given.out / 'base'} is {noted['model']}: --out ANOTHER")
@@ -114,11 +114,11 @@ held = jax.tree.leaves(weights)
 size, share = sum(x.nbytes for x in held), sum(x.addressable_shards[0].data.nbytes for x in held)
 print(f"base: {size:,} bytes, {share:,} on each of {given.devices} devices")
 
-# --- The policy: the same arrays, and adapters.
+# --- The policy: the same arrays with adapters.
 
 policy = with_lora(reference, LoRAConfig(rank=RANK, alpha=ALPHA, targets=TARGETS))
 
-# --- Data: GSM8K's questions, under a system text that asks for <reasoning> and <answer>.
+# --- Data: GSM8K's questions, with a system message that asks for <reasoning> and <answer>.
 
 data = load(DataConfig(task="gsm8k", path=given.data, train_fraction=TRAIN_FRACTION, seed=42))
 fits = lambda row: len(tokenizer.encode_prompt(row["prompt"])) <= given.max_prompt_length  # noqa: E731
@@ -126,7 +126,7 @@ train, test = ([row for row in rows if fits(row)] for rows in (data.train, data.
 print(f"data: {len(train)} questions to train on, {len(test)} to test; {len(data.train) - len(train)} are too long")
 print(tokenizer.render(train[0]["prompt"]))
 
-# --- The cluster: who lives where, and how they work.
+# --- The cluster: the mesh of each role, and the settings of training and rollout.
 
 training = RLTrainingConfig(
     max_steps=MAX_STEPS,
@@ -145,15 +145,15 @@ cluster = RLCluster(
 )
 
 # --- Rewards by name: the layout exactly (3), tag by tag (2), the answer by its distance (3), its number (1.5).
-# A function of yours, fn(prompts, completions, answer, **columns) -> one float a completion, may stand beside them.
+# Your own function, fn(prompts, completions, answer, **columns) -> one float per completion, may be added.
 
 rewards = ["format_exact", "format_approximate", "answer_ratio", "answer_number"]
 
-# --- Evaluation. Every call draws with the same noise, so before and after differ by the weights alone.
+# --- Evaluation. Every call draws with the same noise, so before and after differ only by the weights.
 
 
 def judge(when):
-    """Accuracies on held-out questions, under the chosen preset or each of the three."""
+    """Evaluate on held-out questions with the chosen preset or each of the three, and print the accuracies."""
     config = EvalConfig(prompts=given.test_batches * BATCH, preset=given.preset, **JUDGES)
     found = evaluate(cluster, test, config, ROLLOUT, rewards)
     for name, each in {given.preset: found, **found.others}.items():
@@ -167,7 +167,7 @@ def judge(when):
 
 before = judge("before")
 
-# --- Training. Observers get every step: one saves, one tells Weights & Biases where that is installed.
+# --- Training. Observers get every step: one saves, one logs to Weights & Biases if that is installed.
 
 checkpoints = Checkpointer(given.out / "policy", max_to_keep=KEEP)
 trackers = Trackers(["wandb"], Tracked(given.out, {"grpo": vars(GRPO), "rollout": vars(ROLLOUT)}))
@@ -180,7 +180,7 @@ learner = GRPOLearner(
 
 
 def save(record):
-    """The adapters and their optimizer; the base has its own checkpoint."""
+    """Save the adapters and their optimizer; the base has its own checkpoint."""
     if record.due(SAVE_EVERY) or record.step == record.total:
         checkpoints.save(record.step, cluster.state(), {"learner": learner.state()})
 
@@ -189,7 +189,7 @@ learner.observers += [save, lambda record: trackers.log(record.step, record.metr
 with checkpoints, trackers:
     learner.train(train, test)
 
-# --- What came of it: the figures again, a few answers, and the adapters for others to use.
+# --- Results: the evaluation after training, a few completions, and the exported adapters.
 
 after = judge("after")
 for group in after.groups[:2]:
