@@ -31,9 +31,11 @@ class Collector:
         Returns the slots of finished samples, and by slot the tool's response (int32 [n], maybe no tokens) to those
         that pause for it.
         """
-        finished, responses = [], {}
+        (tokens, logps, sampler_logps), finished, responses = chunk.draws, [], {}
         for slot, sample in running.items():
-            self._draws[sample].append(Draws(*(x[chunk.valid[:, slot], slot] for x in chunk.draws)))
+            if count := chunk.counts[slot]:
+                new = Draws(tokens[slot, :count], logps[slot, :count], sampler_logps[slot, :count])
+                self._draws[sample].append(new)
             if chunk.active[slot]:
                 continue
             if (response := self._respond(sample)) is None:

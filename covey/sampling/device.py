@@ -46,13 +46,13 @@ class Chunk(NamedTuple):
     """Result of some steps of the decode batch.
 
     Attributes:
-        draws: arrays [steps, S].
-        valid: bool [steps, S], whether the slot was active in the step.
+        draws: arrays [S, steps].
+        counts: int [S], number of tokens that the slot drew: it was active in so many steps, from the first on.
         active: bool [S], whether the slot is still active after the steps.
     """
 
     draws: Draws
-    valid: np.ndarray
+    counts: np.ndarray
     active: np.ndarray
 
 
@@ -152,8 +152,11 @@ class DeviceState:
         self.slots = resize(self.slots, kept, cache_length)
 
     def _chunk(self, draws: tuple[Array, ...], valid: np.ndarray) -> Chunk:
-        self.stats.tokens += int(valid.sum())
-        return Chunk(Draws(*map(np.asarray, draws)), valid, np.asarray(self.slots.active))
+        counts = valid.sum(0)
+        self.stats.tokens += int(counts.sum())
+        # Copies, since the device may use its buffers again.
+        host = Draws(*(np.asarray(x).T.copy() for x in draws))
+        return Chunk(host, counts, np.asarray(self.slots.active))
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:

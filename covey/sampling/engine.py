@@ -107,7 +107,7 @@ class Sampler:
 def _collect(chunk: Chunk, scheduler: Scheduler, device: DeviceState, collector: Collector) -> None:
     """Collect the tokens of a chunk, free the slots of finished samples, force the tool's responses on the others."""
     finished, responses = collector.collect(scheduler.running, chunk)
-    scheduler.update(chunk.valid.sum(0), finished)
+    scheduler.update(chunk.counts, finished)
     if responses:
         device.resume(responses)
 

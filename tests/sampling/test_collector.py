@@ -16,9 +16,9 @@ A, B = Sample(0, 0), Sample(0, 1)
 
 def chunk(tokens: list[list[int]], active: list[bool]) -> Chunk:
     """One row of tokens per slot, -1 where the slot was not active."""
-    drawn = np.array(tokens, np.int32).T
+    drawn = np.array(tokens, np.int32)
     logps = -drawn.astype(np.float32) / 3
-    return Chunk(Draws(drawn, logps, logps / 2), drawn >= 0, np.array(active))
+    return Chunk(Draws(drawn, logps, logps / 2), (drawn >= 0).sum(1), np.array(active))
 
 
 def tool(response: list[int]) -> Any:
@@ -39,12 +39,12 @@ def test_tokens_of_all_chunks_are_joined_by_sample_wherever_it_lies() -> None:
 
 def test_token_ids_and_log_probs_stay_as_they_were_drawn() -> None:
     """The trap: ids on the way through floats."""
-    ids = np.array([[2**24 + 1], [2**31 - 1]], np.int32)
-    logps = np.array([[np.nextafter(np.float32(-1), 0)], [-1e-30]], np.float32)
+    ids = np.array([[2**24 + 1, 2**31 - 1]], np.int32)
+    logps = np.array([[np.nextafter(np.float32(-1), 0), -1e-30]], np.float32)
     collector = Collector((), 2, None)
-    collector.collect({0: A}, Chunk(Draws(ids, logps, logps), np.ones((2, 1), bool), np.array([False])))
+    collector.collect({0: A}, Chunk(Draws(ids, logps, logps), np.array([2]), np.array([False])))
     got = collector.completion(A)
-    assert got.tokens.tolist() == ids[:, 0].tolist()
+    assert got.tokens.tolist() == ids[0].tolist()
     assert got.logps.tobytes() == logps.tobytes()
 
 
