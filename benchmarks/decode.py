@@ -93,5 +93,5 @@ class _Work:
     def _fresh(self, slots: Slots) -> Slots:
         full = partial(jnp.full, (self.batch,))
         return slots._replace(
-            length=full(self.place), drawn=full(1), limit=full(2**30), token=full(0), active=full(True)
+            length=full(self.place), num_tokens=full(1), max_tokens=full(2**30), token=full(0), active=full(True)
         )

@@ -29,8 +29,8 @@ class Slots(NamedTuple):
         cache: keys and values of each layer.
         length: number of tokens in the cache; also the position of the next one.
         token: the last token drawn, not yet in the cache.
-        drawn: number of tokens of the completion so far.
-        limit: maximum number of tokens in the completion.
+        num_tokens: number of tokens of the completion so far.
+        max_tokens: maximum number of tokens in the completion.
         key: the completion's random key; the token's index is folded in at each draw.
         active: whether the slot is still being decoded.
         forced_tokens: tokens that replace those the next steps draw, followed by NO_TOKEN; None without a tool.
@@ -39,8 +39,8 @@ class Slots(NamedTuple):
     cache: list[LayerCache]
     length: Int[Array, "S"]
     token: Int[Array, "S"]
-    drawn: Int[Array, "S"]
-    limit: Int[Array, "S"]
+    num_tokens: Int[Array, "S"]
+    max_tokens: Int[Array, "S"]
     key: Array
     active: Bool[Array, "S"]
     forced_tokens: Int[Array, "S F"] | None = None
@@ -64,9 +64,11 @@ def empty_slots(
         (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
         for _ in range(layers)
     ]
-    length, token, drawn, limit = (zeros(jnp.int32) for _ in range(4))
+    length, token, num_tokens, max_tokens = (zeros(jnp.int32) for _ in range(4))
     forced_tokens = jnp.full((slots, max_forced_tokens), NO_TOKEN) if max_forced_tokens else None
-    return Slots(cache, length, token, drawn, limit, jnp.zeros((slots, 2), jnp.uint32), zeros(bool), forced_tokens)
+    return Slots(
+        cache, length, token, num_tokens, max_tokens, jnp.zeros((slots, 2), jnp.uint32), zeros(bool), forced_tokens
+    )
 
 
 def prefill_attention(length: Int[Array, "P"]) -> Attend:
@@ -76,8 +78,8 @@ def prefill_attention(length: Int[Array, "P"]) -> Attend:
         time = q.shape[1]
         positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
         inner = span_attention(causal_spans(length, time), positions)
-        mixed, _ = inner(q, k, v, None, window=window, softcap=softcap)
-        return mixed, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        out, _ = inner(q, k, v, None, window=window, softcap=softcap)
+        return out, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     return attend
 
@@ -90,10 +92,10 @@ def decode_attention(length: Int[Array, "S"]) -> Attend:
         slots = jnp.arange(length.shape[0])
         keys = keys.at[slots, :, :, length].set(k[:, 0].astype(keys.dtype))
         values = values.at[slots, :, length].set(v[:, 0].astype(values.dtype))
-        seen = jnp.arange(keys.shape[-1])[None, :] <= length[:, None]
+        visible = jnp.arange(keys.shape[-1])[None, :] <= length[:, None]
         if window is not None:
-            seen = seen & (length[:, None] - jnp.arange(keys.shape[-1])[None, :] < window)
-        return _attend_cached(q[:, 0], keys, values, seen, softcap)[:, None], (keys, values)
+            visible = visible & (length[:, None] - jnp.arange(keys.shape[-1])[None, :] < window)
+        return _attend_cached(q[:, 0], keys, values, visible, softcap)[:, None], (keys, values)
 
     return attend
 
@@ -102,7 +104,7 @@ def _attend_cached(
     q: Float[Array, "S H W"],
     keys: Float[Array, "S K W T"],
     values: Float[Array, "S K T W"],
-    seen: Bool[Array, "S T"],
+    visible: Bool[Array, "S T"],
     softcap: float | None,
 ) -> Float[Array, "S H W"]:
     slots, heads, width = q.shape
@@ -110,7 +112,7 @@ def _attend_cached(
     grouped = q.reshape(slots, keys.shape[1], -1, width).astype(keys.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = softcapped(product("skgw,skwt->skgt", grouped, keys), softcap)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)
 

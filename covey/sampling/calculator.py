@@ -44,7 +44,7 @@ def calculate(text: str) -> str | None:
     if len(text) > MAX_LENGTH:
         return None
     try:
-        return _written(_Parser(_tokens(text)).whole())
+        return _format(_Parser(_tokens(text)).parse())
     except (_RefusedError, ZeroDivisionError):  # most model text is not an expression
         return None
 
@@ -54,13 +54,13 @@ class _RefusedError(Exception):
 
 
 def _tokens(text: str) -> list[str]:
-    found, place, end = [], 0, len(text.rstrip())
-    while place < end:
-        match = _TOKEN.match(text, place)
+    found, position, end = [], 0, len(text.rstrip())
+    while position < end:
+        match = _TOKEN.match(text, position)
         if match is None:
             raise _RefusedError
         found.append(match[match.lastgroup or 0])
-        place = match.end()
+        position = match.end()
     return found
 
 
@@ -68,22 +68,22 @@ class _Parser:
     """Precedence climbing (Richards, 1979) over a list of tokens."""
 
     def __init__(self, tokens: list[str]):
-        self.rest = tokens[::-1]
+        self.remaining = tokens[::-1]
 
-    def whole(self) -> Fraction:
+    def parse(self) -> Fraction:
         """Return the value of the whole token list."""
         value = self.expression(0, 0)
-        if self.rest:
+        if self.remaining:
             raise _RefusedError
         return value
 
-    def expression(self, above: int, depth: int) -> Fraction:
-        """Evaluate operands joined by operators of higher precedence than `above`, from left to right."""
+    def expression(self, outer_precedence: int, depth: int) -> Fraction:
+        """Evaluate operands joined by operators of higher precedence than `outer_precedence`, from left to right."""
         value = self.operand(depth)
-        while (found := OPERATORS.get(self.next)) and found[0] > above:
-            binds, apply = found
+        while (found := OPERATORS.get(self.next)) and found[0] > outer_precedence:
+            precedence, apply = found
             self.take()
-            value = _bounded(apply(value, self.expression(binds, depth)))
+            value = _bounded(apply(value, self.expression(precedence, depth)))
         return value
 
     def operand(self, depth: int) -> Fraction:
@@ -102,21 +102,21 @@ class _Parser:
     def count_in(self, quoted: str) -> Fraction:
         self.take(".count")
         self.take("(")
-        part = self.take()
+        substring = self.take()
         self.take(")")
-        if part[0] not in "\"'":
+        if substring[0] not in "\"'":
             raise _RefusedError
-        return Fraction(quoted[1:-1].count(part[1:-1]))
+        return Fraction(quoted[1:-1].count(substring[1:-1]))
 
     @property
     def next(self) -> str:
         """Return the next token, or "" at the end, without consuming it."""
-        return self.rest[-1] if self.rest else ""
+        return self.remaining[-1] if self.remaining else ""
 
     def take(self, wanted: str | None = None) -> str:
-        if not self.rest or wanted not in (None, self.rest[-1]):
+        if not self.remaining or wanted not in (None, self.remaining[-1]):
             raise _RefusedError
-        return self.rest.pop()
+        return self.remaining.pop()
 
 
 def _number(token: str) -> Fraction:
@@ -132,7 +132,7 @@ def _bounded(value: Fraction) -> Fraction:
     return value
 
 
-def _written(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else repr(float(value))
 
 

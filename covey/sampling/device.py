@@ -175,15 +175,15 @@ def insert(
     prompt: Int[Array, "S"],
     inserted: Any,
     keys: Array,
-    limit: Array,
+    max_tokens: Array,
     *,
     sampling_params: SamplingParams,
 ) -> tuple[Slots, tuple[Array, ...]]:
     """Insert prompt `prompt[s]` of `prefix` into every slot that is `inserted`, and draw the first token of each."""
     keys = jnp.where(inserted[:, None], keys, slots.key)
-    zero = jnp.zeros_like(slots.drawn)
+    zero = jnp.zeros_like(slots.num_tokens)
     token, logp, sampler_logp = draw(prefix.logits[prompt], uniform_noise(keys, zero), sampling_params)
-    unfinished = ~_is_any(token, stop_ids) & (limit > 1)
+    unfinished = ~_is_any(token, stop_ids) & (max_tokens > 1)
 
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(inserted, new, old)
@@ -192,8 +192,8 @@ def insert(
         cache=insert_prefix(slots, prefix, prompt, inserted),
         length=pick(prefix.length[prompt], slots.length),
         token=pick(token, slots.token),
-        drawn=pick(zero + 1, slots.drawn),
-        limit=pick(zero + limit, slots.limit),
+        num_tokens=pick(zero + 1, slots.num_tokens),
+        max_tokens=pick(zero + max_tokens, slots.max_tokens),
         key=keys,
         active=pick(unfinished, slots.active),
         forced_tokens=None
@@ -232,17 +232,17 @@ def decode(
         step, slots, draws, valid = carry
         hidden, cache = model(slots.token[:, None], slots.length[:, None], decode_attention(slots.length), slots.cache)
         forced = None if slots.forced_tokens is None else slots.forced_tokens[:, 0]
-        drawn = draw(model.logits(hidden[:, 0]), uniform_noise(slots.key, slots.drawn), sampling_params, forced)
+        drawn = draw(model.logits(hidden[:, 0]), uniform_noise(slots.key, slots.num_tokens), sampling_params, forced)
         active = slots.active
-        count = slots.drawn + active
+        count = slots.num_tokens + active
         after = Slots(
             cache=cache,
             length=slots.length + active,
             token=jnp.where(active, drawn[0], slots.token),
-            drawn=count,
-            limit=slots.limit,
+            num_tokens=count,
+            max_tokens=slots.max_tokens,
             key=slots.key,
-            active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.limit),
+            active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.max_tokens),
             forced_tokens=_without_first(slots.forced_tokens),
         )
         draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))

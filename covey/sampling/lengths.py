@@ -4,23 +4,23 @@ from covey.config.schema import RolloutConfig
 from covey.errors import DataError, RecipeError
 
 
-def check_length(size: int, config: RolloutConfig, which: str) -> None:
-    """Refuse a prompt of `size` tokens that cannot be sampled; `which` names it in the error.
+def check_length(size: int, config: RolloutConfig, name: str) -> None:
+    """Refuse a prompt of `size` tokens that cannot be sampled; `name` is the prompt's in the error.
 
     Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
     if size == 0:
-        raise DataError(f"{which} has no tokens", want="at least one token")
+        raise DataError(f"{name} has no tokens", want="at least one token")
     if size > config.max_prompt_length:
         raise DataError(
-            f"{which} has {size} tokens",
+            f"{name} has {size} tokens",
             want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
             fix=f"--rollout.max-prompt-length {size}; a shorter prompt; or --training.too-long drop or truncate",
         )
     needed = size + config.max_new_tokens
     if config.kv_cache_size is not None and needed > config.kv_cache_size:
         raise DataError(
-            f"{which} and its answer may need {needed} tokens",
+            f"{name} and its answer may need {needed} tokens",
             want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
             fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
         )
