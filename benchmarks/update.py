@@ -27,7 +27,7 @@ from covey.packing.rows import (
 )
 from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
-from covey.train.trainer import MicroBatch
+from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group
 
 
