@@ -14,7 +14,8 @@ from benchmarks import counting
 from benchmarks.common import STILL, Result, Settings, interleaved, megabytes, short
 from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.packing.rows import (
     Rows,
@@ -49,7 +50,8 @@ def measure(settings: Settings) -> Result:
 
 def trainer_of(settings: Settings, remat: bool) -> Trainer:
     """A trainer of the random model."""
-    return Trainer(settings.model(remat=remat), make_optimizer(STILL, 1), policy_loss_fn(PRESETS["grpo"], 1.0))
+    policy = policy_loss_fn(algorithm_of(GRPOConfig("grpo")), 1.0)
+    return Trainer(settings.model(remat=remat), make_optimizer(STILL, 1), policy)
 
 
 def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBatch]:

@@ -4,7 +4,10 @@ Any other exception that escapes is a bug in Covey and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+MAX_LISTED = 20
+"""Largest number of problems that one error describes."""
 
 
 class CoveyError(ValueError):
@@ -71,3 +74,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     names = sorted(choices)
     close = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)  # a longer word matches none of them
     return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)
+
+
+def raise_together(problems: Sequence[RecipeError]) -> None:
+    """Raise the only problem, or the first `MAX_LISTED` of them as one error; do nothing if there are none."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        many = len(problems) > MAX_LISTED
+        count = f"more than {MAX_LISTED} problems; the first of them:" if many else f"{len(problems)} problems"
+        raise RecipeError("\n".join([count, *map(str, problems[:MAX_LISTED])]))

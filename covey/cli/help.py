@@ -1,12 +1,9 @@
 """Print `--help` and `covey recipes`. The settings and their explanations come from the config classes."""
 
-import ast
-import inspect
 import textwrap
 from collections.abc import Sequence
-from dataclasses import is_dataclass
-from itertools import pairwise, zip_longest
-from typing import Any, get_type_hints
+from itertools import zip_longest
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +11,8 @@ from rich.table import Table
 
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions
 from covey.config import recipe, strict_yaml
-from covey.config.strict_yaml import describe
+from covey.config.base import Config, classes_in, defaults, describe, without_check
+from covey.config.explanations import explanations
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
@@ -170,18 +168,25 @@ def _read(name: str) -> strict_yaml.Item:
 
 def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> None:
     """Print the settings directly in a dataclass instance, then those of each section in it."""
-    kinds, docs = get_type_hints(type(settings)), _explanations(type(settings))
-    sections = [name for name, kind in kinds.items() if is_dataclass(kind)]
-    console.print(f"\n[bold]{title}[/]  [dim]{escape(_summary(type(settings)))}[/]", highlight=False, soft_wrap=True)
-    for name in (n for n in kinds if n not in sections and prefix + n not in recipe.HIDDEN):
+    cls = type(settings)
+    fields, docs = cls.kinds, explanations(cls)
+    sections = [name for name, kind in fields.items() if classes_in(kind)]
+    console.print(f"\n[bold]{title}[/]  [dim]{escape(_summary(cls))}[/]", highlight=False, soft_wrap=True)
+    for name in (n for n in fields if n not in sections and prefix + n not in recipe.HIDDEN):
         flag = f"  --{(prefix + name).replace('_', '-')} {_shown(getattr(settings, name))}"
-        lines = textwrap.wrap(_explain(kinds[name], docs.get(name, "")), max(console.width - COLUMN, 20)) or [""]
+        lines = textwrap.wrap(_explain(fields[name], docs.get(name, "")), max(console.width - COLUMN, 20)) or [""]
         if len(flag) >= COLUMN and lines[0]:
             lines.insert(0, "")
         for left, line in zip_longest([flag], lines, fillvalue=""):
             console.print(f"{left:{COLUMN}}{line}".rstrip(), markup=False, highlight=False, soft_wrap=True)
     for name in sections:
-        _show_settings(console, getattr(settings, name), f"{prefix}{name}.", prefix + name)
+        _show_settings(console, _whole(fields[name], getattr(settings, name)), f"{prefix}{name}.", prefix + name)
+
+
+def _whole(kind: Any, settings: Config) -> Config:
+    """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
+    cls = classes_in(kind)[-1]
+    return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
 
 
 def _explain(kind: Any, doc: str) -> str:
@@ -198,21 +203,6 @@ def _shown(value: Any) -> str:
 
 def _summary(cls: type) -> str:
     return (cls.__doc__ or "").strip().partition("\n")[0]
-
-
-def _explanations(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass, inherited ones included."""
-    found: dict[str, str] = {}
-    for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for field, after in pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
-    return found
 
 
 COLUMN = 36

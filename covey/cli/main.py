@@ -289,9 +289,7 @@ def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]])
     if recipe.is_run(source):
         item = recipe.section_of(source, "rollout")
     item = apply(cls, item, _tokens(pairs), recipe.HIDDEN)
-    options = strict_yaml.build(cls, item)
-    recipe.validate(options, strict_yaml.places(item))
-    return options
+    return strict_yaml.build(cls, item)
 
 
 def _exactly(count: int, words: Sequence[str], usage: str) -> tuple[list[str], list[tuple[str, str]]]:

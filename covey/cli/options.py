@@ -1,38 +1,36 @@
 """Settings of the commands that use a model: trees like a recipe's, with the parts those commands need."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from typing import Literal, TypeVar
 
+from covey.config.base import Config, Int, PositiveInt
 from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 
 
-@dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(Config):
     """How `covey chat` answers."""
 
-    seed: int = 0
+    seed: Int = 0
     """Seed of the samples drawn."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rollout", replace(self.rollout, seed=self.seed))
+        object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
 
 
-@dataclass(frozen=True)
 class GenerateOptions(ChatOptions):
     """How `covey generate` answers, and how often."""
 
-    n: int = 1
+    n: PositiveInt = 1
     """Completions of the prompt."""
 
 
 OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions)
 
 
-@dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(Config):
     """What `covey export` writes, and where to."""
 
     out: str | None = None

@@ -1,60 +1,162 @@
-"""Policy-gradient algorithms as combinations of advantage × ratio × surrogate × aggregate × KL.
+"""Settings of the section `grpo`: a policy-gradient algorithm as advantage × ratio × surrogate × aggregate × KL.
 
-`PRESETS` holds the combinations that have a name; a `GRPOConfig` names one and overrides single settings, and
-`algorithm_of` returns the result. The functions behind the settings are in `losses.advantages` and `losses.policy`.
-This module does not import JAX.
+A `GRPOConfig` names a preset and overrides single settings of it; `algorithm_of` returns the result. The functions
+behind the settings are in `losses.advantages` and `losses.policy`. This module does not import JAX.
 """
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from covey.config.schema import GRPOConfig
-from covey.errors import RecipeError, nearest
+from annotated_types import Gt
+
+from covey.config.base import (
+    Config,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Problem,
+    without_check,
+)
+from covey.config.presets import PRESETS
+
+T = TypeVar("T")
+OTHERWISE = "otherwise"
+"""Key of a field's value where neither the config nor its preset sets it."""
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gspo_token", "cispo", "rloo", "reinforce", "sapo", "ppo"
+]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MoreThanOne = Annotated[float, Gt(1)]
+if TYPE_CHECKING:
+    FromPreset = Annotated[T, "from the preset"]
+else:
+    FromPreset = Annotated[T | None, "from the preset"]
+"""Type of a setting that is None where the preset decides. Type checkers see it as it is in an `Algorithm`."""
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """Complete settings of the loss and the advantages. See `docs/algorithms.md`.
+def from_preset(default: T) -> T:
+    """Return the field of a setting that a preset may set; its value is `default` where the preset does not."""
+    made: Any = dataclasses.field(default=None, metadata={"json_schema_extra": {OTHERWISE: default}})
+    return made  # type: ignore[no-any-return]
 
-    The settings are those of `GRPOConfig`, whose docstrings describe each of them.
 
-    Attributes:
-        paper: the publication.
-        deviations: differences from the paper; empty if there are none.
-        when: use cases.
+class GRPOConfig(Config, section="grpo"):
+    """Algorithm: a preset (`presets.PRESETS`), and the settings in which the run differs from it.
+
+    A setting that is None has the preset's value; `algorithm_of` returns all of them. Formulas: docs/algorithms.md.
     """
 
-    paper: str
-    deviations: str
-    when: str
-    name: str = "custom"
-    advantage: str = "group_zscore"
-    ratio: str = "token"
-    surrogate: str = "clip"
-    aggregate: str = "sequence_mean"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float = 3.0
-    cap: float = 5.0
-    sapo_positive: float = 1.0
-    sapo_negative: float = 1.05
-    beta: float = 0.0
-    kl: str = "k3"
-    kl_in: str = "loss"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    entropy_bonus: float = 0.0
-    correction: str = "none"
-    correction_cap: float = 2.0
-    mask_truncated: bool = False
-    overlong_buffer: float = 0.0
-    overlong_penalty: float = 1.0
-    max_sampling_rounds: int = 1
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    value_clip: float = 0.2
-    whiten: bool = False
+    algorithm: AlgorithmName = "grpo"
+    """Preset: the settings of a published algorithm."""
+    num_generations: PositiveInt = 8
+    """Number of samples for each prompt: the group size G."""
+    num_iterations: PositiveInt = 1
+    """Number of updates on each batch of rollouts: μ."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each reward function in the total; all 1 when not set. That of a reward model comes last. A function
+    with weight 0 is logged only: it counts neither in the total nor in whether an answer was scored.
+    """
+    advantage: FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]] = from_preset(
+        "group_zscore"
+    )
+    """Rule that turns rewards into advantages; gae needs a critic."""
+    ratio: FromPreset[Literal["token", "sequence", "sequence_token"]] = from_preset("token")
+    """Importance ratio: of each token, of the whole answer (GSPO), or of the answer with the gradient of the token."""
+    surrogate: FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]] = from_preset("clip")
+    """Objective at each token, as a function of ratio and advantage."""
+    aggregate: FromPreset[Literal["sequence_mean", "token_mean", "constant"]] = from_preset("sequence_mean")
+    """Mean over answers of their token means, mean over all tokens of the step, or sum over answers × max_new_tokens.
+    """
+    epsilon: FromPreset[Fraction] = from_preset(0.2)
+    """Clip range of the ratio below 1, and above 1 unless epsilon_high is set."""
+    epsilon_high: PositiveFloat | None = None
+    """Clip range of the ratio above 1."""
+    delta: MoreThanOne | None = None
+    """clip, dual_clip: upper bound of the ratio where it is not clipped (two-sided clip, INTELLECT-2); off when not
+    set.
+    """
+    dual_clip: FromPreset[MoreThanOne] = from_preset(3.0)
+    """dual_clip: c of Ye et al. (2020); for A < 0 the loss is at most c·|A|."""
+    cap: FromPreset[PositiveFloat] = from_preset(5.0)
+    """cispo: largest weight of a token."""
+    sapo_positive: FromPreset[PositiveFloat] = from_preset(1.0)
+    """sapo: temperature for A > 0."""
+    sapo_negative: FromPreset[PositiveFloat] = from_preset(1.05)
+    """sapo: temperature for A ≤ 0."""
+    beta: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    """Weight of the KL to the reference; 0 needs no reference model."""
+    kl: FromPreset[Literal["k1", "k2", "k3"]] = from_preset("k3")
+    """Estimator of the KL (Schulman, 2020). k1 belongs in the reward: as a loss its expected gradient is 0."""
+    kl_in: FromPreset[Literal["loss", "reward"]] = from_preset("loss")
+    """Use the KL as a term of the loss, or subtract it from the reward."""
+    kl_target: PositiveFloat | None = None
+    """KL value toward which beta is adapted (Ziegler et al., 2019); off when not set."""
+    kl_horizon: FromPreset[PositiveInt] = from_preset(10_000)
+    """Number of samples over which an adapted beta moves."""
+    entropy_bonus: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    """Weight of the entropy, which is added to the objective."""
+    correction: FromPreset[Correction] = from_preset("none")
+    """Treatment of tokens where trainer and sampler disagree: weigh them by exp(logp_trainer − logp_sampler), limited
+    to correction_cap (truncate) or left out above it (mask), for each token or each answer (geometric mean).
+    """
+    correction_cap: FromPreset[PositiveFloat] = from_preset(2.0)
+    """Largest weight of the correction."""
+    mask_truncated: FromPreset[bool] = from_preset(False)
+    """Leave completions that ran out of tokens out of the loss."""
+    overlong_buffer: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    """Number of tokens before max_new_tokens in which the reward falls linearly (DAPO); below 1 it is a fraction of
+    max_new_tokens, 0 is off.
+    """
+    overlong_penalty: FromPreset[NonNegativeFloat] = from_preset(1.0)
+    """Amount by which the reward has fallen at max_new_tokens."""
+    max_sampling_rounds: FromPreset[PositiveInt] = from_preset(1)
+    """Largest number of prompt batches sampled in a step to replace groups of equal rewards (DAPO); 1 replaces none."""
+    reference: Literal["start", "base"] = "start"
+    """Frozen policy of the KL: the model as the run begins, with a loaded adapter, or the base under the adapters."""
+    reference_every_n_updates: NonNegativeInt = 0
+    """Number of updates after which the reference moves toward the actor (TR-DPO); 0 keeps it."""
+    reference_mixing: Fraction = 0.6
+    """Weight α of such a move: reference ← α·actor + (1 − α)·reference."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for settings that contradict each other, or that the algorithm does not use."""
+        a = algorithm_of(self)
+        yield from _unused_settings(self, a)
+        yield from _group_contradictions(self, a)
+        yield from _reference_contradictions(self, a)
+        if self.num_iterations > 1 and a.surrogate == "reinforce":
+            yield _updates_without_a_ratio(self)
+        if self.reward_weights is not None and not any(self.reward_weights):
+            what = "grpo.reward_weights are all 0: no answer would be scored"
+            yield Problem("reward_weights", what, "one that is not 0")
+
+
+class PPOConfig(GRPOConfig):
+    """GRPO's settings with PPO's defaults: the preset `ppo`, one sample a prompt."""
+
+    algorithm: AlgorithmName = "ppo"
+    num_generations: PositiveInt = 1
+    gamma: FromPreset[Probability] = from_preset(1.0)
+    """gae: discount."""
+    gae_lambda: FromPreset[Probability] = from_preset(0.95)
+    """gae: λ."""
+    value_clip: FromPreset[NonNegativeFloat] = from_preset(0.2)
+    """ppo: largest distance of a value from that of the rollout within which its loss still falls; 0 is off."""
+    whiten: FromPreset[bool] = from_preset(False)
+    """gae: shift and scale the advantages of the step to mean 0 and variance 1."""
+
+
+class Algorithm(PPOConfig):
+    """Complete settings of the loss and the advantages: a `GRPOConfig` without any None that its preset decides."""
+
+    @property
+    def name(self) -> str:
+        """Name of the preset."""
+        return self.algorithm
 
     @property
     def high(self) -> float:
@@ -71,70 +173,64 @@ class Algorithm:
         """Whether advantages depend on other groups, so that all completions of the step must be sampled first."""
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield nothing: every setting is set here, also those that the algorithm does not use."""
+        yield from ()
+
 
 def algorithm_of(config: GRPOConfig) -> Algorithm:
-    """Return the preset that `config` names, with the settings that `config` overrides.
-
-    Raises:
-        RecipeError: there is no preset with that name.
-    """
-    if config.algorithm not in PRESETS:
-        raise RecipeError(
-            f"there is no algorithm {config.algorithm!r}",
-            fix=nearest(config.algorithm, PRESETS),
-            where="grpo.algorithm",
-        )
-    shared = {f.name for f in fields(Algorithm)} & {f.name for f in fields(GRPOConfig)}
-    moved = {name: getattr(config, name) for name in shared if getattr(config, name) is not None}
-    return replace(PRESETS[config.algorithm], name=config.algorithm, **moved)
+    """Return the preset that `config` names, with the settings that `config` overrides."""
+    fields = dataclasses.fields(Algorithm)
+    values = {f.name: f.metadata.get("json_schema_extra", {}).get(OTHERWISE, f.default) for f in fields}
+    given = {name: value for name, value in vars(config).items() if name in values and value is not None}
+    return without_check(Algorithm, {**values, **PRESETS[config.algorithm].settings, **given})
 
 
-Problem = tuple[str, str, str]
-"""Name of a setting, description of its problem, and values that would be valid."""
+def config_for(config: GRPOConfig) -> GRPOConfig:
+    """Return `config` as the class that has the settings of its algorithm: `PPOConfig` if that has a critic."""
+    cls = PPOConfig if algorithm_of(config).has_critic else GRPOConfig
+    if isinstance(config, PPOConfig) == (cls is PPOConfig):
+        return config
+    return without_check(cls, {f.name: getattr(config, f.name, f.default) for f in dataclasses.fields(cls)})
 
 
-def problems(config: GRPOConfig) -> Iterator[Problem]:
-    """Yield problems of settings that contradict each other, or that the algorithm of `config` does not use.
-
-    Raises:
-        RecipeError: the algorithm does not exist.
-    """
-    a = algorithm_of(config)
-    for names, used, by in _uses(config, a):
-        for name in names:
-            if not used and getattr(config, name) is not None:
-                what = f"grpo.{name} is set, and {a.name} with these settings has no use for it"
-                yield name, what, f"null, or {by}"
+def _group_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
     if config.num_generations < 2 and not a.has_critic:
         what = f"grpo.num_generations is {config.num_generations}: an answer needs others to be compared with"
-        yield "num_generations", what, "at least 2; one answer a prompt is for grpo.algorithm ppo"
+        yield Problem("num_generations", what, "at least 2; one answer a prompt is for grpo.algorithm ppo")
     if config.num_generations < 2 and a.max_sampling_rounds > 1:
         what = "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal"
-        yield "max_sampling_rounds", what, "1, or grpo.num_generations of at least 2"
+        yield Problem("max_sampling_rounds", what, "1, or grpo.num_generations of at least 2")
+
+
+def _reference_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
     if a.beta and a.kl == "k1" and a.kl_in == "loss":
         what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"
-        yield "kl", what, "k2 or k3, or grpo.kl_in reward"
-    if config.num_iterations > 1 and a.surrogate == "reinforce":
-        yield _updates_without_a_ratio(config)
-    if config.reward_weights is not None and not any(config.reward_weights):
-        what = "grpo.reward_weights are all 0: no answer would be scored"
-        yield "reward_weights", what, "one that is not 0"
+        yield Problem("kl", what, "k2 or k3, or grpo.kl_in reward")
     if config.reference != "start" and not a.beta:
         what = f"grpo.reference is {config.reference}, a reference that nothing uses, for grpo.beta is 0"
-        yield "reference", what, "start, or a grpo.beta above 0"
+        yield Problem("reference", what, "start, or a grpo.beta above 0")
     if config.reference_every_n_updates and not a.beta:
         what = "grpo.reference_every_n_updates moves a reference that nothing uses, for grpo.beta is 0"
-        yield "reference_every_n_updates", what, "0, or a grpo.beta above 0"
+        yield Problem("reference_every_n_updates", what, "0, or a grpo.beta above 0")
 
 
 def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
     what = f"grpo.num_iterations is {config.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
     what += "on a batch would take the answers for those of a policy that did not sample them"
-    with_ratio = ", ".join(name for name, preset in PRESETS.items() if preset.surrogate != "reinforce")
-    return "num_iterations", what, f"1, or an algorithm with a ratio: {with_ratio}"
+    with_ratio = ", ".join(name for name in PRESETS if PRESETS[name].settings.get("surrogate") != "reinforce")
+    return Problem("num_iterations", what, f"1, or an algorithm with a ratio: {with_ratio}")
 
 
-def _uses(config: GRPOConfig, a: Algorithm) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+def _unused_settings(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
+    for names, used, by in _uses(a):
+        for name in names:
+            if not used and getattr(config, name, None) is not None:
+                what = f"grpo.{name} is set, and {a.name} with these settings has no use for it"
+                yield Problem(name, what, f"null, or {by}")
+
+
+def _uses(a: Algorithm) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Yield names of settings, whether `a` uses them, and the setting that would make it use them."""
     yield ("ratio",), a.surrogate != "reinforce", "a grpo.surrogate with a ratio"
     yield ("epsilon", "epsilon_high"), a.surrogate in ("clip", "dual_clip"), "grpo.surrogate clip or dual_clip"
@@ -147,100 +243,4 @@ def _uses(config: GRPOConfig, a: Algorithm) -> Iterator[tuple[tuple[str, ...], b
     yield ("correction_cap",), a.correction != "none", "a grpo.correction"
     yield ("overlong_penalty",), a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"
     yield ("gamma", "gae_lambda", "value_clip"), a.has_critic, "grpo.advantage gae"
-    yield ("whiten",), a.has_critic or not config.whiten, "grpo.advantage gae"
-
-
-PRESETS: dict[str, Algorithm] = {
-    "grpo": Algorithm(
-        paper="Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
-        deviations="std with ddof 1 and ε 1e-4 (as TRL and Tunix); a group of equal rewards gives exactly 0",
-        when="the default: any verifiable reward",
-        beta=0.04,
-    ),
-    "dr_grpo": Algorithm(
-        paper="Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783",
-        deviations="",
-        when="completions grow longer without improving; groups whose standard deviation is not informative",
-        advantage="centred",
-        aggregate="constant",
-    ),
-    "bnpo": Algorithm(
-        paper="Xiao et al. 2025, BNPO, arXiv:2506.02864; the token-mean form that TRL calls bnpo",
-        deviations="advantage over the group, not the Beta normalisation of the paper (as TRL); one denominator for "
-        "the whole step",
-        when="the aggregate of dapo without its other parts",
-        aggregate="token_mean",
-    ),
-    "dapo": Algorithm(
-        paper="Yu et al. 2025, DAPO, arXiv:2503.14476",
-        deviations="a step that is not full when the sampling budget is used up is filled with tied groups",
-        when="long reasoning; many prompts that are always or never solved",
-        aggregate="token_mean",
-        epsilon_high=0.28,
-        max_sampling_rounds=4,
-        overlong_buffer=0.2,
-    ),
-    "gspo": Algorithm(
-        paper="Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071",
-        deviations="",
-        when="several updates per batch on long completions; mixture-of-experts models",
-        ratio="sequence",
-        epsilon=3e-4,
-        epsilon_high=4e-4,
-    ),
-    "gspo_token": Algorithm(
-        paper="Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, section 4.3",
-        deviations="",
-        when="as gspo, with an advantage that differs within a completion",
-        ratio="sequence_token",
-        epsilon=3e-4,
-        epsilon_high=4e-4,
-    ),
-    "cispo": Algorithm(
-        paper="MiniMax 2025, MiniMax-M1, arXiv:2506.13585; the cap of Khatri et al. 2025, ScaleRL, arXiv:2510.13786",
-        deviations="the cap on the ratio is a separate setting (TRL calls it epsilon_high); MiniMax also uses "
-        "dynamic sampling and overlong shaping of dapo",
-        when="rare but decisive tokens should keep their gradient however far the ratio moves",
-        surrogate="cispo",
-        aggregate="token_mean",
-        cap=5.0,
-    ),
-    "rloo": Algorithm(
-        paper="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
-        deviations="the KL penalty is the sum of k1 over the completion, with the log-probs of the sampling "
-        "policy; sums of log-probs are divided by max_new_tokens; updates after the first on a batch are clipped by "
-        "token",
-        when="a plain unbiased policy gradient with the KL inside the reward",
-        advantage="leave_one_out",
-        aggregate="constant",
-        beta=0.05,
-        kl="k1",
-        kl_in="reward",
-    ),
-    "reinforce": Algorithm(
-        paper="Williams 1992; the form of nanochat's reinforcement learning",
-        deviations="one token denominator for the whole step, not one per pass",
-        when="strictly on-policy training: one update per batch",
-        advantage="centred",
-        surrogate="reinforce",
-        aggregate="token_mean",
-    ),
-    "sapo": Algorithm(
-        paper="Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv:2511.20347",
-        deviations="",
-        when="several updates per batch, with a smooth gate instead of a hard clip",
-        surrogate="sapo",
-    ),
-    "ppo": Algorithm(
-        paper="Schulman et al. 2017, arXiv:1707.06347; for language models Ouyang et al. 2022, arXiv:2203.02155",
-        deviations="the critic has its own optimizer; values are clipped around those of the rollout",
-        when="one completion per prompt; credit within a completion; a critic fits in memory",
-        advantage="gae",
-        aggregate="token_mean",
-        beta=0.05,
-        kl="k1",
-        kl_in="reward",
-        whiten=True,
-    ),
-}
-"""Algorithms by name."""
+    yield ("whiten",), a.has_critic or not a.whiten, "grpo.advantage gae"

@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from covey.config.base import Problem
+from covey.errors import nearest
+
 RL, SFT = "rl", "sft"
 BOTH = (RL, SFT)
 
@@ -59,6 +62,24 @@ def names(method: str, functions: Iterable[str]) -> Iterator[str]:
     for row in TABLE:
         if method in row.methods:
             yield from (row.name.replace(FUNCTION, one) for one in functions) if FUNCTION in row.name else [row.name]
+
+
+def unlogged(
+    show: Iterable[str], keep_best: str, method: str, functions: Iterable[str] | None = None
+) -> Iterator[Problem]:
+    """Yield a problem for each metric of the settings `show` and `keep_best` that a run by `method` never logs.
+
+    Args:
+        functions: names of its reward functions; if None, any are possible.
+    """
+    choices = list(names(method, functions or ()))
+    for setting, named in (("show", tuple(show)), ("keep_best", (keep_best,) if keep_best else ())):
+        for name in named:
+            if not is_logged(name, method, (":",) if functions is None else functions):
+                want = " or ".join(one for one in choices if one.endswith(f"/{name}")) or nearest(name, choices)
+                command = "covey train" if method == RL else "covey sft"
+                what = f"training.{setting} names {name!r}, which is no metric of {command}"
+                yield Problem(setting, what, want)
 
 
 FUNCTION, NUMBER = "<function>", "<k>"

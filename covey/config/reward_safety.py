@@ -3,23 +3,23 @@
 This module does not import JAX.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import field
 from typing import Literal
 
-from covey.config.keywords import Config
+from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Problem
 
 OnRewardError = Literal["raise", "none", "value"]
 
 
-@dataclass(frozen=True)
 class RewardSafetyConfig(Config, section="reward_safety"):
     """What a run does about reward functions that raise, hang, die or give something else than a finite number."""
 
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Processes in which reward functions are called, each function always in the same; 0 calls them in the run itself,
     which cannot stop one that hangs.
     """
-    timeout: float = 0.0
+    timeout: NonNegativeFloat = 0.0
     """Seconds that a call of a function may take before its worker is killed, with all that it has started, and
     replaced; 0 is no limit. Needs workers.
     """
@@ -31,5 +31,12 @@ class RewardSafetyConfig(Config, section="reward_safety"):
     """The same for single functions, by name: {judge: none}."""
     value: float = 0.0
     """The number that value stands for."""
-    budget: int = 100
+    budget: NonNegativeInt = 100
     """Failures, over all functions and the whole run, that none and value let pass; one more stops the run."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for a timeout without workers."""
+        if self.timeout and not self.workers:
+            what = f"reward_safety.timeout is {self.timeout:g}, and reward_safety.workers is 0"
+            want = "workers of 1 or more: a call in the run's own process cannot be stopped"
+            yield Problem("timeout", what, want)

@@ -1,36 +1,27 @@
-"""Strict YAML reader that builds dataclasses.
+"""Strict YAML reader that builds settings.
 
-The result is an instance of a dataclass, or one error that names every mistake with file and line. The reader differs
-from YAML 1.1 on purpose: `1e-5` is a number (there text), `no` and `1:30` are text (there false and 90). Duplicate
-keys, anchors and custom tags are refused. `override` puts values from the command line into the same tree, so that
-the same code checks both. A file may be hostile: its size and the number of reported mistakes are limited.
+The result is an object of a class of settings, or one error that names every mistake with file and line. The reader
+differs from YAML 1.1 on purpose: `1e-5` is a number (there text), `no` and `1:30` are text (there false and 90).
+Duplicate keys, anchors and custom tags are refused. `override` puts values from the command line into the same tree, so
+that the same code checks both. A file may be hostile: its size and the number of reported mistakes are limited.
 """
 
 import re
-import sys
-import types
-from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
 from covey.config import foreign_names
-from covey.errors import RecipeError, nearest
+from covey.config.base import Config, Problem, classes_in, defaults, describe, shortened, without_none
+from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Config)
 
-building: ContextVar[bool] = ContextVar("building", default=False)
-"""True while `build` makes objects: it collects their mistakes itself."""
 MAX_BYTES = 32_768
 """Largest file size in bytes. A recipe with every setting has about 5,000; parsing 100,000 takes a second."""
-MAX_LISTED = 20
-"""Largest number of problems that one error describes."""
-MAX_SHOWN = 200
-"""Largest number of characters of a wrong value that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +96,22 @@ def dump(tree: Any) -> str:
     return text
 
 
-def build(cls: type[T], item: Item) -> T:
-    """Build the dataclass `cls` (nested ones included) from `item`; missing settings keep their defaults.
+def build(cls: type[C], item: Item, check: Callable[[C], Iterable[Problem]] = lambda made: ()) -> C:
+    """Build the settings `cls`, with those of its sections, from `item`; missing settings keep their defaults.
+
+    Args:
+        check: returns problems of the whole, whose keys are dotted names; called when all names and types are right.
 
     Raises:
-        RecipeError: keys are unknown or types are wrong; the error lists all of them.
+        RecipeError: the error lists all wrong names and types; if there are none, all other problems.
     """
-    builder = _Builder(list(leaves(cls)))
-    token = building.set(True)
-    try:
-        value: T = builder.convert(cls, item, "")
-    finally:
-        building.reset(token)
-    raise_together(builder.problems)
-    return value
+    builder = _Builder(cls)
+    made = builder.section(cls, item, "", {})
+    if not builder.basic:
+        where = places(item)
+        builder.found += [_error(problem, where.get(problem.key, "")) for problem in check(made)]
+    raise_together(builder.basic or builder.found)
+    return made
 
 
 def override(item: Item, path: str, given: Item) -> Item:
@@ -133,7 +126,7 @@ def override(item: Item, path: str, given: Item) -> Item:
 
 def from_text(kind: Any, text: str, where: str) -> Item:
     """Parse a command-line value for a field of type `kind`: text is taken literally, lists may have commas."""
-    inner, optional = _without_none(kind)
+    inner, optional = without_none(kind)
     if optional and text.lower() in ("null", "none", "~"):
         return Item(None, where)
     if inner is str or (get_origin(inner) is Literal and all(isinstance(a, str) for a in get_args(inner))):
@@ -147,11 +140,12 @@ def from_text(kind: Any, text: str, where: str) -> Item:
         return Item(text, where)
 
 
-def leaves(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every setting in the dataclass tree `cls` by dotted name, in order."""
+def leaves(cls: type[Config], prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting in the tree of `cls` by dotted name, in order."""
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
-        found |= leaves(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
+    for name, kind in cls.kinds.items():
+        inner = classes_in(kind)
+        found |= leaves(inner[-1], f"{prefix}{name}.") if inner else {prefix + name: kind}
     return found
 
 
@@ -160,16 +154,6 @@ def places(item: Item, prefix: str = "") -> dict[str, str]:
     if not isinstance(item.value, dict) or not item.value:
         return {prefix.rstrip("."): item.where}
     return {k: v for name, entry in item.value.items() for k, v in places(entry, f"{prefix}{name}.").items()}
-
-
-def raise_together(problems: Sequence[RecipeError]) -> None:
-    """Raise the only problem, or the first `MAX_LISTED` of them as one error; do nothing if there are none."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        many = len(problems) > MAX_LISTED
-        count = f"more than {MAX_LISTED} problems; the first of them:" if many else f"{len(problems)} problems"
-        raise RecipeError("\n".join([count, *map(str, problems[:MAX_LISTED])]))
 
 
 def _item(node: yaml.Node, name: str) -> Item:
@@ -209,102 +193,72 @@ def _relocate(item: Item, where: str) -> Item:
 
 
 class _Builder:
-    """Converter of Items to typed values; it collects problems, and returns no valid value where it found one."""
+    """Converter of Items to settings, which collects problems.
 
-    def __init__(self, paths: Sequence[str]):
-        self.paths = paths
-        self.problems: list[RecipeError] = []
+    Attributes:
+        basic: wrong names and types.
+        found: all other problems.
+    """
 
-    def convert(self, kind: Any, item: Item, path: str, default: Any = None) -> Any:
-        inner, optional = _without_none(kind)
-        value = item.value
-        if optional and value is None:
-            return None
-        if is_dataclass(inner) and (value is None or isinstance(value, dict)):  # an empty section is null
-            return self.convert_fields(inner, Item(value or {}, item.where), path, default)
-        if get_origin(inner) is tuple and isinstance(value, list):
-            return tuple(self.convert(get_args(inner)[0], child, path) for child in value)
-        if get_origin(inner) is dict and isinstance(value, dict):
-            return {n: self.convert(get_args(inner)[1], child, f"{path}.{n}") for n, child in value.items()}
-        if get_origin(inner) is Literal and any(value == a and type(value) is type(a) for a in get_args(inner)):
-            return value
-        if inner is float and type(value) in (int, float) and is_finite(value):
-            return float(value)
-        if inner in (int, bool, str) and type(value) is inner:
-            return value
-        self.refuse(lambda: _misfit(kind, item, path))
-        return None
+    def __init__(self, cls: type[Config]):
+        self.paths = list(leaves(cls))
+        self.basic: list[RecipeError] = []
+        self.found: list[RecipeError] = []
 
-    def convert_fields(self, cls: Any, item: Item, path: str, default: Any = None) -> Any:
-        """Build `cls`; missing fields are taken from `default`, the parent section's, or else from the class."""
-        kinds, before = get_type_hints(cls), len(self.problems)
-        defaults = {f.name: _default(f) if default is None else getattr(default, f.name) for f in fields(cls)}
-        for name, entry in item.value.items():
-            if name not in kinds:
-                self.refuse(partial(self.unknown, name, kinds, entry.key or entry.where, path))
-        prefix = path and path + "."
-        given = {n: self.convert(kinds[n], i, prefix + n, defaults[n]) for n, i in item.value.items() if n in kinds}
-        for name, value in defaults.items():
-            if value is MISSING and name not in given:
-                self.refuse(partial(RecipeError, f"{prefix}{name} is missing", where=item.where))
-        return cls(**defaults | given) if len(self.problems) == before else None
+    def section(self, cls: type[C], item: Item, path: str, start: Mapping[str, Any]) -> C:
+        """Build `cls`; missing settings are those of `start`, or else the defaults of the class."""
+        given, entries = dict(start), item.value or {}  # an empty section is null
+        if not isinstance(entries, dict):
+            what = f"{path or 'the file'} is {shown(_plain(item))}"
+            self.basic.append(RecipeError(what, want=describe(dict), where=item.where))
+            entries = {}
+        for name, entry in entries.items():
+            if name not in cls.kinds:
+                self.refuse_name(name, cls.kinds, path, entry.key or entry.where)
+            elif inner := classes_in(cls.kinds[name]):
+                default = given[name] if name in given else defaults(cls)[name]
+                given[name] = self.section(inner[-1], entry, f"{path}.{name}".lstrip("."), vars(default))
+            else:
+                given[name] = _plain(entry)
+        made = object.__new__(cls)
+        for problem in made.assign(given, path, shown):
+            error = _error(problem, _where(entries.get(problem.key), problem.loc))
+            (self.basic if problem.basic else self.found).append(error)
+        return made
 
-    def refuse(self, problem: Callable[[], RecipeError]) -> None:
-        """Record a problem. Beyond `MAX_LISTED` no text is built: the nearest name to each of thousands takes long."""
-        self.problems.append(problem() if len(self.problems) < MAX_LISTED else RecipeError("not listed"))
-
-    def unknown(self, name: str, choices: Iterable[str], where: str, path: str) -> RecipeError:
+    def refuse_name(self, name: str, choices: Iterable[str], path: str, where: str) -> None:
+        """Record an unknown name, up to `MAX_LISTED`: the nearest name to each of thousands takes long."""
+        if len(self.basic) > MAX_LISTED:
+            return
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
         fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
         fix = fix or foreign_names.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
-        return RecipeError(f"there is no setting {_shortened(name)}{inside}", fix=fix, where=where)
+        self.basic.append(RecipeError(f"there is no setting {shortened(name)}{inside}", fix=fix, where=where))
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _error(problem: Problem, where: str) -> RecipeError:
+    return RecipeError(problem.what, want=problem.want, fix=problem.fix, where=where)
 
 
-def _misfit(kind: Any, item: Item, path: str) -> RecipeError:
-    value = item.value
-    shown = _SHAPES.get(type(value)) or _shortened(value)
-    inner, _ = _without_none(kind)
-    fix = 'put quotes around it: "..."' if inner is str and type(value) in (bool, int, float) else ""
-    if get_origin(inner) is Literal and isinstance(value, str):
-        fix = nearest(value, map(str, get_args(inner)))
-    return RecipeError(f"{path or 'the file'} is {shown}", want=describe(kind), fix=fix, where=item.where)
+def _where(item: Item | None, loc: Sequence[int | str] = ()) -> str:
+    """Return the place of a value, or of the part at `loc` in it; "" if there is none."""
+    for step in loc:
+        inside = isinstance(item, Item) and isinstance(item.value, (list, dict)) and step != "[key]"
+        item = item.value[step] if item and inside else item
+    return item.where if item else ""
 
 
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+def shown(value: Any) -> str:
+    """Return a wrong value as an error about a file shows it."""
+    return "nothing" if value is None else shortened(value)
 
 
-def describe(kind: Any) -> str:
-    """Describe the values that a field of type `kind` takes."""
-    inner, optional = _without_none(kind)
-    if get_origin(inner) is Literal:
-        words = ", ".join(str(a) for a in get_args(inner))
-    elif get_origin(inner) is tuple:
-        words = f"a list [a, b] of: {describe(get_args(inner)[0])}"
-    elif get_origin(inner) is dict:
-        words = f"a mapping {{name: value}} of: {describe(get_args(inner)[1])}"
-    else:
-        words = _WORDS.get(inner, "a mapping (name: value)")
-    return words + (" (or null)" if optional else "")
-
-
-def is_finite(value: float) -> bool:
-    """Return whether `value`, which may be an integer of any size, is a finite number that a float can hold."""
-    return abs(value) <= sys.float_info.max
-
-
-def _without_none(kind: Any) -> tuple[Any, bool]:
-    if get_origin(kind) in (Union, types.UnionType):
-        rest = [a for a in get_args(kind) if a is not type(None)]
-        assert len(rest) == 1, f"a setting is one type, or one type and None: {kind}"
-        return rest[0], True
-    return kind, False
+def _plain(item: Item) -> Any:
+    """Return the value of `item` without places."""
+    if isinstance(item.value, list):
+        return [_plain(one) for one in item.value]
+    return {name: _plain(one) for name, one in item.value.items()} if isinstance(item.value, dict) else item.value
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -324,8 +278,6 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "float": _float,
     _TAG + "str": str,
 }
-_SHAPES: dict[type, str] = {dict: "a mapping", list: "a list", type(None): "nothing"}
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 _PATTERNS = {
     "null": (r"null|Null|NULL|~|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),

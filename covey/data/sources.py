@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from covey.config.recipe import unread_settings
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, gsm8k, readers, sums
 from covey.data.examples import as_example
@@ -63,8 +62,8 @@ def load_examples(config: SFTDataConfig) -> Dataset:
 def _task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
     if config.task not in TASKS:
         raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
-    for key, what, want in unread_settings(config):
-        raise DataError(what, want=want, where=key)
+    for problem in config.unread_settings():
+        raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     return TASKS[config.task]
 
 

@@ -13,7 +13,6 @@ from flax import nnx
 
 from covey.config.algorithms import algorithm_of
 from covey.config.keywords import Keywords
-from covey.config.recipe import validate
 from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
@@ -27,7 +26,7 @@ from covey.rl.batch import TrainBatch, policy_loss_fn, policy_micro_batches, val
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.loading import load_models
 from covey.rl.reference import initial_reference, mixed, own_arrays
-from covey.rl.roles import ClusterConfig, Role, Settings
+from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import make_optimizer
@@ -69,7 +68,6 @@ class RLCluster(Keywords):
         cluster_config: ClusterConfig | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
-        validate(Settings.of(self.config))
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
         models, tokenizer_of_source = load_models(given, self.config)
         if (tokenizer := tokenizer or tokenizer_of_source) is None:
@@ -110,7 +108,6 @@ class RLCluster(Keywords):
             WeightsError: a source is unavailable, incomplete, or not a supported model.
         """
         config = cluster_config or ClusterConfig()
-        validate(Settings.of(config))
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
         models, tokenizer_of_source = load_models(given, config, **options)
         return cls(**models, tokenizer=tokenizer or tokenizer_of_source, cluster_config=config)

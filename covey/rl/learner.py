@@ -9,14 +9,12 @@ rollout. Observers log, print and save the results of each step. Several process
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from covey.config.algorithms import algorithm_of
 from covey.config.keywords import Keywords
-from covey.config.recipe import validate
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
@@ -39,13 +37,6 @@ from covey.train.trainer import Metrics, NonFiniteGuard
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
 """Reward functions, or names of built-in ones, or a single one."""
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """MicroBatch of a recipe that a learner uses, under the name that `recipe.validate` expects."""
-
-    grpo: GRPOConfig
 
 
 class Learner(Keywords, ABC):
@@ -89,7 +80,6 @@ class Learner(Keywords, ABC):
         self.observers = standard if observers is None else list(observers)
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._checked = 0, 0, False
-        validate(_Settings(config))
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from covey.config.schema import RLTrainingConfig
-from covey.config.strict_yaml import raise_together
-from covey.errors import DataError, RecipeError
+from covey.errors import DataError, RecipeError, raise_together
 
 T = TypeVar("T")
 

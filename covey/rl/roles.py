@@ -1,15 +1,18 @@
 """Roles of the models in a run, the mesh of each, and the settings that they share."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from enum import StrEnum
+from typing import Annotated
 
 from jax.sharding import Mesh
+from pydantic import Strict
 
-from covey.config.keywords import Config
-from covey.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
+from covey.config.base import Config, Problem
+from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import distributed
+from covey.parallel.mesh import AXES
 from covey.parallel.placement import Model, place_model
 
 
@@ -28,7 +31,6 @@ class Role(StrEnum):
     """A frozen model that scores completions."""
 
 
-@dataclass(frozen=True)
 class ClusterConfig(Config):
     """Meshes of the roles, and settings of training and sampling.
 
@@ -39,7 +41,7 @@ class ClusterConfig(Config):
         rollout_config: sampling settings.
     """
 
-    role_to_mesh: Mapping[Role, Mesh] = field(default_factory=dict)
+    role_to_mesh: Annotated[Mapping[Role, Mesh], Strict(False)] = field(default_factory=dict)
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     rollout_config: RolloutConfig = field(default_factory=RolloutConfig)
 
@@ -60,20 +62,9 @@ class ClusterConfig(Config):
         """Return how many rows `role` computes together."""
         return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch)
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Parts of a recipe that a cluster uses, under the names that `recipe.validate` expects."""
-
-    rollout: RolloutConfig
-    training: RLTrainingConfig
-
-    @classmethod
-    def of(cls, config: ClusterConfig) -> "Settings":
-        """Return the settings of `config`; an optax transformation is left out, as it has no ranges to check."""
-        training, standard = config.training_config, RLTrainingConfig()
-        if not isinstance(training.actor_optimizer, OptimizerConfig):
-            training = replace(training, actor_optimizer=standard.actor_optimizer)
-        if not isinstance(training.critic_optimizer, OptimizerConfig):
-            training = replace(training, critic_optimizer=standard.critic_optimizer)
-        return cls(config.rollout_config, training)
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for each mesh with an axis along which nothing is split."""
+        for role, mesh in self.role_to_mesh.items():
+            if unknown := set(mesh.axis_names) - set(AXES):
+                what = f"the mesh of {role} has the axis {sorted(map(str, unknown))[0]!r}, along which nothing is split"
+                yield Problem("role_to_mesh", what, "axes out of " + ", ".join(AXES))

@@ -5,7 +5,7 @@ Another mesh, and other sizes of stages and rows, give the same run up to roundi
 
 The run may be older than this version of Covey. A setting that it lacks had its default, except those in
 `BEFORE_IT_EXISTED`, so that a default may differ from the earlier behaviour. A setting that no longer exists does not
-refuse the run: it is reported.
+refuse the run: it is reported, unless it was not set.
 """
 
 import logging
@@ -52,7 +52,7 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> Non
         ResumeError: data, batch, seed, types or adapters differ.
     """
     saved = _defaults(saved, now) | _earlier_values(saved, now) | saved
-    changed = {name: _describe(name, saved, now) for name in saved if name not in now or saved[name] != now[name]}
+    changed = {name: _describe(name, saved, now) for name in saved if saved[name] != now.get(name)}
     if refused := [change for name, change in changed.items() if name in now and _is_in(name, DECISIVE)]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),

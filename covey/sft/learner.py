@@ -6,15 +6,13 @@ results. If the model has LoRA adapters, only those are trained.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from covey.config.keywords import Keywords
-from covey.config.recipe import validate
-from covey.config.schema import OptimizerConfig, SFTConfig
+from covey.config.schema import SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
 from covey.errors import RecipeError
@@ -28,13 +26,6 @@ from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total
 from covey.train.optimizers import last_learning_rate, make_optimizer
 from covey.train.trainer import LossFn, Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The section of a recipe that the learner uses, under the name that `recipe.validate` expects."""
-
-    training: SFTConfig
 
 
 class SFTLearner(Keywords):
@@ -71,7 +62,6 @@ class SFTLearner(Keywords):
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
         self.config, self.mesh, self.seed, self.loss_fn = config or SFTConfig(), mesh, seed, loss_fn
-        validate(_Settings(_ranged(self.config)))
         if isinstance(model, str):
             loaded = load(model)
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
@@ -175,9 +165,3 @@ class SFTLearner(Keywords):
 
     def _print_line(self, record: StepRecord) -> None:
         print_step(record, ("loss", *self.config.show, "eval/loss", "step_time"))
-
-
-def _ranged(config: SFTConfig) -> SFTConfig:
-    """Return the settings whose ranges to check; an optimizer that is an optax transformation has none."""
-    ours = isinstance(config.optimizer, OptimizerConfig)
-    return config if ours else replace(config, optimizer=OptimizerConfig())

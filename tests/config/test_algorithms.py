@@ -1,12 +1,14 @@
 """The table of algorithms: what a config makes of a preset, and settings that would do nothing without a word."""
 
-import dataclasses
-from typing import Any, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
 from covey.config import recipe
-from covey.config.algorithms import PRESETS, Algorithm, algorithm_of, problems
+from covey.config.algorithms import algorithm_of
+from covey.config.base import Problem, without_none
+from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 
@@ -15,15 +17,16 @@ SMALL = "name: small\nrewards: [first_letter]\n"
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_had_by_its_name_and_agrees_with_itself(name: str) -> None:
-    config = GRPOConfig(algorithm=name)
-    assert dataclasses.replace(algorithm_of(config), name="custom") == PRESETS[name]
-    assert list(problems(config)) == []
+    made = algorithm_of(GRPOConfig(name))
+    assert made.name == name
+    assert {key: getattr(made, key) for key in PRESETS[name].settings} == PRESETS[name].settings
+    assert replace(made) == made, "every value lies in its range"
     assert PRESETS[name].paper
     assert PRESETS[name].when
 
 
 def test_one_setting_moves_one_coordinate() -> None:
-    moved = algorithm_of(GRPOConfig(algorithm="dapo", beta=0.02, epsilon=0.1))
+    moved = algorithm_of(GRPOConfig("dapo", beta=0.02, epsilon=0.1))
     assert (moved.beta, moved.epsilon, moved.high, moved.aggregate) == (0.02, 0.1, 0.28, "token_mean")
 
 
@@ -34,7 +37,7 @@ def test_the_upper_clip_range_follows_the_lower_where_it_is_not_set() -> None:
 
 def test_an_off_switch_is_a_setting_too() -> None:
     """False and 0 are not None: a preset's extra can be taken away."""
-    bare = algorithm_of(GRPOConfig(algorithm="dapo", max_sampling_rounds=1, overlong_buffer=0.0))
+    bare = algorithm_of(GRPOConfig("dapo", max_sampling_rounds=1, overlong_buffer=0.0))
     assert (bare.max_sampling_rounds, bare.overlong_buffer) == (1, 0.0)
     assert not algorithm_of(PPOConfig(whiten=False)).whiten
 
@@ -42,7 +45,7 @@ def test_an_off_switch_is_a_setting_too() -> None:
 def test_ppo_has_a_config_of_its_own() -> None:
     assert PPOConfig().num_generations == 1
     assert algorithm_of(PPOConfig()).has_critic
-    assert list(problems(PPOConfig())) == []
+    assert PPOConfig.kinds.keys() - GRPOConfig.kinds.keys() == {"gamma", "gae_lambda", "value_clip", "whiten"}
 
 
 @pytest.mark.parametrize(
@@ -71,27 +74,32 @@ def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
     settings: dict[str, Any], name: str, part: str
 ) -> None:
     """No feature quietly switches off because another is on."""
-    found = {key: (what, want) for key, what, want in problems(GRPOConfig(**settings))}
-    assert part in found[name][0]
-    assert found[name][1]
+    found = {problem.key: problem for problem in problems(settings)}
+    assert part in found[name].what
+    assert found[name].want
     words = [f"--grpo.{key}={value}" for key, value in settings.items()]
     with pytest.raises(RecipeError, match=f"grpo.{name}"):
         recipe.parse(SMALL, words)
 
 
+def problems(settings: dict[str, Any]) -> list[Problem]:
+    """What is wrong with settings of any algorithm, as in a recipe."""
+    return object.__new__(PPOConfig).assign(vars(GRPOConfig()) | settings, "grpo")
+
+
 def test_a_second_update_without_a_ratio_is_refused_with_what_has_one() -> None:
     """Every other algorithm weighs it by a ratio; a correction compares sampler and trainer before any update."""
-    (found,) = problems(GRPOConfig(algorithm="reinforce", num_iterations=4))
+    (found,) = problems({"algorithm": "reinforce", "num_iterations": 4})
     others = [name for name in PRESETS if name != "reinforce"]
-    assert found[2] == f"1, or an algorithm with a ratio: {', '.join(others)}"
-    assert all(list(problems(GRPOConfig(algorithm=name, num_iterations=4))) == [] for name in others)
-    assert list(problems(GRPOConfig(algorithm="reinforce", surrogate="clip", num_iterations=4))) == []
+    assert found.want == f"1, or an algorithm with a ratio: {', '.join(others)}"
+    assert all(problems({"algorithm": name, "num_iterations": 4}) == [] for name in others)
+    assert problems({"algorithm": "reinforce", "surrogate": "clip", "num_iterations": 4}) == []
 
 
 def test_reward_weights_that_are_all_zero_are_refused() -> None:
-    (found,) = problems(GRPOConfig(reward_weights=(0.0, 0.0)))
+    (found,) = problems({"reward_weights": (0.0, 0.0)})
     assert found[:2] == ("reward_weights", "grpo.reward_weights are all 0: no answer would be scored")
-    assert list(problems(GRPOConfig(reward_weights=(0.0, -1.0)))) == []
+    assert problems({"reward_weights": (0.0, -1.0)}) == []
 
 
 def test_an_unknown_algorithm_gets_the_nearest_name() -> None:
@@ -105,11 +113,9 @@ def test_the_choices_of_a_config_are_those_of_the_algebra() -> None:
     from covey.losses.advantages import ADVANTAGES
     from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
 
-    kinds = get_type_hints(GRPOConfig)
-    choices = {
-        name: {c for part in get_args(kinds[name]) for c in get_args(part)}
-        for name in ("advantage", "ratio", "surrogate", "aggregate", "kl")
-    }
+    names = ("algorithm", "advantage", "ratio", "surrogate", "aggregate", "kl")
+    choices = {name: set(get_args(without_none(GRPOConfig.kinds[name])[0])) for name in names}
+    assert choices["algorithm"] == set(PRESETS)
     assert choices["advantage"] == {*ADVANTAGES, "gae"}
     assert choices["ratio"] == set(RATIOS)
     assert choices["surrogate"] == set(SURROGATES)
@@ -117,10 +123,13 @@ def test_the_choices_of_a_config_are_those_of_the_algebra() -> None:
     assert choices["kl"] == set(KLS)
 
 
-def test_every_setting_of_an_algorithm_can_be_moved_by_a_config() -> None:
-    told = {"paper", "deviations", "when", "name"}
-    settings = {f.name for f in dataclasses.fields(Algorithm)} - told
-    assert settings <= {f.name for f in dataclasses.fields(GRPOConfig)}
+def test_an_algorithm_has_a_value_where_a_config_has_none() -> None:
+    """Those that stay None are off, or follow another setting."""
+    made = vars(algorithm_of(GRPOConfig()))
+    assert {name for name, value in made.items() if value is None} == {
+        "reward_weights", "epsilon_high", "delta", "kl_target"
+    }  # fmt: skip
+    assert made.keys() == vars(PPOConfig()).keys()
 
 
 def test_the_learning_rate_without_a_section_is_the_actors() -> None:

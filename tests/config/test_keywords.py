@@ -203,6 +203,17 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
         (covey.RewardSafetyConfig, {"on_error_of": {"f": "no"}}, "on_error_of is {'f': 'no'}", "a mapping"),
         (covey.ClusterConfig, {"training_config": covey.SFTConfig()}, "training_config is SFTC", "RLTrainingConfig("),
         (covey.Recipe, {"seed": -1}, "seed is -1", "at least 0"),
+        (covey.RLTrainingConfig, {"show": ("klll",)}, "training.show names 'klll'", "did you mean 'kl'?"),
+        (covey.RLTrainingConfig, {"max_steps": 10**5000}, "training.max_steps is a number of thousands", "2147483647"),
+        (covey.GRPOConfig, {"num_generations": 2**31}, "grpo.num_generations is 2147483648", "at most 2147483647"),
+        (
+            covey.RolloutConfig,
+            {"kv_cache_size": 3},
+            "rollout.kv_cache_size is 3",
+            "at least max_prompt_length",
+        ),
+        (covey.EvalConfig, {"preset": "greedy", "top_p": 0.5}, "evaluation.top_p is set", "null for one of the two"),
+        (covey.ModelOptions, {"quantize": "nf4"}, "model.quantize is nf4 without adapters", "lora.rank above 0"),
     ],
 )
 def test_a_wrong_value_is_refused_where_it_is_given(cls: type, keywords: Any, what: str, want: str) -> None:
@@ -238,16 +249,17 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert all(part in message for part in ("'num_generations'?", "epsilon is -1", "num_iterations is '2'"))
 
 
-def test_what_fits_is_taken_as_it_was() -> None:
+def test_what_fits_is_taken_as_the_type_of_its_field() -> None:
     """Scalars of NumPy, a list for a tuple, a path for text, an optax transformation for an optimizer."""
     assert covey.GRPOConfig(num_generations=np.int64(4), epsilon=np.float32(0.5), beta=0).num_generations == 4
-    assert covey.GRPOConfig(reward_weights=[1, 0.5]).reward_weights == [1, 0.5]
-    assert covey.DataConfig(path=Path("rows.jsonl")).path == Path("rows.jsonl")
+    assert covey.GRPOConfig(reward_weights=[1, 0.5]).reward_weights == (1.0, 0.5)
+    assert covey.DataConfig(path=Path("rows.jsonl")).path == "rows.jsonl"
     sgd: Any = optax.sgd(0.1)
     assert covey.RLTrainingConfig(actor_optimizer=sgd).actor_optimizer is sgd
     assert covey.LoRAConfig(8, 16.0).rank == 8
     config = covey.PPOConfig(gamma=0.9)
     assert config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == replace(config)
+    assert hash(config) == hash(replace(config))
     assert "GRPOConfig has no keyword 'lr'" in refused(lambda: replace(covey.GRPOConfig(), lr=1))  # type: ignore[arg-type]
 
 

@@ -16,11 +16,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import PRESETS, Algorithm
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.base import without_check
+from covey.config.presets import PRESETS
+from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
 STEP, MAX_NEW, ROW = 1e-30, 40, 64
-BASE = PRESETS["grpo"]
+BASE = algorithm_of(GRPOConfig("grpo"))
 Array = np.ndarray
 Rows = Sequence[Sequence[int]]
 """The samples in each row, by number."""
@@ -281,7 +284,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("old", [True, False])
 def test_every_setting(name: str, old: bool) -> None:
-    x = replace(BASE, **VARIANTS[name])
+    x = without_check(Algorithm, vars(BASE) | VARIANTS[name])
     samples = batch(x)
     for dtype in (np.float32, np.float64):
         assert_agree(Oracle(x, samples, beta=0.1, old=old), some_rows(len(samples)), dtype)
@@ -292,7 +295,7 @@ def test_every_setting(name: str, old: bool) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 def test_every_preset(name: str, old: bool, dtype: type) -> None:
     """With stored old log-probs, and without: then every ratio is 1 and has a gradient."""
-    x = PRESETS[name]
+    x = algorithm_of(GRPOConfig(name))
     for seed in range(3):
         samples = batch(x, seed)
         oracle = Oracle(x, samples, beta=x.beta, old=old, ref=x.beta > 0)

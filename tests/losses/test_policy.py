@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import (
@@ -34,7 +34,7 @@ from covey.losses.policy import (
     token_ratio,
 )
 
-BASE = PRESETS["grpo"]
+BASE = algorithm_of(GRPOConfig("grpo"))
 POLICIES = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 
 

@@ -12,12 +12,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from covey.config.algorithms import PRESETS, Algorithm
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.presets import PRESETS
+from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
 from covey.types import Mean
 
-BASE = PRESETS["grpo"]
+BASE = algorithm_of(GRPOConfig("grpo"))
 
 
 def one(x: float) -> jax.Array:
@@ -160,7 +162,7 @@ def test_at_ratio_one_all_surrogates_have_the_policy_gradient(surrogate: str, ra
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.9, 4.9), (5.1, 5.0), (1e6, 5.0)])
 def test_cispo_weighs_and_never_stops(ratio: float, weight: float) -> None:
     """The gradient is that of logp alone, times the capped ratio."""
-    value, grad, _ = single(PRESETS["cispo"], -2.0, advantage=0.7, old_logps=-2.0 - np.log(ratio))
+    value, grad, _ = single(algorithm_of(GRPOConfig("cispo")), -2.0, advantage=0.7, old_logps=-2.0 - np.log(ratio))
     assert value == pytest.approx(weight * 0.7 * 2.0, rel=1e-5)
     assert grad == pytest.approx(-weight * 0.7, rel=1e-5)
 
@@ -192,7 +194,7 @@ def test_metrics_have_no_gradient(groups_of: Callable) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
     """Parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
-    x = replace(PRESETS[name], correction="sequence_truncate", entropy_bonus=0.01)
+    x = replace(algorithm_of(GRPOConfig(name)), correction="sequence_truncate", entropy_bonus=0.01)
     batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37, 30], x)
     evaluate = partial(policy_loss, x)
     whole, metric_sums = evaluate(*batch)
@@ -210,7 +212,7 @@ def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> No
 @pytest.mark.parametrize("name", PRESETS)
 def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> None:
     """Several samples a row, one a row, and rows divided over one and four devices: one loss, one gradient."""
-    x = replace(PRESETS[name], correction="sequence_mask")
+    x = replace(algorithm_of(GRPOConfig(name)), correction="sequence_mask")
     step = jax.value_and_grad(partial(policy_loss, x), has_aux=True)
     lengths, results = [5, 9, 3, 20, 1, 7, 2, 4], []
     for packing, devices in (("groups", 1), ("dense", 1), ("dense", 4)):
@@ -253,7 +255,10 @@ def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callabl
 def test_gspo_and_its_token_form_agree_where_advantages_do(groups_of: Callable) -> None:
     """Zheng et al. (2025), section 4.3: with one advantage an answer both have the same value and gradient."""
     batch = laid(groups_of, [5, 9, 3, 20])
-    step = lambda name: jax.value_and_grad(partial(policy_loss, PRESETS[name]), has_aux=True)(*batch)  # noqa: E731
+
+    def step(name: str) -> Any:
+        return jax.value_and_grad(partial(policy_loss, algorithm_of(GRPOConfig(name))), has_aux=True)(*batch)
+
     ((value, _), grad), ((other, _), other_grad) = step("gspo"), step("gspo_token")
     assert float(value) == pytest.approx(float(other), rel=1e-6)
     np.testing.assert_allclose(grad, other_grad, rtol=1e-5, atol=1e-8)
@@ -264,7 +269,7 @@ def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
     logps, entropy, segment_ids, inputs = laid(groups_of, [4])
     inputs, segment_ids = jax.tree.map(np.zeros_like, (inputs, segment_ids))
     for name in PRESETS:
-        step = jax.value_and_grad(partial(policy_loss, PRESETS[name]), (0, 1), has_aux=True)
+        step = jax.value_and_grad(partial(policy_loss, algorithm_of(GRPOConfig(name))), (0, 1), has_aux=True)
         (value, metric_sums), grads = step(logps - 500, entropy, segment_ids, inputs)
         assert float(value) == 0
         assert not any(np.asarray(g).any() for g in grads)
@@ -278,7 +283,14 @@ def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:
     """A ratio of e^1000 is beyond every clip: a large number and no gradient, never inf·0."""
-    x = replace(PRESETS[name], ratio=ratio, kl="k3", kl_in="loss", correction="token_truncate", entropy_bonus=0.1)
+    x = replace(
+        algorithm_of(GRPOConfig(name)),
+        ratio=ratio,
+        kl="k3",
+        kl_in="loss",
+        correction="token_truncate",
+        entropy_bonus=0.1,
+    )
     for logp, old, ref in ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30)):
         for advantage in (-3.0, 0.0, 1e-6, 2.0):
             value, grad, metric_sums = single(

@@ -5,6 +5,7 @@ Settings are TRL's; `algorithm_like` says what each is called here. Tolerances a
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from covey.config.algorithms import PRESETS, Algorithm
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, LossInputs, MetricSums, policy_loss
 from covey.losses.shaping import kl_penalty
@@ -37,16 +39,19 @@ SURROGATE_OF = {"cispo": "cispo", "sapo": "sapo"}
 ADVANTAGE_OF = {"group": "group_zscore", "batch": "batch_std", "none": "centred"}
 
 
+PLAIN = algorithm_of(GRPOConfig(beta=0.0))
+
+
 def algorithm_like(case: Mapping[str, Any]) -> Algorithm:
     """Ours with TRL's settings."""
     trl = case["settings"]
     if case["trainer"] == "RLOOTrainer":
         # Its loss is a sum over each answer: ours by a constant, which `own_loss` takes out again.
-        return Algorithm("", "", "", advantage="leave_one_out", aggregate="constant", beta=trl["beta"], kl_in="reward")
+        return replace(PLAIN, advantage="leave_one_out", aggregate="constant", beta=trl["beta"], kl_in="reward")
     # TRL's epsilon_high is the cap itself in cispo, and the width of the clip elsewhere.
     is_cispo = trl["loss_type"] == "cispo"
-    return Algorithm(
-        "", "", "",
+    return replace(
+        PLAIN,
         advantage=ADVANTAGE_OF[trl["scale_rewards"]],
         ratio=trl["importance_sampling_level"],
         surrogate=SURROGATE_OF.get(trl["loss_type"], "clip"),
@@ -171,7 +176,7 @@ def differs(metric: str, algorithm: Algorithm) -> bool:
     [(loss, f"{loss}/plain") for loss in (*AGGREGATE_OF, "rloo")] + [("gspo", "grpo/gspo")],
 )
 def test_presets_are_what_trl_calls_so(preset: str, name: str) -> None:
-    ours, theirs = PRESETS[preset], algorithm_like(CASES[name])
+    ours, theirs = algorithm_of(GRPOConfig(preset)), algorithm_like(CASES[name])
     same = ["advantage", "ratio", "surrogate", "aggregate", "epsilon", "high", "sapo_positive", "sapo_negative"]
     if preset == "cispo":  # it has no clip, and its cap is chosen
         same = same[:4]

@@ -11,7 +11,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import policy_loss
 from covey.models.attention import causal_attention
@@ -276,7 +277,8 @@ def test_loss_and_gradients_equal_the_dense_layout(
 
         def loss(trained: nnx.State) -> jax.Array:
             scores = token_logps(graph, nnx.merge_state(trained, rest), rows, 0.9)
-            total, _ = policy_loss(PRESETS["grpo"], scores.logps, scores.entropy, rows.segment_ids, inputs)
+            algorithm = algorithm_of(GRPOConfig("grpo"))
+            total, _ = policy_loss(algorithm, scores.logps, scores.entropy, rows.segment_ids, inputs)
             return total / len(LENGTHS)
 
         return jax.jit(jax.value_and_grad(loss))(trained)

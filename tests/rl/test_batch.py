@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches
@@ -23,7 +24,7 @@ from covey.types import Mean
 
 SHAPES = [(5, [1, 3, 9, 20]), (30, [14, 4, 1, 1])]
 LENGTHS = [n for _, sizes in SHAPES for n in sizes]
-GRPO = PRESETS["grpo"]
+GRPO = algorithm_of(GRPOConfig("grpo"))
 RATE = 3.0
 """High, so that what float32 loses in the sum of weight and step is far below 1e-5 of the step."""
 

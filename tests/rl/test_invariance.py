@@ -21,7 +21,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
+from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
@@ -171,7 +172,7 @@ class Lab:
 
     def _learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
         others: Any = {"rl_cluster": self.cluster, "reward_fns": odd, "observers": [self._remember]}
-        critic = PRESETS[config.algorithm].has_critic
+        critic = algorithm_of(GRPOConfig(config.algorithm)).has_critic
         return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
 
     def _set(self, sizes: Sizes, **settings: Any) -> None:

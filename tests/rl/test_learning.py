@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.config.algorithms import PRESETS
+from covey.config.algorithms import algorithm_of
 from covey.config.metrics import RL, is_logged
+from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError
@@ -99,7 +100,7 @@ class Run:
     def another_learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
         """On the same cluster, with the same observer."""
         others: Any = {"rl_cluster": self.cluster, "reward_fns": middle, "observers": [self.records.append]}
-        critic = PRESETS[config.algorithm].has_critic
+        critic = algorithm_of(GRPOConfig(config.algorithm)).has_critic
         return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
 
     def restart(self, seed: int) -> None:

@@ -6,7 +6,7 @@ those that follow of their discounted errors. At the other tokens the inputs hol
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 from typing import Any
@@ -128,9 +128,8 @@ def test_the_estimate_agrees_with_the_oracle(whiten: bool, mask_truncated: bool,
     rng = np.random.default_rng(0)
     for kl, beta, old in product(("k1", "k2", "k3"), (0.0, 0.3), (False, True)):
         for gamma, lam in ((1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.8, 0.0), (0.0, 0.5)):
-            config = PPOConfig(
-                kl=kl, kl_in=kl_in, mask_truncated=mask_truncated, whiten=whiten, gamma=gamma, gae_lambda=lam
-            )
+            moved = {"kl": kl, "kl_in": kl_in, "mask_truncated": mask_truncated, "gamma": gamma, "gae_lambda": lam}
+            config = replace(algorithm_of(PPOConfig(whiten=whiten)), **moved)
             agree(config, [drawn_answer(rng) for _ in range(G * int(rng.integers(1, 4)))], beta, old)
 
 

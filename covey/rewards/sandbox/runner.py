@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from covey.config.recipe import validate
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RewardError
 from covey.rewards.call import (
@@ -35,13 +34,6 @@ from covey.rewards.call import (
 from covey.rewards.exits import block_exit
 from covey.rewards.sandbox.search import Attempt, find_failing, score_without
 from covey.rewards.sandbox.workers import Worker, import_path, to_json_values
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The section of a recipe that a runner uses, under the name that `recipe.validate` expects."""
-
-    reward_safety: RewardSafetyConfig
 
 
 @dataclass(frozen=True)
@@ -66,15 +58,10 @@ class RewardRunner:
 
     Attributes:
         failed: failures so far, by function; their sum is compared with the budget.
-
-    Raises:
-        RecipeError: the settings contradict each other.
     """
 
     def __init__(self, safety: RewardSafetyConfig | None = None, say: Callable[[str], None] | None = None):
         self.safety = safety or RewardSafetyConfig()
-        if safety is not None:
-            validate(_Settings(safety))
         self.failed: dict[str, int] = {}
         self._say = say or logging.getLogger(__name__).warning
         self._reported: set[str] = set()

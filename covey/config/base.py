@@ -1,0 +1,280 @@
+"""Base class of all settings: frozen dataclasses that pydantic validates, with the errors of this package.
+
+A class that derives from `Config` is a dataclass. Its fields have strict types, ranges and choices; unknown keywords
+are refused; `contradictions` compares its fields with each other. One `RecipeError` reports all mistakes of a call.
+NumPy scalars are valid as numbers, lists as tuples, and paths as text. This module does not import JAX.
+"""
+
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import Signature, signature
+from numbers import Number
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs, ErrorDetails
+
+from covey.config import suggestions
+from covey.errors import RecipeError, nearest, raise_together
+
+MAX_INT = 2**31 - 1
+"""Largest whole number of any setting: counts beyond it cannot be meant, and lists of such a length fill the memory."""
+MAX_SHOWN = 200
+"""Largest number of characters of a wrong value that an error shows."""
+
+Int = Annotated[int, Le(MAX_INT)]
+NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
+PositiveInt = Annotated[int, Ge(1), Le(MAX_INT)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Gt(0), Le(1)]
+"""A part of something, which is not nothing."""
+Probability = Annotated[float, Ge(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+"""Factor by which something decays, or the probability of leaving something out."""
+
+C = TypeVar("C", bound="Config")
+
+
+def shortened(value: Any) -> str:
+    """Return `value` as Python writes it, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write whole numbers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+class Problem(NamedTuple):
+    """One mistake in the settings of a class.
+
+    Attributes:
+        key: name of the setting.
+        what: description of the mistake.
+        want: values that would be valid.
+        fix: how to fix it.
+        loc: place of the wrong value within the setting's: positions in lists, names in mappings.
+        basic: whether the name or the type is wrong, so that the settings cannot be compared with each other.
+    """
+
+    key: str
+    what: str
+    want: str = ""
+    fix: str = ""
+    loc: tuple[int | str, ...] = ()
+    basic: bool = False
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Config:
+    """Base class for dataclasses of settings.
+
+    Attributes:
+        section: dotted name of the recipe section with these settings.
+        unset: meaning of None in the fields of the base class; "" if those fields are as in the base class.
+        kinds: type of each field, with its range.
+    """
+
+    section: ClassVar[str] = ""
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    unset: ClassVar[str] = ""
+    kinds: ClassVar[dict[str, Any]]
+    __signature__: ClassVar[Signature]
+    _validates: ClassVar[Any]
+
+    def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
+        """Make the class a dataclass.
+
+        Args:
+            section: dotted name of its section; by default that of its base class.
+            unset: meaning of None in fields of the base class, which are None here by default: one sentence.
+        """
+        super().__init_subclass__(**others)
+        cls.section, cls.unset = cls.section if section is None else section, unset
+        if unset:
+            _make_optional(cls)
+        dataclass(frozen=True)(cls)
+        cls.__signature__ = signature(cls)
+        names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
+        cls.kinds = {name: kind for name, kind in hints.items() if name in names}
+        del cls.__init__  # so that it is the one below, which validates
+        suggestions.register(cls)
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        names = [f.name for f in fields(self)]
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, and {len(args)} were given")
+        problems = self.assign(dict(zip(names, args, strict=False)) | keywords, self.section)
+        where = type(self).__name__
+        raise_together(
+            [RecipeError(p.what, want=p.want, fix=p.fix, where="" if p.key not in names else where) for p in problems]
+        )
+
+    def assign(self, given: Mapping[str, Any], path: str, shown: Callable[[Any], str] = shortened) -> list[Problem]:
+        """Set the fields of this new object and return all that is wrong with them.
+
+        Fields that are not in `given`, or have a wrong type there, get their defaults, so that the object can be a part
+        of a larger tree that is checked for more problems.
+
+        Args:
+            path: dotted name of the section in error texts.
+            shown: converts a wrong value to text.
+        """
+        arguments = ArgsKwargs((), {name: _plain(value) for name, value in given.items()})
+        try:
+            self._validator().validate_python(arguments, self_instance=self)
+        except ValidationError as error:
+            wrong: dict[Any, ErrorDetails] = {}
+            for entry in error.errors(include_url=False):
+                wrong.setdefault(entry["loc"][0], entry)
+            problems = [self._problem(name, given, path, entry, shown) for name, entry in wrong.items()]
+            wrong_type = {problem.key for problem in problems if problem.basic}
+            for name, default in defaults(type(self)).items():
+                object.__setattr__(self, name, default if name in wrong_type else given.get(name, default))
+            told = [] if wrong_type else [one for one in self.contradictions() if one.key not in wrong]
+            return problems + told
+        return list(self.contradictions())
+
+    @classmethod
+    def _validator(cls) -> Any:
+        if "_validates" not in vars(cls):  # late: most classes of settings are never used in a run
+            cls._validates = TypeAdapter(cls).validator
+        return cls._validates
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that contradicts another of this object."""
+        yield from ()
+
+    @classmethod
+    def _problem(
+        cls, name: str, given: Mapping[str, Any], path: str, error: ErrorDetails, shown: Callable[[Any], str]
+    ) -> Problem:
+        """Return the problem that pydantic found with the setting `name`."""
+        key = f"{path}.{name}".lstrip(".")
+        if error["type"] == "unexpected_keyword_argument":
+            what = f"{cls.__name__} has no keyword {name!r}"
+            return Problem(name, what, fix=suggestions.suggest(cls, name), basic=True)
+        kind, what = cls.kinds[name], f"{key} is {shown(given[name])}"
+        if error["type"] in _RANGES:
+            return Problem(name, what, _range_in_words(kind, error))
+        want = _classes(kind) or describe(kind)
+        return Problem(name, what, want, _nearest_choice(kind, error), error["loc"][1:], basic=True)
+
+
+_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+def _make_optional(cls: type[Config]) -> None:
+    """Declare the fields of the base class of `cls` again, with None as a value and as the default."""
+    for name, kind in cls.kinds.items():
+        cls.__annotations__[name] = kind | None
+        setattr(cls, name, None)
+
+
+def defaults(cls: type[Config]) -> dict[str, Any]:
+    """Return the default of each field of `cls` that has one."""
+    made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    return {name: value for name, value in made.items() if value is not MISSING}
+
+
+def without_check(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Return an object of `cls` with the values of all of its fields, which have been checked before."""
+    made = object.__new__(cls)
+    vars(made).update(values)
+    return made
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether `value` is data or settings, and not another object such as an optax transformation."""
+    return isinstance(value, (str, bytes, Number, list, Mapping, types.NoneType, Config)) or type(value) is tuple
+
+
+def classes_in(kind: Any) -> list[type[Config]]:
+    """Return the classes of settings that a field of type `kind` may hold."""
+    if get_origin(kind) in (Annotated, Union, types.UnionType):
+        return [found for one in get_args(kind) for found in classes_in(one)]
+    return [kind] if isinstance(kind, type) and issubclass(kind, Config) else []
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """Return the type of a field without its range and None, and whether None is a value of it."""
+    if get_origin(kind) is Annotated:
+        return without_none(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType) and types.NoneType in get_args(kind):
+        (rest,) = [one for one in get_args(kind) if one is not types.NoneType]
+        return without_none(rest)[0], True
+    return kind, False
+
+
+def describe(kind: Any) -> str:
+    """Describe the values that a field of type `kind` takes."""
+    inner, optional = without_none(kind)
+    if get_origin(inner) is Literal:
+        words = ", ".join(str(a) for a in get_args(inner))
+    elif get_origin(inner) is tuple:
+        words = f"a list [a, b] of: {describe(get_args(inner)[0])}"
+    elif get_origin(inner) is dict:
+        words = f"a mapping {{name: value}} of: {describe(get_args(inner)[1])}"
+    else:
+        words = _WORDS.get(inner, "a mapping (name: value)")
+    return words + (" (or null)" if optional else "")
+
+
+def bounds(kind: Any) -> dict[type, float]:
+    """Return the limits of a number, by their class in `annotated_types`."""
+    found = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
+    parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
+    return found | {limit: value for one in parts for limit, value in bounds(one).items()}
+
+
+def _range_in_words(kind: Any, error: ErrorDetails) -> str:
+    limits = bounds(kind)
+    if error.get("ctx", {}).get("le") != MAX_INT and limits.get(Le) == MAX_INT:
+        del limits[Le]
+    words = {Ge: "at least", Gt: "more than", Le: "at most", Lt: "less than"}
+    return " and ".join(f"{words[limit]} {value}" for limit, value in limits.items())
+
+
+def _classes(kind: Any) -> str:
+    return " or ".join(f"{one.__name__}(...)" for one in classes_in(kind))
+
+
+def _nearest_choice(kind: Any, error: ErrorDetails) -> str:
+    """Return the choice nearest to the wrong value; "" if the field has no choices."""
+    inner, value = without_none(kind)[0], error["input"]
+    if get_origin(inner) in (tuple, dict):
+        inner = get_args(inner)[-1 if get_origin(inner) is dict else 0]
+    return nearest(value, get_args(inner)) if get_origin(inner) is Literal and isinstance(value, str) else ""
+
+
+def _plain(value: Any) -> Any:
+    """Convert an array without axes to its number, a list to a tuple, and a path to text."""
+    if type(value) in (list, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    try:
+        return value.item() if getattr(value, "ndim", None) == 0 else value
+    except Exception:  # an array that holds no number, such as a JAX key
+        return value
+
+
+_LIMITS = (Ge, Gt, Le, Lt)
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}

@@ -1,0 +1,33 @@
+"""The settings of a run: one module for each section of a recipe, which the Python API takes too.
+
+No JAX here: the command answers `--help` and typos before it is imported.
+"""
+
+from covey.config.algorithms import GRPOConfig, PPOConfig
+from covey.config.schema.data import HUBS, DataConfig, SFTDataConfig
+from covey.config.schema.evaluation import EvalConfig, SFTEvalConfig
+from covey.config.schema.model import LORA_TARGETS, LoRAConfig, MeshConfig, ModelOptions
+from covey.config.schema.optimizer import OptimizerConfig
+from covey.config.schema.rollout import CALCULATOR_MARKERS, RolloutConfig
+from covey.config.schema.sampling import SamplingConfig
+from covey.config.schema.training import RLTrainingConfig, SFTConfig
+
+__all__ = [
+    "CALCULATOR_MARKERS",
+    "HUBS",
+    "LORA_TARGETS",
+    "DataConfig",
+    "EvalConfig",
+    "GRPOConfig",
+    "LoRAConfig",
+    "MeshConfig",
+    "ModelOptions",
+    "OptimizerConfig",
+    "PPOConfig",
+    "RLTrainingConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTEvalConfig",
+    "SamplingConfig",
+]

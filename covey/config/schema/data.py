@@ -1,0 +1,56 @@
+"""Settings of the section `data`: where prompts and examples come from."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Literal
+
+from covey.config.base import Config, Fraction, NonNegativeInt, Problem
+
+HUBS = ("hf:", "tfds:")
+"""Beginnings of a `data.path` that is no path."""
+
+DATA_PATHS = {
+    "gsm8k": "--data.path FOLDER with train.jsonl and test.jsonl (or Kaggle's CSV), hf:openai/gsm8k, or tfds:gsm8k",
+    "jsonl": "the training file: --data.path FILE.jsonl, or hf:org/name",
+}
+"""Values of `data.path` by task, for the tasks that read it."""
+
+
+class DataConfig(Config, section="data"):
+    """Source of the prompts."""
+
+    task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "first-letter"
+    """first-letter, arithmetic and sums are made on the fly; gsm8k and jsonl are read from `path`."""
+    path: str | None = None
+    """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
+    main_train.csv and main_test.csv; hf:org/name[/config][@revision]; or tfds:name.
+    """
+    test_path: str | None = None
+    """The held-out file beside a file. Without it the last tenth of `path` is held out."""
+    prompt_column: str = "prompt"
+    """jsonl: the column that holds the prompt (text, or a list of chat messages)."""
+    system: str | None = None
+    """System message put before each prompt; the task's own when not set."""
+    train_fraction: Fraction = 1.0
+    """Fraction of the training set that is used, after shuffling."""
+    seed: NonNegativeInt = 42
+    """Seed of the shuffle and of the tasks made on the fly."""
+
+    def unread_settings(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that the task does not read and would silently ignore."""
+        unread = {"prompt_column", "completion_column"} if self.task != "jsonl" else set()
+        unread |= {"path", "test_path"} if self.task not in DATA_PATHS else set()
+        for name in (f.name for f in fields(self) if f.name in unread and getattr(self, f.name) != f.default):
+            what = f"data.{name} is {getattr(self, name)}, and data.task {self.task} does not read it"
+            yield Problem(name, what, f"--data.task jsonl, to read rows of your own, or no data.{name}")
+
+
+class SFTDataConfig(DataConfig):
+    """Source of the examples: prompts with the completions to learn."""
+
+    task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "jsonl"
+    """jsonl: rows with answers, read from `path`, in the forms that covey sft --help lists. arithmetic, sums and gsm8k
+    bring worked answers; first-letter has none.
+    """
+    completion_column: str = "completion"
+    """jsonl: the column that holds the completion."""

@@ -1,0 +1,53 @@
+"""Settings of the section `evaluation`."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Literal
+
+from covey.config.base import NonNegativeInt, PositiveInt, Problem
+from covey.config.schema.sampling import SamplingConfig
+
+
+class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when not set."):
+    """Evaluation before, during and after training."""
+
+    prompts: NonNegativeInt = 100
+    """Number of held-out prompts; 0 means all."""
+    during_prompts: NonNegativeInt | None = None
+    """covey train: number of held-out prompts of evaluations during training; `prompts` when not set, 0 means all."""
+    samples: PositiveInt = 1
+    """Number of completions sampled for each prompt."""
+    accuracy: str = ""
+    """Reward function that is 1 or more for a right answer."""
+    partial: str = ""
+    """Reward function that is 1 or more for a nearly right answer."""
+    format: str = ""
+    """Reward function that is 1 or more for a well-formed answer."""
+    pass_k: NonNegativeInt = 0
+    """Largest k of pass@k, at most `samples`: one of k answers is right, by the function of accuracy; 0 is off."""
+    preset: Literal["greedy", "standard", "liberal", "all"] | None = None
+    """Sampling by name (temperature, top_k, top_p): greedy 1e-4, 1, 1; standard 0.7, 50, 0.95; liberal 0.85, 2000, 1;
+    all evaluates under each of them, and during training under the first.
+    """
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for settings of pass@k and of sampling that exclude each other."""
+        if self.pass_k > self.samples:
+            what = f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled"
+            yield Problem("pass_k", what, f"at most {self.samples}, or an evaluation.samples of {self.pass_k}")
+        if self.pass_k and not self.accuracy:
+            what = "evaluation.pass_k is set, and nothing says what is right"
+            yield Problem("pass_k", what, "0, or the name of a reward function in evaluation.accuracy")
+        for name in (f.name for f in fields(SamplingConfig)):
+            if self.preset and getattr(self, name) is not None:
+                what = f"evaluation.{name} is set, and evaluation.preset {self.preset} sets it too"
+                yield Problem(name, what, "null for one of the two")
+
+
+class SFTEvalConfig(EvalConfig):
+    """Evaluation before and after supervised training: the loss on held-out examples, and a few answers."""
+
+    answers: NonNegativeInt = 4
+    """Number of held-out prompts that are also answered, judged by accuracy and format where those are named; 0 is
+    none. A prompt that leaves no room for rollout.max_new_tokens is passed over.
+    """

@@ -1,0 +1,97 @@
+"""Settings of the section `model`: the checkpoint, its adapters and its devices."""
+
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from covey.config.base import Config, Decay, Int, NonNegativeInt, PositiveFloat, PositiveInt, Problem
+from covey.errors import nearest
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
+"""Names that a projection has in some family."""
+
+
+class LoRAConfig(Config, section="model.lora"):
+    """Low-rank adapters (Hu et al., 2021): W + (alpha / rank)·A·B on the named projections."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0 trains every weight instead (full fine-tuning)."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Projections that get an adapter: all-linear, names (q_proj), or regular expressions over whole dotted paths
+    (layers\\.[0-7]\\.attn\\..*); ours or Hugging Face's.
+    """
+    dropout: Decay = 0.0
+    """Probability with which an update drops an input of an adapter; one mask serves all tokens of the update."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for adapters without any target."""
+        if self.rank > 0 and not self.targets:
+            want = "at least one projection"
+            yield Problem("targets", "model.lora.targets is empty: nothing would be trained", want)
+
+    def unknown_targets(self) -> Iterator[Problem]:
+        """Yield a problem for each target that is a name, but of a projection in no family of models."""
+        for target in self.targets:
+            if target.isidentifier() and target not in LORA_TARGETS:
+                yield Problem("targets", f"model.lora.targets has no {target!r}", nearest(target, LORA_TARGETS))
+
+
+class MeshConfig(Config, section="model.mesh"):
+    """Devices of a process as a grid; 1 along every axis is one device."""
+
+    data: PositiveInt = 1
+    """Number of copies of the weights; each copy gets an equal part of the rows."""
+    fsdp: PositiveInt = 1
+    """Number of parts into which the weights are split; the devices of each part get an equal part of the rows."""
+    tp: PositiveInt = 1
+    """Number of parts into which each matrix product is split."""
+
+
+class ModelOptions(Config, section="model"):
+    """Checkpoint to start with, and its types in memory and in computation."""
+
+    source: str = "smollm2-135m"
+    """A name (smollm2-135m), a Hugging Face folder, a .gguf file, hf:org/name[@revision], the folder of a run, or a
+    model made from scratch (scratch:arithmetic-tiny; its weights are drawn from the run's seed).
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the operands of matrix products; they always accumulate in float32."""
+    remat: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    remat_keeps: Literal["nothing", "products"] = "products"
+    """Activations that a recomputed layer keeps: the results of its projections, which are nearly all of the work, or
+    nothing.
+    """
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Under adapters: hold the frozen projections of the base in 8 bits with one scale for each column, or in 4 bits
+    with one scale for each block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.
+    """
+    quantize_block: Annotated[Int, Ge(2)] = 64
+    """nf4: number of inputs of a projection with a common scale; even, and a divisor of the inputs of each."""
+    adapter: str | None = None
+    """Folder of a PEFT adapter (adapter_config.json), which is put on the model and trained on; lora.rank is then 0,
+    since the adapter has its own.
+    """
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for settings of adapters and quantisation that exclude each other."""
+        if self.adapter and self.lora.rank:
+            what = f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own"
+            yield Problem("adapter", what, "model.lora.rank 0 beside an adapter")
+        if self.quantize != "none" and not (self.lora.rank or self.adapter):
+            what = f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained"
+            yield Problem("quantize", what, "none; or adapters: a model.lora.rank above 0, or model.adapter")
+        if self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block:
+            what = f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}"
+            want = f"model.quantize nf4; else {ModelOptions.quantize_block}, its default"
+            yield Problem("quantize_block", what, want)
+        if self.quantize_block % 2:
+            yield Problem("quantize_block", f"model.quantize_block is {self.quantize_block}", "an even number")
