@@ -20,7 +20,7 @@ from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.evaluate import Evaluation, Generates, judges
-from covey.rl.evaluate import evaluate as judge
+from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import mesh_at_hand, open_model
 from covey.text.tokenizer import Tokenizer
@@ -30,17 +30,17 @@ from covey.types import Group
 log = logging.getLogger(__name__)
 
 
-def evaluate(source: str, ready: Recipe) -> dict[str, Any]:
-    """Evaluate the model or run at `source` on the held-out prompts of `ready`; print and return the metrics."""
-    held_out = data_source.load(ready.data).test
-    check_columns((*ready.rewards, *judges(ready.evaluation)), held_out)
+def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
+    """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics."""
+    held_out = data_source.load(recipe.data).test
+    check_columns((*recipe.rewards, *judges(recipe.evaluation)), held_out)
     with Progress(0) as progress, show_log(progress.phase, progress.message):
-        mesh = mesh_at_hand(ready.model.mesh)
-        model, tokenizer = open_model(source, ready.model, mesh)
-        worker = RolloutWorker(model, tokenizer, ready.rollout)
+        mesh = mesh_at_hand(recipe.model.mesh)
+        model, tokenizer = open_model(source, recipe.model, mesh)
+        worker = RolloutWorker(model, tokenizer, recipe.rollout)
         progress.phase("sampling answers")
-        with RewardRunner(ready.reward_safety, progress.message) as runner:
-            found = judge_held_out(worker, fitting(held_out, tokenizer, ready).rows, ready, progress, runner)
+        with RewardRunner(recipe.reward_safety) as runner:
+            found = evaluate_held_out(worker, fit_to_recipe(held_out, tokenizer, recipe).rows, recipe, progress, runner)
         progress.evaluation(source, found.summary())
     return found.summary()
 
@@ -66,14 +66,14 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     print("Say something; an empty line ends the chat.", flush=True)
     while text := _read_line():
         try:
-            messages = _answered(worker, messages, text, limit)
+            messages = _reply(worker, messages, text, limit)
         except DataError as error:
             _echo(f"this line is left out: {error}")
         else:
             _echo(messages[-1]["content"])
 
 
-def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
+def _reply(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, limit: int) -> list[dict[str, str]]:
     """Return the conversation `before` with `text` and the model's reply, without its oldest turns if it is longer than
     `limit` tokens.
 
@@ -93,17 +93,19 @@ def _answered(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
 
 
-def fitting(rows: Sequence[Row], tokenizer: Tokenizer, ready: Recipe) -> FittedPrompts:
+def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:
     """Leave out or cut prompts that are too long, according to the recipe."""
-    return fit_prompts(rows, tokenizer, ready.rollout.max_prompt_length, ready.training.too_long)
+    return fit_prompts(rows, tokenizer, recipe.rollout.max_prompt_length, recipe.training.too_long)
 
 
-def judge_held_out(
-    model: Generates, held_out: Sequence[Any], ready: Recipe, progress: Progress, runner: RewardRunner
+def evaluate_held_out(
+    model: Generates, held_out: Sequence[Any], recipe: Recipe, progress: Progress, runner: RewardRunner
 ) -> Evaluation:
-    """Run the evaluation that the recipe `ready` configures."""
-    weights = ready.grpo.reward_weights
-    return judge(model, held_out, ready.evaluation, ready.rollout, ready.rewards, weights, progress.advance, runner)
+    """Run the evaluation that the recipe configures."""
+    weights = recipe.grpo.reward_weights
+    return evaluate_model(
+        model, held_out, recipe.evaluation, recipe.rollout, recipe.rewards, weights, progress.advance, runner
+    )
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:
@@ -118,7 +120,7 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
     )
 
 
-def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
+def select_answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
     """Return the first `count` of `examples` whose prompt leaves room for an answer; log the others."""
     chosen: list[Row] = []
     too_long: list[int] = []
@@ -131,11 +133,11 @@ def answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> li
         else:
             too_long.append(tokens)
     if too_long:
-        log.warning(_not_answered(too_long, worker.config))
+        log.warning(_describe_too_long(too_long, worker.config))
     return chosen
 
 
-def _not_answered(tokens: Sequence[int], config: RolloutConfig) -> str:
+def _describe_too_long(tokens: Sequence[int], config: RolloutConfig) -> str:
     room = config.max_prompt_length + config.max_new_tokens
     which = "1 held-out example is" if len(tokens) == 1 else f"{len(tokens)} held-out examples are"
     asked = f"{max(tokens)} tokens and rollout.max_new_tokens = {config.max_new_tokens}"
@@ -145,13 +147,13 @@ def _not_answered(tokens: Sequence[int], config: RolloutConfig) -> str:
 
 
 def answer_examples(
-    worker: RolloutWorker, asked: Sequence[Row], ready: SFTRecipe, progress: Progress
+    worker: RolloutWorker, examples: Sequence[Row], recipe: SFTRecipe, progress: Progress
 ) -> tuple[dict[str, Any], Sequence[Group]]:
-    """Generate answers to the examples `asked` and score them; the result is empty when there are none."""
-    if not asked:
+    """Generate answers to `examples` and score them; the result is empty when there are none."""
+    if not examples:
         return {}, ()
-    every = dataclasses.replace(ready.evaluation, prompts=0)
-    found = judge(worker, asked, every, worker.config, progress=progress.advance)
+    every = dataclasses.replace(recipe.evaluation, prompts=0)
+    found = evaluate_model(worker, examples, every, worker.config, progress=progress.advance)
     return found.summary(), found.groups
 
 

@@ -23,11 +23,11 @@ from covey.models.loading.sources import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import format_of
 from covey.parallel import mesh_for, reshard, shardings
+from covey.run.folder import CHECKPOINTS
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import SUMS
 
-CHECKPOINTS = "checkpoints"
 LOCAL = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
     re.DOTALL,

@@ -69,13 +69,13 @@ STARTING = """
             return found
         return look_and_wait
 
-    def hold(run):
-        wait(f"holds {run.out.resolve()}")
-        run._summarise({"steps": 0})
+    def hold(kind, recipe, data, mesh, folder):
+        wait(f"holds {folder.path.resolve()}")
+        folder.write_summary({"steps": 0})
         return {}
 
     cli.new_run_folder = looked(cli.new_run_folder)
-    Run._go = hold
+    Run._execute = classmethod(hold)
     sys.exit(cli.main(sys.argv[1:]))
 """
 """The command `covey`, which stops behind its first look at the folder, and again where training would begin."""
@@ -149,7 +149,7 @@ def stopping_with(act: Callable[[], object]) -> Callable[[Run[Any]], Any]:
 def test_a_run_that_fails_at_once_leaves_an_empty_folder_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "_go", stopping_with(lambda: None))
+    monkeypatch.setattr(Run, "run", stopping_with(lambda: None))
     with pytest.raises(DataError):
         run.train(ready(), tmp_path)
     assert tmp_path.is_dir()
@@ -167,7 +167,7 @@ def test_a_run_that_fails_at_once_does_not_remove_what_took_its_place(
         for name in ("recipe.yaml", "checkpoints/lock"):
             (out / name).write_text("of another run")
 
-    monkeypatch.setattr(Run, "_go", stopping_with(replaced))
+    monkeypatch.setattr(Run, "run", stopping_with(replaced))
     with pytest.raises(DataError):
         run.train(ready(), out)
     assert (out / "recipe.yaml").read_text() == "of another run"
@@ -300,7 +300,7 @@ def test_without_a_summary_trained_weights_are_not_evaluated_as_those_before(cop
 
 @pytest.mark.parametrize(
     ("owner", "name", "first"),
-    [(RLRun, "write", None), (Checkpointer, "save", 4), (RLRun, "judged", "before")],
+    [(RLRun, "write", None), (Checkpointer, "save", 4), (RLRun, "evaluate", "before")],
 )
 def test_a_folder_that_vanishes_stops_the_run(
     owner: Any, name: str, first: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -370,8 +370,7 @@ def test_a_finished_run_says_so_and_how_to_train_longer(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """And nothing is loaded, evaluated or written for it."""
-    monkeypatch.setattr(RLRun, "prepare", None)
-    monkeypatch.setattr(RLRun, "judged", None)
+    monkeypatch.setattr(RLRun, "__init__", None)
     held = {path.name: path.read_bytes() for path in copied.glob("*.*")}
     assert main(["train", "--resume", str(copied)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -388,7 +387,7 @@ def test_a_finished_run_of_epochs_says_so_too(tmp_path: Path, monkeypatch: pytes
     more = ["evaluation.answers=0", "model.lora.rank=0", "rollout.max_new_tokens=4"]
     assert main(["sft", "sft-smollm2", "--out", str(out), *words, *more]) == 0
     held = (out / "summary.json").read_bytes()
-    monkeypatch.setattr(SFTRun, "judged", None)
+    monkeypatch.setattr(SFTRun, "evaluate", None)
     assert main(["sft", "--resume", str(out)]) == 0
     assert "this run is finished" in capsys.readouterr().out
     assert (out / "summary.json").read_bytes() == held

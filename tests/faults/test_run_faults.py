@@ -209,14 +209,14 @@ def test_a_signal_during_the_last_save_ends_the_run_behind_it(tmp_path: Path) ->
 def test_a_signal_before_anything_is_saved_has_the_code_of_the_signal(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    found, told = signalled(tmp_path / "run", "RLRun.judged", number)
+    found, told = signalled(tmp_path / "run", "RLRun.evaluate", number)
     assert (found, "Traceback" in told) == (code, False), told
     assert f"stopped by {number.name}; nothing is saved" in told
     assert "--resume" not in told
 
 
 def test_a_signal_in_the_last_evaluation_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
-    code, told = signalled(tmp_path / "run", "RLRun.judged", signal.SIGINT, spared="before")
+    code, told = signalled(tmp_path / "run", "RLRun.evaluate", signal.SIGINT, spared="before")
     assert code == STOPPED, told
     assert "stopped by SIGINT; step 3 is saved" in told
     assert f"covey train --resume {tmp_path / 'run'}" in told
@@ -233,7 +233,7 @@ COMPILING = """
     from covey.cli import main as cli
     from covey.run.rl import RLRun
 
-    def judged(self, name):
+    def evaluate(self, name):
         def program(x):
             for _ in range(10_000):
                 x = jax.lax.sort(x) * x
@@ -243,7 +243,7 @@ COMPILING = """
         threading.Timer(0.5, os.kill, (os.getpid(), int(os.environ["SENT"]))).start()
         lowered.compile()
 
-    RLRun.judged = judged
+    RLRun.evaluate = evaluate
     sys.exit(cli.main())
 """
 """The command `covey`, with an evaluation for which a program is compiled that takes long, and a signal meanwhile."""

@@ -23,7 +23,7 @@ from covey.config.schema import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
 from covey.parallel import flatten
-from covey.run.inference import answerable, answering_worker
+from covey.run.inference import answering_worker, select_answerable
 from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
@@ -266,7 +266,7 @@ def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
     (most,) = re.findall(r"--rollout\.max-new-tokens (\d+)", told)
     model, tokenizer, _ = load_source(ModelOptions(), TINY)
     worker = answering_worker(model, tokenizer, RolloutConfig(max_new_tokens=int(most), max_prompt_length=8))
-    assert answerable(worker, [long, short], 1, print) == [long]
+    assert select_answerable(worker, [long, short], 1, print) == [long]
 
 
 def test_training_needs_no_room_for_any_answer(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:

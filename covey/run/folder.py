@@ -1,0 +1,207 @@
+"""Folder of one run: the files in it, and the lock that keeps a second writer out.
+
+The folder holds the whole run: `recipe.yaml` its settings, `metrics.jsonl` the metrics, `before.jsonl` and
+`after.jsonl` the answers to held-out prompts, `checkpoints/` the state to resume from, `summary.json` the result. With
+several processes the first writes; all read when resuming. The lock is that of `checkpoints/`.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
+from covey.display import refuse_secrets
+from covey.errors import CoveyError, NumbersError, ResumeError
+from covey.parallel import distributed
+from covey.train.checkpoint import Checkpointer
+from covey.train.checksums import claim, give_back, replace_file
+from covey.train.metrics import BAD, SUMMARY, MetricsWriter, write_answers, write_bad_batch, write_summary
+from covey.types import Group
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
+
+
+class RunFolder:
+    """The open folder of a run; a context manager. The methods write in the first process alone.
+
+    Args:
+        out: the folder.
+        saves: its checkpoints, locked by the first process.
+        resuming: continue from the state in the folder.
+        rows: names of the files that must have rows up to the last checkpoint.
+
+    Attributes:
+        path: the absolute path, because a reward function may change the working directory.
+        given: the path as the user wrote it.
+        writes: whether this process writes.
+        last: step of the last checkpoint at the start; None when there is none.
+        resume_at: step that the run resumes from; None for a new run.
+        summary: content of `summary.json` of the resumed run, if it has written one.
+        saved: step of the last checkpoint of this run, in any process.
+        metrics: metrics of the last step.
+
+    Raises:
+        ResumeError: `summary.json` or the rows are not those of a run.
+    """
+
+    def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, rows: Sequence[str] = ()):
+        self.path, self.given, self.saves, self.resuming = out.absolute(), out, saves, resuming
+        self.writes = distributed.is_first()
+        self.last = distributed.agreed(saves.latest(), "last checkpoint")
+        self.saved = self.last if resuming else None
+        self.resume_at = (self.last or 0) if resuming else None
+        self.summary = distributed.agreed(read_summary(self.path / SUMMARY) if resuming else None, "summary")
+        self.metrics: Mapping[str, float] = {}
+        reaching = rows if self.resume_at else ()
+        self._rows = MetricsWriter(self.path, resume_at=self.resume_at, reaching=reaching) if self.writes else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rows is not None:
+            self._rows.close()
+
+    def is_finished(self, total: int) -> bool:
+        """Return whether the resumed run has made all of the `total` steps, and evaluated the result.
+
+        Args:
+            total: 0 when not known yet.
+        """
+        done = self.summary or {}
+        return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
+
+    def is_worth_keeping(self) -> bool:
+        """Return whether a step was made, even if its files were lost since, or a bad batch was kept."""
+        return bool(self.metrics) or (self.path / BAD).exists()
+
+    def refuse_replaced(self) -> None:
+        """Refuse to go on when the folder was removed or replaced."""
+        if self.writes and not self.saves.holds():
+            raise ResumeError(
+                "the run folder was removed or replaced while the run was writing in it",
+                want="a folder that is left alone until the run has ended",
+                fix="begin the run again, or put the folder back and resume",
+                where=str(self.path),
+            )
+
+    def write_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Write the row of a step."""
+        self.metrics = metrics
+        if self._rows is not None:
+            self.refuse_replaced()
+            self._rows.step(metrics)
+
+    def write_samples(self, step: int, groups: Iterable[Group]) -> None:
+        """Write the completions of a step."""
+        if self._rows is not None:
+            self._rows.samples(step, groups)
+
+    def write_answers(self, name: str, groups: Iterable[Group]) -> None:
+        """Write the completions of the evaluation `name`."""
+        if self.writes:
+            write_answers(self.path, name, groups)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        if self.writes:
+            self.refuse_replaced()
+            write_summary(self.path, summary)
+
+    def update_recipe(self, recipe: Recipe | SFTRecipe) -> None:
+        """Write the recipe of a resumed run, with the overrides given with --resume."""
+        if self.writes and self.resuming and load_any(self.path) != recipe:
+            text = to_yaml(recipe)
+            refuse_secrets(text)
+            replace_file(self.path / RECIPE, text.encode())
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], score: float | None) -> None:
+        """Start writing a checkpoint, after the rows before it are on the disk."""
+        self.refuse_replaced()
+        if self._rows is not None:
+            self._rows.sync()
+            self.saves.save(step, state, extra, score=score)
+
+    def keep_bad_batch(
+        self, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
+    ) -> None:
+        """Write the batch of a non-finite update into `bad/` for debugging, and report it."""
+        if self.writes:
+            file = write_bad_batch(self.path, step, groups, arrays)
+            log.warning(f"{error.what}; its batch is kept: {file}.jsonl")
+
+
+@contextmanager
+def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
+    """Create the folder of a new run. After an error of the user it is left as it was, unless it is worth keeping, so
+    that the corrected command can use the name.
+    """
+    text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
+    refuse_secrets(text)
+    made = writes and claim(path, CHECKPOINTS)
+    with _checkpoints(path, recipe) as saves:
+        if writes:
+            replace_file(path / RECIPE, text.encode())
+        folder = None
+        try:
+            with RunFolder(out, saves) as folder:
+                yield folder
+        except CoveyError:
+            if saves.holds() and not (folder and folder.is_worth_keeping()):
+                give_back(path, made)
+            raise
+
+
+@contextmanager
+def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, rows: Sequence[str]) -> Iterator[RunFolder]:
+    """Open the folder of a run to resume it; `rows` are as for `RunFolder`."""
+    with _checkpoints(out.absolute(), recipe) as saves, RunFolder(out, saves, resuming=True, rows=rows) as folder:
+        yield folder
+
+
+def _checkpoints(path: Path, recipe: Recipe | SFTRecipe) -> Checkpointer:
+    """Open the checkpoints; the process that writes locks them."""
+    return Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, read_only=not distributed.is_first())
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Read the summary of a run; None when it has written none.
+
+    Raises:
+        ResumeError: the file is not a summary.
+    """
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        wrong = _unlike_a_summary(summary)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise ResumeError(
+            f"this is no summary of a run: {wrong}",
+            want="what the run has written, with the figures from before training",
+            fix="put the file back, or remove it: the figures from before training are then left out",
+            where=str(path),
+        )
+    return dict(summary)
+
+
+def _unlike_a_summary(found: Any) -> str:
+    """Explain why JSON is not a valid summary of a run, as far as it is used; empty when it is."""
+    if not isinstance(found, dict) or not isinstance(found.get("before", ""), dict | None):
+        return "it is no mapping with the figures under before"
+    figures = found["before"] or {}
+    strange = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, Figure)]
+    return f"before.{strange[0]} is {figures[strange[0]]!r}, which is no number" if strange else ""
+
+
+Figure = int | float | None
+"""Value of an evaluation metric; None where nothing was measured."""
