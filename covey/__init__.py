@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from covey.rewards import RewardRunner
     from covey.rl.cluster import RLCluster
     from covey.rl.grpo import GRPOLearner
+    from covey.rl.helpers import (
+        build_positions_from_mask,
+        compute_advantages,
+        get_per_token_logps,
+        make_causal_attn_mask,
+        make_completion_mask,
+        pad_to_length,
+        selective_log_softmax,
+    )
     from covey.rl.ppo import PPOLearner
     from covey.rl.roles import ClusterConfig, Role
     from covey.run import open_model
@@ -64,8 +73,15 @@ __all__ = [
     "SFTRecipe",
     "Tracked",
     "Trackers",
+    "build_positions_from_mask",
+    "compute_advantages",
+    "get_per_token_logps",
+    "make_causal_attn_mask",
+    "make_completion_mask",
     "make_mesh",
     "open_model",
+    "pad_to_length",
+    "selective_log_softmax",
     "with_lora",
     "write_hf",
     "write_peft",
@@ -108,8 +124,15 @@ _HOMES = {
     "SFTRecipe": "covey.config.recipe",
     "Tracked": "covey.train.trackers",
     "Trackers": "covey.train.trackers",
+    "build_positions_from_mask": "covey.rl.helpers",
+    "compute_advantages": "covey.rl.helpers",
+    "get_per_token_logps": "covey.rl.helpers",
+    "make_causal_attn_mask": "covey.rl.helpers",
+    "make_completion_mask": "covey.rl.helpers",
     "make_mesh": "covey.parallel",
     "open_model": "covey.run",
+    "pad_to_length": "covey.rl.helpers",
+    "selective_log_softmax": "covey.rl.helpers",
     "with_lora": "covey.models.lora",
     "write_hf": "covey.models.export",
     "write_peft": "covey.models.export",

@@ -5,7 +5,7 @@ or that of the adapters that a run began with. A role on another mesh gets its o
 `sync_weights` moves the actor's weights to the rollout.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -30,7 +30,7 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import make_optimizer
-from covey.train.trainer import Gradients, Metrics, Trainer
+from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
 
@@ -186,7 +186,7 @@ class RLCluster(Keywords):
 
     def update_actor(self, batches: Iterable[TrainBatch]) -> Metrics:
         """Make one optimizer step of the actor on all of `batches`, in pieces of `max_tokens_per_micro_batch`."""
-        return self.apply(Role.ACTOR, self.gradients(Role.ACTOR, batches))
+        return self._trainer(Role.ACTOR).update(self._micro_batches(Role.ACTOR, batches))
 
     def update_critic(self, batches: Iterable[TrainBatch]) -> Metrics:
         """Make one optimizer step of the critic on all of `batches`; the inference worker gets the new weights.
@@ -203,9 +203,7 @@ class RLCluster(Keywords):
             RecipeError: there is no critic.
             NumbersError: the loss or the gradient is not finite.
         """
-        trainer, limit = self._trainer(role), self.config.training_config.max_tokens_per_micro_batch
-        split = value_micro_batches if role == Role.CRITIC else policy_micro_batches
-        return trainer.gradients(split(batches, trainer.trainable, self.config.mesh(role), limit))
+        return self._trainer(role).gradients(self._micro_batches(role, batches))
 
     def apply(self, role: Role, gradients: Gradients) -> Metrics:
         """Make one optimizer step of the actor or the critic with these gradients."""
@@ -278,6 +276,12 @@ class RLCluster(Keywords):
         trainer = self.critic_trainer if role == Role.CRITIC else self.trainer
         assert trainer is not None, "RLCluster.prepare comes before training"
         return trainer
+
+    def _micro_batches(self, role: Role, batches: Iterable[TrainBatch]) -> Iterator[MicroBatch]:
+        """Yield what the loss of actor or critic needs of `batches`, in pieces of `max_tokens_per_micro_batch`."""
+        cut = value_micro_batches if role == Role.CRITIC else policy_micro_batches
+        limit = self.config.training_config.max_tokens_per_micro_batch
+        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit)
 
     def _host_reference(self, config: GRPOConfig) -> None:
         """Host the reference that was given or the actor's initial weights, apart from the arrays that are trained."""

@@ -1,8 +1,8 @@
-"""Numeric helpers with the names of Tunix and TRL, for custom scripts and losses.
+"""Low-level API for custom scripts and losses: pure functions on padded samples [B, T], exported by `covey`.
 
-They are pure functions. Covey's own loop works on rows instead (`packing.rows`, `losses.logprobs`); these work on
-batches of padded samples [B, T] and give the same numbers. K is `logits_to_keep`: the scored tokens at the end of each
-sample.
+They have the names and arguments of Tunix (`tunix.rl.common`) and TRL; `docs/low-level.md` lists them. Covey's own loop
+works on rows instead (`packing.rows`, `losses.logprobs`) and gives the same numbers. K is `logits_to_keep`: the scored
+tokens at the end of each sample.
 """
 
 from collections.abc import Sequence

@@ -11,18 +11,18 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.algorithms import Algorithm, algorithm_of
-from covey.config.schema import GRPOConfig
-from covey.errors import RewardError
-from covey.losses.policy import AGGREGATES, KLS, LossInputs, policy_loss
-from covey.rl.grpo import GRPOLearner
-from covey.rl.helpers import (
+from covey import (
     build_positions_from_mask,
     compute_advantages,
     get_per_token_logps,
     make_causal_attn_mask,
     pad_to_length,
 )
+from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.schema import GRPOConfig
+from covey.errors import RewardError
+from covey.losses.policy import AGGREGATES, KLS, LossInputs, policy_loss
+from covey.rl.grpo import GRPOLearner
 from covey.types import Group
 
 GRPO = algorithm_of(GRPOConfig(beta=0.04))

@@ -1,5 +1,10 @@
 """Helpers by their known names: against float64 NumPy, against the loop's own rows, and by their properties."""
 
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from covey.errors import RewardError
-from covey.losses.logprobs import token_logps
-from covey.models.attention import masked_attention
-from covey.packing.rows import pack, unpack
-from covey.rl.helpers import (
+import covey
+from covey import (
     build_positions_from_mask,
     compute_advantages,
     get_per_token_logps,
@@ -22,6 +24,10 @@ from covey.rl.helpers import (
     pad_to_length,
     selective_log_softmax,
 )
+from covey.errors import RewardError
+from covey.losses.logprobs import token_logps
+from covey.models.attention import masked_attention
+from covey.packing.rows import pack, unpack
 
 shapes = st.sampled_from([(1, 1), (3, 7)])  # few: each is compiled
 masks = hnp.arrays(np.bool_, shapes)
@@ -207,3 +213,25 @@ def test_whole_numbers_and_a_tie() -> None:
 def test_rewards_that_are_no_groups_are_refused(rewards: object) -> None:
     with pytest.raises(RewardError, match="for groups of 2"):
         compute_advantages(rewards, 2)
+
+
+# The page
+
+
+def page() -> str:
+    return (Path(__file__).parents[2] / "docs" / "low-level.md").read_text()
+
+
+def test_the_page_lists_every_function_with_its_arguments() -> None:
+    calls = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", page(), re.M))
+    assert set(calls) == {name for name in covey.__all__ if getattr(covey, name).__module__ == "covey.rl.helpers"}
+    for name, arguments in calls.items():
+        parameters = inspect.signature(getattr(covey, name)).parameters.values()
+        assert arguments == ", ".join(re.sub(r":.*?( = |$)", lambda m: m[1].strip(), str(p)) for p in parameters)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page(), re.S)[0], names)
+    assert names["logps"].shape == (2, 3)
