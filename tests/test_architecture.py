@@ -222,3 +222,38 @@ def test_the_figures_of_the_readme_are_those_that_were_measured():
     assert shown == measured
     apart = " and ".join(number(cells(ragged, name)[6]) for name in ("tunix", "trl"))
     assert f"take {apart} times as long" in " ".join(beginning.split())
+
+
+# --- the page on the architecture
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_picture_shows_the_imports_that_there_are():
+    pytest.importorskip("grimp")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "draw_architecture.py")], capture_output=True, text=True, check=True
+    )
+    (picture,) = re.findall(r"^```mermaid\n(.*?)^```", ARCHITECTURE, re.M | re.S)
+    assert picture == done.stdout, "run tools/draw_architecture.py and put its output into docs/architecture.md"
+
+
+def test_the_page_lists_each_folder_and_files_that_exist():
+    rows = re.findall(r"^\| `(\w+)/` \| (.*?) \|", ARCHITECTURE, re.M)
+    folders = [
+        file.parent.name for file in PACKAGE if file.name == "__init__.py" and file.parent.parent.name == "covey"
+    ]
+    assert sorted(folder for folder, _ in rows) == sorted(folders)
+    files = [ROOT / "covey" / folder / name for folder, named in rows for name in re.findall(r"`([^`]+)`", named)]
+    assert [str(file) for file in files if not file.exists()] == []
+
+
+def test_paths_and_names_in_documents_exist():
+    """A name before a path in brackets, as in `Group` (`covey/types.py`), is in that file."""
+    text = {str(d.relative_to(ROOT)): d.read_text() for d in DOCUMENTS if d.name not in ("CHANGELOG.md", "RESULTS.md")}
+    paths = {(d, path) for d in text for path in re.findall(r"`((?:covey|tests|tools|examples)/[\w./-]+)`", text[d])}
+    assert {(d, path) for d, path in paths if not (ROOT / path).exists()} == set()
+    named = re.findall(r"`(\w+)`(?:,? and `\w+`)? \(`(covey/[\w/]+\.py)`\)", ARCHITECTURE)
+    assert len(named) > 15
+    assert [(name, path) for name, path in named if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
