@@ -82,7 +82,7 @@ def _config(source: str) -> ModelConfig:
     """The shape of the model at `source`; a run's is that of the model it began with."""
     while is_run(source):
         source = load_any(source).model.source
-    return weights.find(source)[1].config
+    return weights.open_source(source)[1].config
 
 
 TINY = ModelConfig(

@@ -89,16 +89,16 @@ EQUIVALENT = {
         ),
     },
     "covey/losses/advantages.py": {
-        "spread = scored.std(ddof=1) if scored.size > 1 else «0.0 → 1.0»": (
+        "std = scored.std(ddof=1) if scored.size > 1 else «0.0 → 1.0»": (
             "with one scored reward every difference from a mean is 0, whatever divides it"
         ),
-        "samples = zip(_pairs(rewards, values), _masks(mask, values), strict=«True → False»)": (
-            "`_pairs` has refused other lengths of both already"
+        "samples = zip(_zip_equal_lengths(rewards, values), token_masks(mask, values), strict=«True → False»)": (
+            "`_zip_equal_lengths` has refused other lengths of both already"
         ),
-        "counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [«np.zeros(0) → np.ones(0)»])": (
+        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → np.ones(0)»])": (
             "no zeros and no ones are the same empty array"
         ),
-        "counted = np.concatenate([a[m] for a, m in _pairs(arrays, masks)] or [np.zeros(«0 → 1»)])": (
+        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(«0 → 1»)])": (
             "this array stands for no arrays at all, and then none is returned"
         ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
@@ -118,15 +118,15 @@ EQUIVALENT = {
         "none, none, FinishReason.STOP)": "this token is never fed: any would do",
     },
     "covey/packing/rows.py": {
-        "micro_batch: int = «1 → 2»,": "a row has 64 tokens or more, so that it is computed alone either way",
-        "micro_batch: int = «1 → 0»,": "a row has 64 tokens or more, so that it is computed alone either way",
-        "length, rows = bucket(max((p.size for p in single), default=«1 → 2»)), [[p] for p in single]": (
+        "max_tokens: int = «1 → 2»,": "a row has 64 tokens or more, so that it is computed alone either way",
+        "max_tokens: int = «1 → 0»,": "a row has 64 tokens or more, so that it is computed alone either way",
+        "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 2»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "length, rows = bucket(max((p.size for p in single), default=«1 → 0»)), [[p] for p in single]": (
+        "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 0»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "return Rows(*(np.stack(parts) for parts in zip(*(_fill(r, length) for r in rows), strict=«True → False»)))": (
+        "return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=«True → False»)))": (
             "each is a `Rows`, which has as many fields as another"
         ),
         "out = [«np.zeros(n, np.float32) → np.ones(n, np.float32)» for n in lengths]": (
@@ -141,17 +141,17 @@ EQUIVALENT = {
         "flat = np.concatenate([*per_token, np.zeros(«1 → 2»)]).astype(np.float32)": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + place, -«1 → 0»)], np.float32(0))": (
+        "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "return Spans(latest(new_group), jnp.where(«answer & (group > 0) → answer | (group > 0)», until, 0), own)": (
-            "at a prompt, `until` is 0 or where an earlier group's answers began: nothing lies from `first` to there"
+        "return Spans(latest(new_group), jnp.where(«in_completion & (group_ids > 0) → in_completion | (group_ids > 0)», prefix_end, 0), segment_start)": (
+            "at a prompt, `prefix_end` is 0 or where an earlier group's completions began: the prefix is empty"
         ),
-        "return Spans(latest(new_group), jnp.where(answer & («group > 0 → group >= 0»), until, 0), own)": (
-            "an answer's token always belongs to a group"
+        "return Spans(latest(new_group), jnp.where(in_completion & («group_ids > 0 → group_ids >= 0»), prefix_end, 0), segment_start)": (
+            "a completion's token always belongs to a group"
         ),
-        "for completion, number in zip(piece.completions, piece.numbers, strict=«True → False»):": (
-            "`pack` makes every piece with one number a completion"
+        "for completion, index in zip(piece.completions, piece.indices, strict=«True → False»):": (
+            "`pack` makes every piece with one index per completion"
         ),
     },
 }

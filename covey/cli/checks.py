@@ -39,7 +39,7 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 def _check_stages(recipe: Recipe) -> tuple[str, ...]:
     """Check the settings that only an RL run has; return the names of its reward functions."""
     for source in filter(None, (recipe.critic, recipe.reward_model)):
-        sources.check(source)
+        sources.check_source(source)
 
     from covey.rl.microbatch import stage_sizes  # late: it needs NumPy
 
@@ -52,7 +52,7 @@ def check_source(source: str) -> None:
     if not is_run(source):
         if not Path(source).exists() and (command := _maker(source)):
             raise WeightsError("this run is not there yet", fix=command, where=source)
-        sources.check(source)
+        sources.check_source(source)
     elif not has_checkpoint(source):
         raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)
 

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.decoder import Decoder, head_logits
-from covey.models.layers import project, softcapped
+from covey.models.layers import apply_softcap, project
 from covey.models.lora import has_lora
 from covey.packing.rows import Rows, tree_attention
 
@@ -277,7 +277,7 @@ def _chunk_logps_and_grads(
 def _target_logits(head: HeadConfig, weight: Array, hidden: Array, target: Array) -> Array:
     """Compute the scaled logits of the targets from their own rows of the head alone."""
     rows, states = (_round_to(x, head.dtype) for x in (weight[target], hidden))
-    return softcapped((rows * states).sum(-1), head.softcap) / head.temperature
+    return apply_softcap((rows * states).sum(-1), head.softcap) / head.temperature
 
 
 def _round_to(x: Array, dtype: DTypeLike) -> Array:

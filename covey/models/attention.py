@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from covey.models.layers import softcapped
+from covey.models.layers import apply_softcap
 
 
 class Attend(Protocol):
@@ -44,7 +44,7 @@ def dot_product_attention(
     product = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     grouped = q.reshape(batch, time, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
     stacked = grouped.reshape(batch, kv_heads, -1, width)
-    scores = softcapped(product(stacked, k.transpose(0, 2, 3, 1)).reshape(*grouped.shape[:-1], -1), softcap)
+    scores = apply_softcap(product(stacked, k.transpose(0, 2, 3, 1)).reshape(*grouped.shape[:-1], -1), softcap)
     scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     mixed = product(weights.astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[1]), v.transpose(0, 2, 1, 3))

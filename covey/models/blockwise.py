@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend, within_window
-from covey.models.layers import kept
+from covey.models.layers import save_product
 
 BLOCK_SIZE = 64
 """Number of queries in the smallest block (64 was the fastest of 32, 64 and 128 on CPU)."""
@@ -136,8 +136,8 @@ def _forward(
     parts = [_map_blocks(block, None, run)[1] for run in _query_runs(q.shape[1])]
     mixed, logsumexp = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
     # Saved like the projections' results, so that rematerialising a layer does not run attention again.
-    out = kept(_heads_last(mixed).astype(q.dtype))
-    return out, (q, k, v, spans, positions, window, out, kept(logsumexp))
+    out = save_product(_heads_last(mixed).astype(q.dtype))
+    return out, (q, k, v, spans, positions, window, out, save_product(logsumexp))
 
 
 def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]:

@@ -19,19 +19,19 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
-from covey.models.layer_loop import all_but_picked, gradient_slots, pick
+from covey.models.layer_loop import gradient_slots, save_all_but_selected, select_layer
 from covey.models.layers import (
     MLP,
-    PRODUCT,
+    SAVED_PRODUCT,
     Linear,
     LoRA,
     RMSNorm,
     Rope,
-    kept,
+    apply_softcap,
     rope_frequencies,
     rope_tables,
     rotate,
-    softcapped,
+    save_product,
 )
 from covey.parallel.sharding import row_count, row_sharding
 
@@ -133,70 +133,70 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], list[Any]]:
         """Return hidden states after the final norm, and each layer's new cache as `attend` returned it."""
         c = self.config
-        x, ropes = self._embedded(tokens), self._ropes(positions)
+        x, ropes = self._embed_tokens(tokens), self._rope_tables(positions)
         if cache is None:
-            return self.norm(self._loop(x, ropes, attend)), []
+            return self.norm(self._run_layers(x, ropes, attend)), []
         caches = []
         for index, layer in enumerate(self.layers):
             window = c.window(index)
             rope = ropes[c.local_rope_theta is not None and window is not None]
             x, new = layer(x, rope, attend, cache[index], window)
-            x = self._over_rows(x)
+            x = self._shard_rows(x)
             caches.append(new)
         return self.norm(x), caches
 
-    def loops(self) -> list[dict[int, Layer]]:
-        """Return one dict, layer number → layer, per loop: each run of adjacent layers with equal `_parts`."""
-        return [dict(run) for _, run in groupby(enumerate(self.layers), lambda numbered: _parts(numbered[1]))]
+    def layer_runs(self) -> list[dict[int, Layer]]:
+        """Return one dict, layer number → layer, per loop: runs of adjacent layers with equal `_layer_signature`."""
+        return [dict(run) for _, run in groupby(enumerate(self.layers), lambda numbered: _layer_signature(numbered[1]))]
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Return float32 logits, soft-capped where the family does so. Use it for few positions: it makes [.., V]."""
         return head_logits(self.head_weight, hidden, self.dtype, self.config.final_softcap)
 
-    def _embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embed_tokens(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # float32 weights keep the residual stream in float32 even when the products run in bfloat16.
         x = jnp.take(self.embed.embedding[...], tokens, axis=0)
         x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-        return self._over_rows(self.norm(x) if self.config.embed_norm else x)
+        return self._shard_rows(self.norm(x) if self.config.embed_norm else x)
 
-    def _ropes(self, positions: Int[Array, "B T"]) -> list[Rope]:
+    def _rope_tables(self, positions: Int[Array, "B T"]) -> list[Rope]:
         """Return the rotary tables of the layers with full attention, and of those with a window."""
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
-        turns = [rope_frequencies(c.head_dim, *base) for base in bases]
-        return [rope_tables(positions, -turn if c.rope_backwards else turn) for turn in turns]
+        frequencies = [rope_frequencies(c.head_dim, *base) for base in bases]
+        return [rope_tables(positions, -frequency if c.rope_backwards else frequency) for frequency in frequencies]
 
-    def _over_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _shard_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Constrain `x` to be sharded by rows over the mesh of the weights, if there is one: otherwise the compiler may
         choose to gather the residual stream on every device.
         """
         mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
         if mesh.empty or x.shape[0] % row_count(mesh):
             return x
-        divided: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
-        return divided
+        sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+        return sharded
 
-    def _loop(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        for layers in self.loops():
-            x = self._loop_over(layers, x, ropes, attend)
+    def _run_layers(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
+        for layers in self.layer_runs():
+            x = self._scan_layers(layers, x, ropes, attend)
         return x
 
-    def _loop_over(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
+    def _scan_layers(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
         graph, states = nnx.split(next(iter(layers.values())))[0], [nnx.split(layer)[1] for layer in layers.values()]
-        c, far = self.config, jnp.iinfo(jnp.int32).max
+        c, no_window = self.config, jnp.iinfo(jnp.int32).max
         windows = [c.window(i) for i in layers]
         local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
-        spans = jnp.array([far if w is None else w for w in windows], jnp.int32)
+        window_sizes = jnp.array([no_window if w is None else w for w in windows], jnp.int32)
 
         def body(x: Array, per_layer: Any) -> tuple[Array, None]:
-            number, slot, is_local, span = per_layer
+            number, slot, is_local, window = per_layer
             rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
-            layer = nnx.merge(graph, pick(states, number, slot))
-            out, _ = layer(kept(x), rope, attend, None, None if c.windows is None else span)
-            return self._over_rows(out), None
+            layer = nnx.merge(graph, select_layer(states, number, slot))
+            out, _ = layer(save_product(x), rope, attend, None, None if c.windows is None else window)
+            return self._shard_rows(out), None
 
-        run = jax.checkpoint(body, policy=KEPT[self.remat_keeps] if self.remat else all_but_picked)
-        return jax.lax.scan(run, x, (jnp.arange(len(states)), gradient_slots(states), local, spans))[0]
+        run = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected)
+        return jax.lax.scan(run, x, (jnp.arange(len(states)), gradient_slots(states), local, window_sizes))[0]
 
 
 def head_logits(
@@ -208,10 +208,10 @@ def head_logits(
     logits = jax.lax.dot_general(
         hidden.astype(dtype), weight.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
     )
-    return softcapped(logits, softcap)
+    return apply_softcap(logits, softcap)
 
 
-def _parts(layer: Layer) -> Any:
+def _layer_signature(layer: Layer) -> Any:
     """Return what distinguishes layers: the names, shapes and types of their weights, and their adapters' scales."""
     state = nnx.split(layer)[1]
     scales = [node.scale for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
@@ -223,11 +223,14 @@ def compiler_options(model: nnx.Module) -> dict[str, str]:
     unrolled rematerialised layers save memory only in the order of operations requested here.
     """
     decoders = [node for _, node in nnx.iter_graph(model) if isinstance(node, Decoder)]
-    turns = [len(loop) for decoder in decoders for loop in decoder.loops()]
-    if jax.default_backend() != "cpu" or turns.count(1) < 2:
+    iterations = [len(loop) for decoder in decoders for loop in decoder.layer_runs()]
+    if jax.default_backend() != "cpu" or iterations.count(1) < 2:
         return {}
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-KEPT: dict[str, Any] = {"nothing": None, "products": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
+REMAT_POLICIES: dict[str, Any] = {
+    "nothing": None,
+    "products": jax.checkpoint_policies.save_only_these_names(SAVED_PRODUCT),
+}
 """Name → checkpoint policy: what a rematerialised layer saves besides its input."""

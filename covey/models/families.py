@@ -19,7 +19,7 @@ from covey.models.config import ModelConfig
 from covey.models.loading import hf_config
 from covey.models.loading.hf_config import Config, Fields
 
-SCORE = "score.weight"
+SCORE_TENSOR = "score.weight"
 """Name of the tensor of a classification head."""
 
 
@@ -57,14 +57,14 @@ def read_config(config: Config, where: str = "config.json") -> ModelConfig:
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise _unknown(kind, config, where)
+        raise _unknown_family(kind, config, where)
     try:
         return FAMILIES[kind].read(config)
     except KeyError as error:
         raise WeightsError(f"the field {error} is missing", where=where) from error
 
 
-def _unknown(kind: str, config: Config, where: str) -> WeightsError:
+def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
     """Return the error for an unknown family. It suggests no near name: a tool wrote it, so it is not misspelt."""
     why, fix, text = "", "", config.get("text_config")
     inner = text if isinstance(text, dict) else {}
@@ -100,7 +100,7 @@ def write_config(config: ModelConfig) -> Fields:
     return fields
 
 
-def parameters(config: ModelConfig) -> list[str]:
+def parameter_paths(config: ModelConfig) -> list[str]:
     """Return the dotted paths of all parameters of the decoder that `config` describes."""
     norms = ["attn_norm", "mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
     norms += ["attn.q_norm", "attn.k_norm"] if config.qk_norm else []
@@ -114,32 +114,34 @@ def parameters(config: ModelConfig) -> list[str]:
     return top + [f"layers.{index}.{name}" for index in range(config.num_layers) for name in layer]
 
 
-def projections(config: ModelConfig) -> dict[str, str]:
+def projection_names(config: ModelConfig) -> dict[str, str]:
     """Return the path of each projection in the layers, `layers.0.attn.q_proj`, → its Hugging Face module's path, which
     is Llama's where `config` belongs to no family.
     """
     table = FAMILIES.get(config.family, FAMILIES["llama"]).names
-    kernels = [path for path in parameters(config) if path.endswith(".kernel")]
+    kernels = [path for path in parameter_paths(config) if path.endswith(".kernel")]
     return {path.removesuffix(".kernel"): table.name(path).removesuffix(".weight") for path in kernels}
 
 
-def names(config: ModelConfig, table: NameTable | None = None, *, scored: bool = False) -> dict[str, str]:
+def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored: bool = False) -> dict[str, str]:
     """Return our path → the checkpoint's tensor name per parameter; `table` defaults to the family's Hugging Face one.
 
     `scored`: for a *ForSequenceClassification checkpoint, which has `score` [labels, D] and no language head.
     """
     table = table or FAMILIES[config.family].names
-    top = {"score": SCORE} if scored else {}
+    top = {"score": SCORE_TENSOR} if scored else {}
     config = replace(config, tie_embeddings=config.tie_embeddings or scored)
-    return {path: table.name(path) for path in parameters(config)} | top
+    return {path: table.name(path) for path in parameter_paths(config)} | top
 
 
-def orient(path: str, tensor: np.ndarray) -> np.ndarray:
+def convert_layout(path: str, tensor: np.ndarray) -> np.ndarray:
     """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
     return tensor.T if path.endswith(".kernel") else tensor
 
 
-def match(expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[str], bool], where: str) -> None:
+def check_tensor_names(
+    expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[str], bool], where: str
+) -> None:
     """Refuse a checkpoint that lacks a tensor or has one that the model would not use.
 
     Raises:
@@ -150,19 +152,19 @@ def match(expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[
     extra = sorted(name for name in have - set(expected.values()) if not ignored(name))
     if missing:
         raise WeightsError(
-            f"{_few(missing)} missing",
+            f"{_format_names(missing)} missing",
             fix="the download may have been cut short: fetch it again",
             where=where,
         )
     if extra:
         raise WeightsError(
-            f"{_few(extra)} unknown to this family",
+            f"{_format_names(extra)} unknown to this family",
             want="only tensors that the model computes with",
             where=where,
         )
 
 
-def _few(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     """Format names as `a is`, `a, b are`, or the first three of many and their number."""
     shown = ", ".join(names[:3]) + (f" … ({len(names)} tensors)" if len(names) > 3 else "")
     return f"{shown} {'is' if len(names) == 1 else 'are'}"

@@ -22,43 +22,44 @@ def gradient_slots(trees: Sequence[Tree]) -> Tree:
     """Return what a scan takes as `xs` to receive the gradients of `trees`: a tree like each of them, with leaves
     [n, ...]; float32 on a CPU, since XLA has no narrower floats there and would convert a whole leaf per iteration.
     """
-    slots: Tree = jax.tree.map(lambda *leaves: _slots(leaves[0].dtype, leaves), *trees)
+    slots: Tree = jax.tree.map(lambda *leaves: _gradient_slots(leaves[0].dtype, leaves), *trees)
     return slots
 
 
-def pick(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
+def select_layer(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
     """Return `trees[number]`, whose gradient goes to `slot`: the leaves at `number` of `gradient_slots`."""
-    held = jax.lax.stop_gradient(list(trees))
-    chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in held])
-    picked: Tree = jax.tree.map(lambda value, slot: _through(slot.dtype, value, slot), chosen, slot)
-    return picked
+    leaves = jax.lax.stop_gradient(list(trees))
+    chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in leaves])
+    selected: Tree = jax.tree.map(lambda value, slot: _route_gradient(slot.dtype, value, slot), chosen, slot)
+    return selected
 
 
-def all_but_picked(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Policy for `jax.checkpoint` that saves everything but what `pick` returns, which would be a copy of the model."""
-    handed_on = primitive.name == "custom_vjp_call" and not params["call_jaxpr"].eqns  # `_through`
-    return not handed_on and primitive.name != "cond"
+def save_all_but_selected(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Policy for `jax.checkpoint` that saves all but the result of `select_layer`, a copy of the model."""
+    is_routed = primitive.name == "custom_vjp_call" and not params["call_jaxpr"].eqns  # `_route_gradient`
+    return not is_routed and primitive.name != "cond"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _slots(kind: DTypeLike, leaves: Sequence[Array]) -> Array:
+def _gradient_slots(kind: DTypeLike, leaves: Sequence[Array]) -> Array:
     widen = jax.default_backend() == "cpu" and jnp.issubdtype(kind, jnp.floating)
     return jnp.zeros((len(leaves), *leaves[0].shape), jnp.promote_types(kind, jnp.float32) if widen else kind)
 
 
-def _slots_backward(kind: DTypeLike, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
+def _gradient_slots_backward(kind: DTypeLike, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
     return (tuple(part.astype(kind) for part in grad),)
 
 
-_slots.defvjp(lambda kind, leaves: (_slots(kind, leaves), None), _slots_backward)
+_gradient_slots.defvjp(lambda kind, leaves: (_gradient_slots(kind, leaves), None), _gradient_slots_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _through(kind: DTypeLike, value: Array, slot: Array) -> Array:
+def _route_gradient(kind: DTypeLike, value: Array, slot: Array) -> Array:
     return value
 
 
 # Called again instead of returning the value, so that a second derivative takes the same path.
-_through.defvjp(
-    lambda kind, value, slot: (_through(kind, value, slot), None), lambda kind, _, grad: (None, grad.astype(kind))
+_route_gradient.defvjp(
+    lambda kind, value, slot: (_route_gradient(kind, value, slot), None),
+    lambda kind, _, grad: (None, grad.astype(kind)),
 )

@@ -15,28 +15,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.quantised import Quantised, dequantised
+from covey.models.quantised import QuantisedKernel, dequantise
 
-PRODUCT = "product"
-"""Checkpoint name of the values that `kept` marks, for `decoder.KEPT`."""
+SAVED_PRODUCT = "product"
+"""Checkpoint name of the values that `save_product` marks, for `decoder.REMAT_POLICIES`."""
 
 
-def kept(x: Array) -> Array:
-    """Return `x`, marked as worth saving where a layer is rematerialised.
+def save_product(x: Array) -> Array:
+    """Return `x`, marked to be saved where a layer is rematerialised.
 
     16-bit floats are saved as integers: a loop saves into one array for all of its iterations, and on a CPU, where XLA
     has no such floats, it would convert the whole array to float32 and back in each iteration.
     """
-    return _kept_bits(x) if jnp.dtype(x.dtype).itemsize == 2 else checkpoint_name(x, PRODUCT)
+    return _save_16_bit(x) if jnp.dtype(x.dtype).itemsize == 2 else checkpoint_name(x, SAVED_PRODUCT)
 
 
-def _through_bits(x: Array) -> Array:
-    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), PRODUCT)
+def _save_bits(x: Array) -> Array:
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), SAVED_PRODUCT)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
-_kept_bits = jax.custom_vjp(_through_bits)
-_kept_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, grad: (grad,))
+_save_16_bit = jax.custom_vjp(_save_bits)
+_save_16_bit.defvjp(lambda x: (_save_bits(x), None), lambda _, grad: (grad,))
 
 
 def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
@@ -72,38 +72,40 @@ project.defvjp(_project_forward, _project_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def project_frozen(x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str) -> Array:
-    """Compute `project` with a kernel stored as `kind` (see `Quantised`): it is dequantised for each product, forward
-    and backward, and has no gradient.
+def project_quantised(x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str) -> Array:
+    """Compute `project` with a kernel stored as `kind` (see `QuantisedKernel`): it is dequantised for each product,
+    forward and backward, and has no gradient.
     """
-    values, scales, x = _together(values, scales, x)
-    return project(x, dequantised(values, scales, kind), dtype)
+    values, scales, x = _barrier(values, scales, x)
+    return project(x, dequantise(values, scales, kind), dtype)
 
 
-def _frozen_forward(
+def _project_quantised_forward(
     x: Array, values: Array, scales: Array, dtype: DTypeLike, kind: str
 ) -> tuple[Array, tuple[Array, Array]]:
-    return project_frozen(x, values, scales, dtype, kind), (values, scales)
+    return project_quantised(x, values, scales, dtype, kind), (values, scales)
 
 
-def _frozen_backward(dtype: DTypeLike, kind: str, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
-    values, scales, grad = _together(*saved, grad)
-    kernel = dequantised(values, scales, kind)
+def _project_quantised_backward(
+    dtype: DTypeLike, kind: str, saved: tuple[Array, Array], grad: Array
+) -> tuple[Array, None, None]:
+    values, scales, grad = _barrier(*saved, grad)
+    kernel = dequantise(values, scales, kind)
     return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(grad.dtype), None, None
 
 
-def _together(values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
+def _barrier(values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
     """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
     the forward for the backward pass, or makes all of them before a decoding loop begins.
     """
     if jax.default_backend() == "cpu":  # CPU drops barriers early, but cannot fold this zero
         zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
         return values + zero.astype(values.dtype), scales, beside
-    held: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
-    return held
+    barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
+    return barrier
 
 
-project_frozen.defvjp(_frozen_forward, _frozen_backward)
+project_quantised.defvjp(_project_quantised_forward, _project_quantised_backward)
 
 
 class LoRA(nnx.Module):
@@ -113,7 +115,7 @@ class LoRA(nnx.Module):
 
     Attributes:
         scale: alpha / rank.
-        dropout: fraction of the inputs that an update drops; 0 means none. See `lora.dropped`.
+        dropout: fraction of the inputs that an update drops; 0 means none. See `lora.apply_lora_dropout`.
         noise: seeds of the dropout: the run's seed, and the adapter's number in the model.
     """
 
@@ -130,24 +132,24 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `Quantised`."""
+    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `QuantisedKernel`."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
-        self.kernel: nnx.Param[Array] | Quantised = nnx.Param(kernel.astype(param_dtype))
+        self.kernel: nnx.Param[Array] | QuantisedKernel = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "... n_in"]) -> Array:
-        held = self.kernel
-        if isinstance(held, Quantised):
-            out = project_frozen(x, held.values[...], held.scales[...], self.dtype, held.kind)
+        kernel = self.kernel
+        if isinstance(kernel, QuantisedKernel):
+            out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind)
         else:
-            out = project(x, held[...], self.dtype)
+            out = project(x, kernel[...], self.dtype)
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype)
-        return kept(out if self.lora is None else out + self.lora(x, self.dtype))
+        return save_product(out if self.lora is None else out + self.lora(x, self.dtype))
 
 
 class RMSNorm(nnx.Module):
@@ -198,7 +200,7 @@ def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def softcapped(x: Array, softcap: float | None) -> Array:
+def apply_softcap(x: Array, softcap: float | None) -> Array:
     """Return softcap · tanh(x / softcap) (Bello et al., 2016; Gemma 2), or `x` if `softcap` is None."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 

@@ -22,13 +22,13 @@ from covey.errors import RecipeError, nearest
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layers import Linear, LoRA, project
-from covey.models.quantised import Format, Frozen, Quantised, held
+from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise_kernel
 from covey.models.value_model import HeadParam, ValueModel
 
 Model = TypeVar("Model", Decoder, ValueModel)
 AnyModel = TypeVar("AnyModel", bound=nnx.Module)
 
-ALL = "all-linear"
+ALL_LINEAR = "all-linear"
 
 
 def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
@@ -42,7 +42,7 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
     if config.rank < 1:
         raise RecipeError(f"LoRA rank {config.rank}", want="a rank of 1 or more", where="model.lora.rank")
     model = nnx.merge(*nnx.split(base))
-    rngs, chosen = nnx.Rngs(params=seed), targets(model, config.targets)
+    rngs, chosen = nnx.Rngs(params=seed), find_targets(model, config.targets)
     for number, linear in enumerate(chosen.values()):
         n_in, n_out = linear.kernel.shape
         linear.lora = LoRA(n_in, n_out, config.rank, config.alpha, rngs=rngs)
@@ -50,7 +50,7 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
     return model
 
 
-def targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Linear]:
+def find_targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Linear]:
     """Return the projections that `wanted` names, by path and in the order of the model.
 
     Each entry is `all-linear`; the name of a projection, ours or Hugging Face's (`q_proj`, `fc1`); or a regular
@@ -58,14 +58,14 @@ def targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Lin
 
     Errors: RecipeError for an entry that names none.
     """
-    named, every = families.projections(trunk(model).config), projections(model)
-    chosen = {path for entry in wanted for path in _matches(entry, named)}
+    named, every = families.projection_names(decoder_of(model).config), projections(model)
+    chosen = {path for entry in wanted for path in _match_projections(entry, named)}
     return {path: linear for path, linear in every.items() if path in chosen}
 
 
-def _matches(entry: str, named: Mapping[str, str]) -> list[str]:
+def _match_projections(entry: str, named: Mapping[str, str]) -> list[str]:
     try:
-        pattern = re.compile(r".*" if entry == ALL else rf".*\.{entry}" if entry.isidentifier() else entry)
+        pattern = re.compile(r".*" if entry == ALL_LINEAR else rf".*\.{entry}" if entry.isidentifier() else entry)
     except re.error as error:
         raise RecipeError(
             f"LoRA target {entry!r} is no regular expression: {error}", where="model.lora.targets"
@@ -75,40 +75,40 @@ def _matches(entry: str, named: Mapping[str, str]) -> list[str]:
         short = {path.rsplit(".", 1)[-1] for pair in named.items() for path in pair}
         raise RecipeError(
             f"LoRA target {entry!r} names no projection of this model",
-            want=f"{ALL}, a name, or a regular expression over whole paths such as {next(iter(named))}",
+            want=f"{ALL_LINEAR}, a name, or a regular expression over whole paths such as {next(iter(named))}",
             fix=nearest(entry, short),
             where="model.lora.targets",
         )
     return found
 
 
-def merged(model: Model) -> Model:
+def merge_lora(model: Model) -> Model:
     """Return a copy without adapters: each kernel becomes W + scale·A·B, and a quantised one becomes floating-point."""
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
-        if linear.lora is not None or isinstance(linear.kernel, Quantised):
-            linear.kernel = nnx.Param(merged_kernel(linear, linear.kernel.dtype))
+        if linear.lora is not None or isinstance(linear.kernel, QuantisedKernel):
+            linear.kernel = nnx.Param(merge_kernel(linear, linear.kernel.dtype))
             linear.lora = None
     return model
 
 
-def merge_as_base(model: Model, dtype: DTypeLike, how: Format | None = None) -> Model:
+def merge_as_base(model: Model, dtype: DTypeLike, fmt: QuantisationFormat | None = None) -> Model:
     """Return a base for new adapters that computes what `model` does: its own adapters are merged, its weights cast to
-    `dtype`, and its projections quantised to the format `how`, one projection at a time.
+    `dtype`, and its projections quantised to the format `fmt`, one projection at a time.
 
-    Errors: RecipeError where the blocks of `how` do not divide a kernel's inputs.
+    Errors: RecipeError where the blocks of `fmt` do not divide a kernel's inputs.
     """
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
-        kernel = merged_kernel(linear, dtype if how is None else jnp.float32)
-        linear.kernel = nnx.Param(kernel) if how is None else held(kernel, how, dtype)
+        kernel = merge_kernel(linear, dtype if fmt is None else jnp.float32)
+        linear.kernel = nnx.Param(kernel) if fmt is None else quantise_kernel(kernel, fmt, dtype)
         linear.lora = None
-    parts: tuple[Any, ...] = nnx.split(model, Frozen, ...)
+    parts: tuple[Any, ...] = nnx.split(model, FrozenParam, ...)
     merged: Model = nnx.merge(*parts[:2], jax.tree.map(lambda x: x.astype(dtype), parts[2]))
     return merged
 
 
-def merged_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
+def merge_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]:
     """Return W + scale·A·B, computed in float32 and rounded once; W itself where there is no adapter."""
     if linear.lora is None:
         return linear.kernel[...].astype(dtype)
@@ -129,7 +129,7 @@ def has_lora(model: nnx.Module) -> bool:
     return len(nnx.state(model, nnx.LoRAParam)) > 0
 
 
-def changes_base(model: Decoder | ValueModel) -> bool:
+def adapters_change_base(model: Decoder | ValueModel) -> bool:
     """Return True if the adapters change the base's output; new ones, whose B is 0, do not."""
     return any(bool(jnp.any(x.lora.b[...])) for x in projections(model).values() if x.lora is not None)
 
@@ -141,7 +141,7 @@ def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[
 
     Errors: RecipeError for a quantised model without adapters.
     """
-    if not has_lora(model) and nnx.state(model, Frozen):
+    if not has_lora(model) and nnx.state(model, FrozenParam):
         raise RecipeError(
             "a quantised base cannot be trained",
             want="adapters on it, or a base that is not quantised",
@@ -153,7 +153,7 @@ def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[
     return parts[0], parts[1], parts[2]
 
 
-def dropped(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
+def apply_lora_dropout(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
     """Return `params` for the forward pass of update `step`, with dropout on the inputs of the adapters that have it.
 
     An input is zeroed, or divided by the fraction kept, through its row of A. One deviation from Hu et al.: the zeros
@@ -172,14 +172,14 @@ def dropped(graph: Any, params: Any, step: Int[Array, ""] | int) -> Any:
 
 def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
     """Return every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`."""
-    decoder = trunk(model)
+    decoder = decoder_of(model)
     linears = {}
-    for path in families.projections(decoder.config):
+    for path in families.projection_names(decoder.config):
         _, index, part, name = path.split(".")
         linears[path] = getattr(getattr(decoder.layers[int(index)], part), name)
     return linears
 
 
-def trunk(model: Decoder | ValueModel) -> Decoder:
+def decoder_of(model: Decoder | ValueModel) -> Decoder:
     """Return the decoder under a value head, or the decoder itself."""
     return model.decoder if isinstance(model, ValueModel) else model

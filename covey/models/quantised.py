@@ -2,7 +2,7 @@
 
 int8 has one scale per column; nf4 has the 16 levels of the paper's appendix E and one scale per block of inputs in a
 column. Only projections are quantised, one by one, while loading or after, and dequantised inside each product that
-needs them (`layers.project_frozen`): the whole model never exists in floating point.
+needs them (`layers.project_quantised`): the whole model never exists in floating point.
 """
 
 import math
@@ -23,7 +23,7 @@ from covey.errors import RecipeError, nearest
 
 
 @dataclass(frozen=True)
-class Format:
+class QuantisationFormat:
     """Storage format of quantised kernels.
 
     Attributes:
@@ -35,11 +35,11 @@ class Format:
     block: int
 
 
-class Frozen(nnx.Variable[jax.Array]):
+class FrozenParam(nnx.Variable[jax.Array]):
     """Part of a quantised kernel; it is never trained."""
 
 
-class Quantised(nnx.Module):
+class QuantisedKernel(nnx.Module):
     """Quantised kernel that replaces a kernel [n_in, n_out]; `quantised[...]` is that kernel in float32.
 
     Attributes:
@@ -50,17 +50,17 @@ class Quantised(nnx.Module):
     """
 
     def __init__(self, values: Array, scales: Array, kind: str, dtype: DTypeLike):
-        self.values, self.scales = Frozen(values), Frozen(scales)
+        self.values, self.scales = FrozenParam(values), FrozenParam(scales)
         self.kind, self.dtype = kind, jnp.dtype(dtype)
 
     def __getitem__(self, index: EllipsisType) -> Float[Array, "n_in n_out"]:
-        return dequantised(self.values[...], self.scales[...], self.kind)
+        return dequantise(self.values[...], self.scales[...], self.kind)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the kernel."""
         rows, columns = self.values.shape
-        return rows * IN_A_BYTE[self.kind], columns
+        return rows * ELEMENTS_PER_BYTE[self.kind], columns
 
     @property
     def ndim(self) -> int:
@@ -73,49 +73,51 @@ class Quantised(nnx.Module):
         return math.prod(self.shape)
 
 
-def format_of(quantize: str, block: int) -> Format | None:
+def parse_format(quantize: str, block: int) -> QuantisationFormat | None:
     """Return the format that `configs.ModelOptions` names; None for `none`.
 
     Raises:
         RecipeError: there is no such format.
     """
-    if quantize not in ("none", *IN_A_BYTE):
-        fix = nearest(quantize, ("none", *IN_A_BYTE))
+    if quantize not in ("none", *ELEMENTS_PER_BYTE):
+        fix = nearest(quantize, ("none", *ELEMENTS_PER_BYTE))
         raise RecipeError(f"there is no format {quantize!r} for a base", fix=fix, where="model.quantize")
-    return None if quantize == "none" else Format(quantize, block)
+    return None if quantize == "none" else QuantisationFormat(quantize, block)
 
 
-def held(kernel: Array | np.ndarray, how: Format, dtype: DTypeLike) -> Quantised:
-    """Quantise `kernel` to the format `how`. `dtype`: see `Quantised`.
+def quantise_kernel(kernel: Array | np.ndarray, fmt: QuantisationFormat, dtype: DTypeLike) -> QuantisedKernel:
+    """Quantise `kernel` to the format `fmt`. `dtype`: see `QuantisedKernel`.
 
     Raises:
         RecipeError: the blocks do not divide its inputs.
     """
-    return Quantised(*quantise(kernel, how), how.kind, dtype)
+    return QuantisedKernel(*quantise(kernel, fmt), fmt.kind, dtype)
 
 
-def room_for(shape: tuple[int, ...], how: Format, dtype: DTypeLike) -> Quantised:
-    """Return what `held` would for a kernel of this shape that is not loaded yet: shapes only."""
+def abstract_kernel(shape: tuple[int, ...], fmt: QuantisationFormat, dtype: DTypeLike) -> QuantisedKernel:
+    """Return what `quantise_kernel` would for a kernel of this shape that is not loaded yet: shapes only."""
     kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
-    values, scales = jax.eval_shape(partial(_quantise, kind=how.kind, block=_block(kernel, how)), kernel)
-    return Quantised(values, scales, how.kind, dtype)
+    values, scales = jax.eval_shape(partial(_quantise, kind=fmt.kind, block=_block_size(kernel, fmt)), kernel)
+    return QuantisedKernel(values, scales, fmt.kind, dtype)
 
 
-def quantise(kernel: Any, how: Format) -> tuple[Array, Array]:
-    """Compute values and scales of one kernel [n_in, n_out]; see `Quantised`.
+def quantise(kernel: Any, fmt: QuantisationFormat) -> tuple[Array, Array]:
+    """Compute values and scales of one kernel [n_in, n_out]; see `QuantisedKernel`.
 
     Raises:
         RecipeError: the blocks do not divide its inputs.
     """
-    values, scales = _quantise(jnp.asarray(kernel, jnp.float32), kind=how.kind, block=_block(kernel, how))
+    values, scales = _quantise(jnp.asarray(kernel, jnp.float32), kind=fmt.kind, block=_block_size(kernel, fmt))
     return values, scales
 
 
-def quantising(tensors: Iterator[tuple[str, np.ndarray]], how: Format) -> Iterator[tuple[str, np.ndarray]]:
+def quantise_tensors(
+    tensors: Iterator[tuple[str, np.ndarray]], fmt: QuantisationFormat
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a checkpoint, each kernel as its values and scales, one in memory at a time."""
     for path, tensor in tensors:
         if path.endswith(".kernel"):
-            values, scales = map(np.asarray, quantise(tensor, how))
+            values, scales = map(np.asarray, quantise(tensor, fmt))
             del tensor
             yield f"{path}.values", values
             yield f"{path}.scales", scales
@@ -125,7 +127,7 @@ def quantising(tensors: Iterator[tuple[str, np.ndarray]], how: Format) -> Iterat
             del tensor
 
 
-def dequantised(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n_out"], kind: str) -> Array:
+def dequantise(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n_out"], kind: str) -> Array:
     """Return the kernel that `values` and `scales` represent, float32 [n_in, n_out]."""
     import qwix
 
@@ -143,25 +145,25 @@ def dequantised(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n
 def _quantise(kernel: Float[Array, "n_in n_out"], *, kind: str, block: int) -> tuple[Array, Array]:
     import qwix
 
-    found = qwix.quantize(kernel, kind, channelwise_axes=[1], tiled_axes={0: block})
+    result = qwix.quantize(kernel, kind, channelwise_axes=[1], tiled_axes={0: block})
     if kind == "int8":
-        return found.qvalue, found.scale
-    values = found.qvalue.astype(jnp.uint8)  # JAX's uint4 takes a whole byte on CPU: pack two per byte here
-    return values[::2] | values[1::2] << 4, found.scale
+        return result.qvalue, result.scale
+    values = result.qvalue.astype(jnp.uint8)  # JAX's uint4 takes a whole byte on CPU: pack two per byte here
+    return values[::2] | values[1::2] << 4, result.scale
 
 
-def _block(kernel: Any, how: Format) -> int:
+def _block_size(kernel: Any, fmt: QuantisationFormat) -> int:
     inputs: int = kernel.shape[0]
-    if how.kind == "int8":
+    if fmt.kind == "int8":
         return inputs
-    if inputs % how.block or how.block % 2:
+    if inputs % fmt.block or fmt.block % 2:
         raise RecipeError(
-            f"blocks of {how.block} do not divide the {inputs} inputs of a projection into even parts",
-            want=f"an even divisor of {inputs}, such as {math.gcd(inputs, 2 * how.block)}",
+            f"blocks of {fmt.block} do not divide the {inputs} inputs of a projection into even parts",
+            want=f"an even divisor of {inputs}, such as {math.gcd(inputs, 2 * fmt.block)}",
             where="model.quantize_block",
         )
-    return how.block
+    return fmt.block
 
 
-IN_A_BYTE = {"int8": 1, "nf4": 2}
+ELEMENTS_PER_BYTE = {"int8": 1, "nf4": 2}
 """Format → number of kernel elements per byte."""

@@ -18,12 +18,12 @@ from covey.models.config import ModelConfig
 from covey.text.tokenizer import Tokenizer
 
 PREFIX = "scratch:"
-SPECIAL = ("<pad>", "<unk>", "<eos>")
+SPECIAL_TOKENS = ("<pad>", "<unk>", "<eos>")
 """Control tokens, before the alphabet: padding, a character outside the alphabet, the end of a text."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScratchSpec:
     """Description of a model: a Llama architecture, except for its vocabulary size, and the alphabet."""
 
     alphabet: str
@@ -37,7 +37,7 @@ class Plan:
         """Return the architecture; the MLP is 8/3 as wide as the model, as in Llama."""
         heads = self.hidden_size // self.head_dim
         return ModelConfig(
-            vocab_size=len(SPECIAL) + len(self.alphabet),
+            vocab_size=len(SPECIAL_TOKENS) + len(self.alphabet),
             hidden_size=self.hidden_size,
             intermediate_size=self.hidden_size * 8 // 3 // 32 * 32,
             num_layers=self.num_layers,
@@ -49,7 +49,7 @@ class Plan:
         )
 
 
-class Scratch:
+class ScratchCheckpoint:
     """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
 
     Weights are drawn by NumPy's frozen generator, so that a seed gives the same weights in every version. They follow
@@ -61,15 +61,15 @@ class Scratch:
     """
 
     def __init__(self, source: str):
-        name, self.seed = split(source)
-        self.config = SCRATCH[name].config
-        self.tokenizer = character_tokenizer(SCRATCH[name].alphabet)
+        name, self.seed = parse_source(source)
+        self.config = SCRATCH_MODELS[name].config
+        self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet)
         self.origin = f"{PREFIX}{name}@{self.seed}"
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         random = np.random.RandomState(self.seed)
-        for path in families.parameters(self.config):
+        for path in families.parameter_paths(self.config):
             shape = _shape(self.config, path)
             if path.endswith(".scale"):
                 yield path, np.ones(shape, np.float32)
@@ -78,29 +78,31 @@ class Scratch:
                 yield path, (random.standard_normal(shape) * inputs**-0.5).astype(np.float32)
 
 
-def names() -> list[str]:
+def scratch_names() -> list[str]:
     """Return the sources of this kind."""
-    return [PREFIX + name for name in SCRATCH]
+    return [PREFIX + name for name in SCRATCH_MODELS]
 
 
-def split(source: str) -> tuple[str, int]:
+def parse_source(source: str) -> tuple[str, int]:
     """Split `scratch:NAME@SEED` into (NAME, SEED), with seed 0 if not given.
 
     Raises:
         WeightsError: there is no such name, or the seed is not valid.
     """
     name, at, seed = source.removeprefix(PREFIX).partition("@")
-    if name not in SCRATCH:
-        raise WeightsError(f"there is no model {name!r} to be made from scratch", fix=nearest(PREFIX + name, names()))
+    if name not in SCRATCH_MODELS:
+        raise WeightsError(
+            f"there is no model {name!r} to be made from scratch", fix=nearest(PREFIX + name, scratch_names())
+        )
     if at and not (re.fullmatch("[0-9]{1,10}", seed) and int(seed) < 2**32):
         raise WeightsError(f"{seed!r} is no seed", want=f"{PREFIX}{name}@0, or a whole number below 2^32")
     return name, int(seed or 0)
 
 
-def seeded(source: str, seed: int) -> str:
+def with_seed(source: str, seed: int) -> str:
     """Return `source`, with `seed` added if it is a model from scratch without a seed.
 
-    >>> seeded("scratch:arithmetic-tiny", 7), seeded("scratch:arithmetic-tiny@1", 7), seeded("smollm2-135m", 7)
+    >>> with_seed("scratch:arithmetic-tiny", 7), with_seed("scratch:arithmetic-tiny@1", 7), with_seed("smollm2-135m", 7)
     ('scratch:arithmetic-tiny@7', 'scratch:arithmetic-tiny@1', 'smollm2-135m')
     """
     return f"{source}@{seed}" if source.startswith(PREFIX) and "@" not in source else source
@@ -108,15 +110,15 @@ def seeded(source: str, seed: int) -> str:
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
     """Return a tokenizer: the control tokens, then one token per character of `alphabet`; no BOS, no chat format."""
-    tokens = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    tokens = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     inner = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="<unk>", fuse_unk=False))
-    inner.add_special_tokens(list(SPECIAL))
+    inner.add_special_tokens(list(SPECIAL_TOKENS))
     inner.decoder = decoders.Fuse()
     return Tokenizer(inner, eos_id=tokens["<eos>"], pad_id=tokens["<pad>"])
 
 
 def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
-    """Return the shape of a parameter of the family llama; `weights.fill` refuses any that differs in the decoder."""
+    """Return the shape of a parameter of the family llama; `weights.fill_parameters` refuses any other."""
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     kind = path.split(".")[-2]
     shapes: dict[str, tuple[int, ...]] = {
@@ -132,7 +134,7 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
     return shapes.get(kind, (c.hidden_size,))
 
 
-SCRATCH: dict[str, Plan] = {
-    "arithmetic-tiny": Plan("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=8, rope_theta=10.0),
+SCRATCH_MODELS: dict[str, ScratchSpec] = {
+    "arithmetic-tiny": ScratchSpec("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=8, rope_theta=10.0),
 }
 """Name → description of the model."""

@@ -51,16 +51,16 @@ class ValueModel(nnx.Module):
         return jnp.matmul(hidden.astype(jnp.float32), self.score[...], precision=jax.lax.Precision.HIGHEST)
 
 
-def value_model(base: Decoder, *, share: bool = False) -> ValueModel:
+def make_value_model(base: Decoder, *, share: bool = False) -> ValueModel:
     """Make a critic from a language model: its trunk with adapters, and a zero head, so that all initial values are 0.
 
     Args:
         base: any decoder.
         share: use the arrays of `base` instead of copies. A trainer takes over what it trains, so share only what stays
-            frozen: `with_lora(value_model(without_lora(actor), share=True), config)` has adapters of its own on a
+            frozen: `with_lora(make_value_model(without_lora(actor), share=True), config)` has adapters of its own on a
             shared base.
     """
-    trunk = _without_head(base)
+    trunk = _remove_head(base)
     if not share:
         graph, params = nnx.split(trunk)
         trunk = nnx.merge(graph, jax.tree.map(jnp.copy, params))
@@ -72,32 +72,32 @@ def load_value_model(
     *,
     new_head: bool = False,
     mesh: Mesh | None = None,
-    place: weights.Place | None = None,
+    put: weights.PutArray | None = None,
     **options: Unpack[weights.DecoderOptions],
-) -> weights.Loaded[ValueModel]:
+) -> weights.LoadedModel[ValueModel]:
     """Load a reward model, or the start of a critic.
 
     Args:
         source: as for `weights.load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
         new_head: accept a language model too, and give it a zero head, as the start of a critic.
-        mesh, place, options: as for `weights.load`.
+        mesh, put, options: as for `weights.load`.
 
     Raises:
         WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
             model and `new_head` is not set.
     """
-    found, checkpoint = weights.find(source)
-    labels = weights.labels(checkpoint)
+    found, checkpoint = weights.open_source(source)
+    labels = weights.num_labels(checkpoint)
     _check_head(labels, new_head, str(found.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=nnx.Rngs(0), **options))  # noqa: E731
     tensors = _tensors(checkpoint, zero=config.hidden_size if labels is None else 0)
     abstract = nnx.eval_shape(build)
-    model = weights.fill(abstract, tensors, place or weights.placing(abstract, mesh), where=str(found.path))
-    return weights.Loaded(model, checkpoint.tokenizer, config, found.origin)
+    model = weights.fill_parameters(abstract, tensors, put or weights.make_put(abstract, mesh), where=str(found.path))
+    return weights.LoadedModel(model, checkpoint.tokenizer, config, found.origin)
 
 
-def _without_head(base: Decoder) -> Decoder:
+def _remove_head(base: Decoder) -> Decoder:
     """Return `base` with the same arrays, without a language head of its own."""
     trunk = nnx.merge(*nnx.split(base))
     trunk.head, trunk.config = None, replace(base.config, tie_embeddings=True)

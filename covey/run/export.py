@@ -26,7 +26,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
         CoveyError: `out` is taken; the run has no adapters, or their base is the result of another run (peft); the
             family does not support the format (gguf).
     """
-    formats.check_new(out)
+    formats.check_new_folder(out)
     history = History.of(source)
     if kind == "peft":
         _check_adapters(history, source, out)
@@ -34,10 +34,11 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     with show_log(info=echo, warning=echo):
         model, tokenizer = open_model(source, options)
     echo(f"writing {kind}, and reading it back")
-    apart = _write(history, model, tokenizer, out, kind, dtype, shard_size)
+    difference = _write(history, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
     echo(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
-    echo(f"logits of what was read back differ by {apart.largest:.2g} at most; the largest is {apart.of:.2g}")
+    largest = f"{difference.max_difference:.2g} at most; the largest is {difference.max_logit:.2g}"
+    echo(f"logits of what was read back differ by {largest}")
 
 
 def _write(
@@ -58,7 +59,7 @@ def _check_adapters(history: History, source: str, out: Path) -> None:
     """Refuse a run whose adapters are not usable elsewhere: it has none, or their base is the model of another run."""
     trained = load_recipe(source).model if history.runs else ModelOptions()
     if not (trained.adapter or trained.lora.rank):
-        raise formats.no_adapters()
+        raise formats.no_adapters_error()
     if len(history.runs) > 1:
         raise WeightsError(
             f"the adapters of this run belong on the model that the run {history.runs[1].name!r} left, and nobody else "

@@ -21,7 +21,7 @@ from covey.models.decoder import Decoder
 from covey.models.loading import digests, peft, weights
 from covey.models.loading.sources import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
-from covey.models.quantised import format_of
+from covey.models.quantised import parse_format
 from covey.parallel import mesh_for, reshard, shardings
 from covey.run.folder import CHECKPOINTS
 from covey.text.tokenizer import Tokenizer
@@ -81,10 +81,10 @@ def load_source(
     if is_run(source):
         model, tokenizer, origin = _learnt(options, source, mesh)
     else:
-        model, tokenizer, origin = _pretrained(options, scratch.seeded(source, seed), mesh)
+        model, tokenizer, origin = _pretrained(options, scratch.with_seed(source, seed), mesh)
     if options.adapter:
-        model = peft.with_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
-        origin = f"{origin} with the adapter sha256 {peft.digest(options.adapter)[:16]}"
+        model = peft.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
+        origin = f"{origin} with the adapter sha256 {peft.adapter_digest(options.adapter)[:16]}"
     model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
     return model if mesh is None else _placed(model, mesh), tokenizer, origin
 
@@ -103,7 +103,7 @@ def with_digest(origin: str) -> str:
     """Return `origin`; for a path, add the digest of its content (`LOCAL`)."""
     if not os.path.isabs(origin):
         return origin
-    return f"{origin}, sha256 {digests.digest(weights.files(Path(origin)))[:16]}"
+    return f"{origin}, sha256 {digests.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
 
 
 def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> None:
@@ -167,7 +167,11 @@ def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Deco
     theirs = load_recipe(folder).model
     held_as = replace(theirs, **_computed(options))
     model, tokenizer, origin = _trained(Path(folder), held_as, mesh)
-    return merge_as_base(model, options.dtype, format_of(options.quantize, options.quantize_block)), tokenizer, origin
+    return (
+        merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block)),
+        tokenizer,
+        origin,
+    )
 
 
 def _trained(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

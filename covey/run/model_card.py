@@ -38,13 +38,13 @@ class History:
 
     def folder(self) -> Path | None:
         """Local Hugging Face folder of the base; None when it came from a GGUF file."""
-        path = sources.resolve(self.base).path
+        path = sources.resolve_source(self.base).path
         return path if path.is_dir() else None
 
     def repository(self) -> str | None:
         """Repository of the base on the hub, `org/name`; None when it is a path."""
-        if self.base in sources.NAMED:
-            return sources.NAMED[self.base].repo
+        if self.base in sources.NAMED_MODELS:
+            return sources.NAMED_MODELS[self.base].repo
         found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
         return found[1] if found else None
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from covey.errors import NumbersError
 from covey.models.decoder import compiler_options
-from covey.models.lora import dropped, split_trainable
+from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
 from covey.types import Mean
@@ -147,7 +147,7 @@ class Trainer:
         self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any
     ) -> tuple[Any, MetricSums]:
         def loss(trainable: Any) -> tuple[Array, MetricSums]:
-            params = dropped(self.graph, nnx.merge_state(trainable, frozen), step)
+            params = apply_lora_dropout(self.graph, nnx.merge_state(trainable, frozen), step)
             total, metric_sums = self.loss_fn(self.graph, params, batch)
             return total, {**metric_sums, LOSS: total}
 

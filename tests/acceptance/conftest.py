@@ -22,7 +22,7 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.models.value_model import value_model
+from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
@@ -248,6 +248,6 @@ def cluster(tokenizer: Tokenizer) -> Callable[..., RLCluster]:
 @pytest.fixture
 def judged(cluster: Callable[..., RLCluster], decoder: Callable[..., Decoder]) -> RLCluster:
     """With a critic and a reward model whose heads are not 0."""
-    critic, reward = value_model(decoder()), value_model(decoder())
+    critic, reward = make_value_model(decoder()), make_value_model(decoder())
     critic.score[...], reward.score[...] = jnp.full(16, 0.1), jnp.full(16, -0.2)
     return cluster(actor=decoder(), critic=critic, reward=reward)

@@ -19,7 +19,7 @@ from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import DataError, RecipeError
 from covey.losses.value import ValueInputs
 from covey.models.lora import has_lora, split_trainable
-from covey.models.value_model import value_model
+from covey.models.value_model import make_value_model
 from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import learner
@@ -52,7 +52,7 @@ def on(*devices: int) -> Any:
 
 def test_the_cluster_owns_models_by_role_and_the_tokenizer_they_share(cluster: Callable, decoder: Callable) -> None:
     assert {str(role) for role in Role} == {"actor", "rollout", "reference", "critic", "reward"}
-    made = cluster(actor=decoder(), critic=value_model(decoder()), reward=value_model(decoder()))
+    made = cluster(actor=decoder(), critic=make_value_model(decoder()), reward=make_value_model(decoder()))
     made.prepare(GRPOConfig(algorithm="ppo", num_generations=1), 1)
     assert made.rollout.tokenizer is made.tokenizer
     assert all(made.inference.has(role) for role in (Role.REFERENCE, Role.CRITIC, Role.REWARD))
@@ -154,7 +154,7 @@ def test_rewards_can_be_asked_for_as_soon_as_the_cluster_exists(judged: RLCluste
 
 
 def test_close_lets_go_of_every_array(cluster: Callable, decoder: Callable) -> None:
-    made = cluster(actor=decoder(), reward=value_model(decoder()))
+    made = cluster(actor=decoder(), reward=make_value_model(decoder()))
     made.prepare(GRPOConfig(beta=0.04), 1)
     held = [weakref.ref(x) for x in jax.tree.leaves((made.trainer.params, made.inference.params))]
     made.close()
@@ -289,7 +289,7 @@ def test_the_inference_worker_refuses_actor_and_rollout_and_names_the_legal_role
 
 
 def test_the_inference_worker_hosts_reference_critic_and_reward(decoder: Callable) -> None:
-    head = value_model(decoder())
+    head = make_value_model(decoder())
     hosted = InferenceWorker({Role.REFERENCE: decoder(), Role.CRITIC: head, Role.REWARD: head})
     assert all(hosted.has(role) for role in ("reference", "critic", "reward"))
 

@@ -7,7 +7,7 @@ from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, sources, sums
-from covey.models.scratch import Scratch
+from covey.models.scratch import ScratchCheckpoint
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.types import Prompt
 
@@ -45,7 +45,7 @@ def test_the_examples_are_the_problems_with_their_answers() -> None:
 def test_both_recipes_hold_the_same_problems_out_and_have_room_for_them() -> None:
     first, second = recipe.load("sft-tiny", (), SFTRecipe), recipe.load("arithmetic-tiny")
     assert first.data.seed == second.data.seed
-    data, tokenizer = load(second.data), Scratch(first.model.source).tokenizer
+    data, tokenizer = load(second.data), ScratchCheckpoint(first.model.source).tokenizer
     assert len(data.test) >= 300
     for row in [*data.train, *data.test]:
         assert len(tokenizer.encode_prompt(row["prompt"])) <= second.rollout.max_prompt_length

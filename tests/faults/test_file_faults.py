@@ -169,14 +169,14 @@ def configured(model: Path, **fields: Any) -> Path:
 def test_a_config_that_describes_no_model_is_refused_by_field(model: Path, field: str, value: Any) -> None:
     changes = {field: value} | ({"head_dim": None} if (field, value) == ("num_attention_heads", 3) else {})
     with pytest.raises(WeightsError, match=field):
-        weights.Folder(configured(model, **changes))
+        weights.FolderCheckpoint(configured(model, **changes))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_a_billion_layers_are_refused_before_anything_is_made_of_them(model: Path, family: str) -> None:
     tracemalloc.start()
     with pytest.raises(WeightsError, match="num_hidden_layers"):
-        weights.Folder(configured(model, model_type=family, num_hidden_layers=10**9))
+        weights.FolderCheckpoint(configured(model, model_type=family, num_hidden_layers=10**9))
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 

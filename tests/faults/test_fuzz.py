@@ -204,7 +204,7 @@ def checkpoints(draw: st.DrawFn) -> bytes:
 @given(checkpoints() | st.binary(max_size=64))
 def test_headers_of_safetensors(folder: Path, file: bytes) -> None:
     (folder / "model.safetensors").write_bytes(file)
-    taken_or_refused(lambda: [tensor.shape for _, tensor in weights.Folder(folder).tensors()])
+    taken_or_refused(lambda: [tensor.shape for _, tensor in weights.FolderCheckpoint(folder).tensors()])
 
 
 @fuzzed()
@@ -213,7 +213,7 @@ def test_indices(folder: Path, entries: Any) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": entries}))
     try:
-        taken_or_refused(lambda: list(weights.Folder(folder).tensors()))
+        taken_or_refused(lambda: list(weights.FolderCheckpoint(folder).tensors()))
     finally:
         index.unlink()
 
@@ -257,7 +257,7 @@ def small_gguf() -> bytes:
 @given(ggufs() | st.binary(max_size=64).map(lambda rest: b"GGUF\x03\0\0\0" + rest))
 def test_ggufs(folder: Path, file: bytes) -> None:
     (folder / "m.gguf").write_bytes(file)
-    taken_or_refused(lambda: weights.GGUF(folder / "m.gguf").tokenizer.encode("abc"))
+    taken_or_refused(lambda: weights.GGUFCheckpoint(folder / "m.gguf").tokenizer.encode("abc"))
 
 
 CONFIG = json.loads((TINY / "config.json").read_text())
@@ -268,13 +268,13 @@ WRONG = JSON | ROPE | st.integers(-1, 2**40) | st.lists(st.sampled_from(["full_a
 @fuzzed()
 @given(
     st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "nanochat"]),
-    st.dictionaries(st.sampled_from(sorted({*config_fields.KINDS, *CONFIG} - {"model_type"})), WRONG, max_size=3),
+    st.dictionaries(st.sampled_from(sorted({*config_fields.CHECKS, *CONFIG} - {"model_type"})), WRONG, max_size=3),
 )
 def test_configs(folder: Path, family: str, fields: dict[str, Any]) -> None:
     described = folder / "config.json"
     described.write_text(json.dumps(CONFIG | {"model_type": family} | fields))
     try:
-        taken_or_refused(lambda: weights.Folder(whole_folder(folder)).config)
+        taken_or_refused(lambda: weights.FolderCheckpoint(whole_folder(folder)).config)
     finally:
         described.write_text(json.dumps(CONFIG))
 

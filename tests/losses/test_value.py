@@ -16,7 +16,7 @@ from covey.errors import DataError
 from covey.losses.value import explained_variance, groups_to_score, row_values, value_loss
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
-from covey.models.value_model import ValueModel, value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
 from covey.parallel import flatten
 from covey.types import Group, Mean
@@ -30,7 +30,7 @@ def critic(decoder: Callable[..., Decoder]) -> Callable[..., ValueModel]:
     """`critic(lora=0)`: the room's tiny decoder under a random head."""
 
     def make(lora: int = 0) -> ValueModel:
-        model = value_model(decoder(lora, remat=False))
+        model = make_value_model(decoder(lora, remat=False))
         model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
         return model
 

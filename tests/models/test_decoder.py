@@ -134,7 +134,7 @@ def test_layers_whose_adapters_weigh_differently_are_different_loops() -> None:
     """The scale of an adapter is no array, and a loop has one for all of its turns."""
     model = build(dataclasses.replace(PLAIN, num_layers=3), True)
     model.layers[1].mlp.up_proj.lora.scale = 5.0
-    assert [list(loop) for loop in model.loops()] == [[0], [1], [2]]
+    assert [list(loop) for loop in model.layer_runs()] == [[0], [1], [2]]
     np.testing.assert_allclose(*(values_and_gradients(model, looped)[0] for looped in (True, False)), atol=1e-5)
 
 

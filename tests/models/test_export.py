@@ -23,9 +23,9 @@ from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export import files, hf, write_gguf, write_hf, write_peft
 from covey.models.loading import weights
-from covey.models.loading.gguf import SPLITS
-from covey.models.loading.peft import with_adapter
-from covey.models.lora import merged, projections, with_lora
+from covey.models.loading.gguf import PRE_TOKENIZERS
+from covey.models.loading.peft import load_adapter
+from covey.models.lora import merge_lora, projections, with_lora
 from covey.parallel import flatten
 from covey.text.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ TEXTS = json.loads((GOLDEN.parent / "tricky.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def tiny() -> weights.Loaded[Decoder]:
+def tiny() -> weights.LoadedModel[Decoder]:
     return weights.load(TINY)
 
 
@@ -77,19 +77,19 @@ def test_what_is_read_back_is_the_model_bit_for_bit(name: str, golden_folder: Fo
     model, golden = adapted(loaded.model), np.load(GOLDEN / "families.npz")
     for out, source in ((tmp_path / "kept", folder), (tmp_path / "anew", None)):
         apart = write_hf(model, loaded.tokenizer, out, source=source, shard_size=9_000)
-        assert apart.largest < 1e-4 < apart.of
+        assert apart.max_difference < 1e-4 < apart.max_logit
         again = weights.load(out)
-        equal(again.model, merged(model))
+        equal(again.model, merge_lora(model))
         assert again.config == loaded.config
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "plain", source=folder)
     assert written(tmp_path / "plain").keys() == MODELS[name]["shapes"].keys()
-    ours = files.logits(weights.load(tmp_path / "plain").model, golden["tokens"])
+    ours = files.causal_logits(weights.load(tmp_path / "plain").model, golden["tokens"])
     np.testing.assert_allclose(ours, golden[name], atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [20_000, 60_000, 10**9])
 def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
-    tiny: weights.Loaded, tmp_path: Path, size: int
+    tiny: weights.LoadedModel, tmp_path: Path, size: int
 ) -> None:
     write_hf(tiny.model, tiny.tokenizer, tmp_path / "out", source=TINY, shard_size=size)
     shards = sorted(tmp_path.glob("out/*.safetensors"))
@@ -110,7 +110,7 @@ def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
     ]
 
 
-def test_the_sources_own_files_go_along(tiny: weights.Loaded, tmp_path: Path) -> None:
+def test_the_sources_own_files_go_along(tiny: weights.LoadedModel, tmp_path: Path) -> None:
     source = shutil.copytree(TINY, tmp_path / "source")
     kept = json.loads((source / "config.json").read_text()) | {"a_field_of_theirs": [1, 2]}
     (source / "config.json").write_text(json.dumps(kept))
@@ -126,7 +126,7 @@ def test_the_sources_own_files_go_along(tiny: weights.Loaded, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_a_tokenizer_written_anew_gives_the_same_ids(tiny: weights.Loaded, tmp_path: Path, bos: bool) -> None:
+def test_a_tokenizer_written_anew_gives_the_same_ids(tiny: weights.LoadedModel, tmp_path: Path, bos: bool) -> None:
     inner = tokenizers.Tokenizer.from_str(tiny.tokenizer.inner.to_str())
     template = tiny.tokenizer.chat_template
     ours = Tokenizer(inner, eos_id=2, stop_ids=[0, 9], bos_id=0, pad_id=1, add_bos=bos, chat_template=template)
@@ -147,7 +147,7 @@ def test_weights_in_bfloat16_are_rounded_once(held: str, tmp_path: Path) -> None
     base = weights.load(TINY, param_dtype=held)
     model = adapted(base.model)
     apart = write_hf(model, base.tokenizer, tmp_path / "out", source=TINY, dtype="bfloat16")
-    assert 0 < apart.largest < 0.1 * apart.of
+    assert 0 < apart.max_difference < 0.1 * apart.max_logit
     linear = projections(model)["layers.1.mlp.up_proj"]
     w, a, b = (np.asarray(x[...], np.float64) for x in (linear.kernel, linear.lora.a, linear.lora.b))
     stored = written(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"]
@@ -174,7 +174,9 @@ def out(tmp_path: Path) -> Iterator[Path]:
     assert [path.name for path in (tmp_path / "room").iterdir() if path.name != "out"] == []
 
 
-def test_numbers_in_another_order_are_found(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_another_order_are_found(
+    tiny: weights.LoadedModel, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trap: safetensors writes the memory of an array that is not C-contiguous as it lies."""
     monkeypatch.setattr(files.np, "ascontiguousarray", lambda x: x)
     with pytest.raises(WeightsError, match="was not written as it is in memory"):
@@ -182,16 +184,16 @@ def test_numbers_in_another_order_are_found(tiny: weights.Loaded, out: Path, mon
     assert not out.exists()
 
 
-def test_another_model_is_found(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_is_found(tiny: weights.LoadedModel, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap: adapters merged by a transpose, which a square matrix does not notice."""
     wrong = lambda linear, dtype: linear.kernel[...].T if len(set(linear.kernel.shape)) == 1 else linear.kernel[...]  # noqa: E731
-    monkeypatch.setattr(files, "merged_kernel", wrong)
+    monkeypatch.setattr(files, "merge_kernel", wrong)
     with pytest.raises(WeightsError, match="what was written is another model"):
         write_hf(tiny.model, tiny.tokenizer, out, source=TINY)
     assert not out.exists()
 
 
-def test_what_is_there_stays(tiny: weights.Loaded, out: Path) -> None:
+def test_what_is_there_stays(tiny: weights.LoadedModel, out: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     for write in (write_hf, write_gguf):
@@ -205,26 +207,28 @@ def test_what_is_there_stays(tiny: weights.Loaded, out: Path) -> None:
     assert out.read_text() == "a file"
 
 
-def test_what_came_while_writing_stays_too(tiny: weights.Loaded, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_while_writing_stays_too(
+    tiny: weights.LoadedModel, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compare(*_: Any) -> files.Difference:
         out.mkdir()
         (out / "other.txt").touch()
         return files.Difference(0, 1)
 
-    monkeypatch.setattr(hf, "compare", compare)
+    monkeypatch.setattr(hf, "compare_logits", compare)
     with pytest.raises(CoveyError, match="something is already here"):
         write_hf(tiny.model, tiny.tokenizer, out, source=TINY)
     assert [path.name for path in out.iterdir()] == ["other.txt"]
 
 
-def test_an_empty_folder_is_taken_and_parents_are_made(tiny: weights.Loaded, tmp_path: Path) -> None:
+def test_an_empty_folder_is_taken_and_parents_are_made(tiny: weights.LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for place in (tmp_path / "empty", tmp_path / "a" / "b"):
         write_peft(adapted(tiny.model), 300, place, base="x")
         assert (place / "adapter_config.json").is_file()
 
 
-def test_a_place_that_cannot_be_written_is_named(tiny: weights.Loaded, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tiny: weights.LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CoveyError, match="cannot be written"):
         write_hf(tiny.model, tiny.tokenizer, tmp_path / "file" / "out")
@@ -233,11 +237,11 @@ def test_a_place_that_cannot_be_written_is_named(tiny: weights.Loaded, tmp_path:
 # --- PEFT
 
 
-def test_adapters_are_read_back_as_they_are(tiny: weights.Loaded, out: Path) -> None:
+def test_adapters_are_read_back_as_they_are(tiny: weights.LoadedModel, out: Path) -> None:
     model = adapted(tiny.model, dropout=0.1)
     apart = write_peft(model, 300, out, base="org/name", card="# Adapter\n")
-    assert apart.largest < 1e-5
-    equal(with_adapter(tiny.model, out), model)
+    assert apart.max_difference < 1e-5
+    equal(load_adapter(tiny.model, out), model)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_rslora"], config["lora_dropout"]) == (3, 5.0, False, 0.1)
     assert config["base_model_name_or_path"] == "org/name"
@@ -249,15 +253,15 @@ def test_adapters_are_read_back_as_they_are(tiny: weights.Loaded, out: Path) -> 
     assert len(held) == 2 * 2 * 7
 
 
-def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.Loaded, out: Path) -> None:
+def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.LoadedModel, out: Path) -> None:
     model = adapted(tiny.model, targets=(r"layers\.1\..*q_proj", r"layers\.0\..*up_proj"))
     write_peft(model, 300, out, base="x")
     targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
     assert targets == r"model\.layers\.0\.mlp\.up_proj|model\.layers\.1\.self_attn\.q_proj"
-    equal(with_adapter(tiny.model, out), model)
+    equal(load_adapter(tiny.model, out), model)
 
 
-def test_a_model_without_adapters_has_none_to_export(tiny: weights.Loaded, out: Path) -> None:
+def test_a_model_without_adapters_has_none_to_export(tiny: weights.LoadedModel, out: Path) -> None:
     with pytest.raises(WeightsError, match=r"no LoRA adapters(?s:.*)--format hf"):
         write_peft(tiny.model, 300, out, base="x")
 
@@ -268,8 +272,8 @@ def test_a_model_without_adapters_has_none_to_export(tiny: weights.Loaded, out: 
 def with_tokenizer(name: str, folder: Path) -> tuple[Decoder, Tokenizer]:
     """A golden model with room for the tiny Llama's tokens, and those, cut as the family cuts them."""
     config, tokenizer = families.read_config(MODELS[name]["config"]), Tokenizer.from_folder(TINY)
-    tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(SPLITS[SPLIT[name]].steps())
-    if SPLITS[SPLIT[name]].nfc:
+    tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(PRE_TOKENIZERS[SPLIT[name]].steps())
+    if PRE_TOKENIZERS[SPLIT[name]].nfc:
         tokenizer.inner.normalizer = tokenizers.normalizers.NFC()
     return Decoder(dataclasses.replace(config, vocab_size=310), rngs=nnx.Rngs(3)), tokenizer
 
@@ -282,23 +286,23 @@ SPLIT = {"llama": "gpt-2", "linear-rope": "smollm", "qwen2": "qwen2", "qwen3": "
 def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> None:
     base, tokenizer = with_tokenizer(name, out)
     model = adapted(base)
-    assert write_gguf(model, tokenizer, out).largest < 1e-4
+    assert write_gguf(model, tokenizer, out).max_difference < 1e-4
     again = weights.load(out / "model.gguf")
-    equal(again.model, merged(model))
+    equal(again.model, merge_lora(model))
     assert again.config == model.config
     assert again.tokenizer.stop_ids == tokenizer.stop_ids
     for text in TEXTS:
         assert again.tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist()
 
 
-def test_llama3_scaling_goes_through_gguf(tiny: weights.Loaded, out: Path) -> None:
+def test_llama3_scaling_goes_through_gguf(tiny: weights.LoadedModel, out: Path) -> None:
     scaling = weights.families.hf_config.RopeScaling("llama3", 32.0)
     config = dataclasses.replace(tiny.config, rope_theta=500_000.0, rope_scaling=scaling)
     write_gguf(Decoder(config, rngs=nnx.Rngs(0)), tiny.tokenizer, out)
     assert weights.load(out / "model.gguf").config == config
 
 
-def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.Loaded, out: Path) -> None:
+def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.LoadedModel, out: Path) -> None:
     import gguf
 
     write_gguf(tiny.model, tiny.tokenizer, out, dtype="bfloat16")
@@ -319,14 +323,14 @@ def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.Loaded, out:
         ({"qk_norm": True}, "the architecture of this model is not one"),
     ],
 )
-def test_what_gguf_cannot_say_is_refused(change: dict, says: str, tiny: weights.Loaded, out: Path) -> None:
+def test_what_gguf_cannot_say_is_refused(change: dict, says: str, tiny: weights.LoadedModel, out: Path) -> None:
     model = Decoder(dataclasses.replace(tiny.config, **change), rngs=nnx.Rngs(0))
     with pytest.raises(WeightsError, match=says):
         write_gguf(model, tiny.tokenizer, out)
     assert not out.exists()
 
 
-def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tiny: weights.Loaded, out: Path) -> None:
+def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tiny: weights.LoadedModel, out: Path) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     strange = Tokenizer.from_folder(TINY)
     strange.inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -102,9 +102,9 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_has_a_place_and_every_place_a_tensor(name: str):
     config = families.read_config(MODELS[name]["config"])
-    table = families.names(config)
+    table = families.tensor_names(config)
     assert sorted(table.values()) == sorted(MODELS[name]["shapes"])
-    assert sorted(table) == sorted(families.parameters(config))
+    assert sorted(table) == sorted(families.parameter_paths(config))
 
 
 def without_golden_case(rows: Mapping[str, families.Family]) -> list[str]:
@@ -310,15 +310,15 @@ def test_nothing_is_written_as_null_that_transformers_never_leaves_null(name: st
 
 
 def test_projections_have_both_names() -> None:
-    found = families.projections(families.read_config(MODELS["nanochat"]["config"]))
+    found = families.projection_names(families.read_config(MODELS["nanochat"]["config"]))
     assert found["layers.1.mlp.up_proj"] == "model.layers.1.mlp.fc1"
     assert found["layers.0.attn.q_proj"] == "model.layers.0.self_attn.q_proj"
     assert len(found) == 2 * 6
     own = dataclasses.replace(families.read_config(LLAMA), family="mine", post_norms=True)
-    assert families.projections(own)["layers.0.mlp.up_proj"] == "model.layers.0.mlp.up_proj"
+    assert families.projection_names(own)["layers.0.mlp.up_proj"] == "model.layers.0.mlp.up_proj"
 
 
 def test_orient_is_its_own_inverse():
     kernel = np.arange(6).reshape(2, 3)
     for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
-        np.testing.assert_array_equal(families.orient(path, families.orient(path, kernel)), kernel)
+        np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)

@@ -15,7 +15,7 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import dropped, has_lora, merged, projections, with_lora, without_lora
+from covey.models.lora import apply_lora_dropout, has_lora, merge_lora, projections, with_lora, without_lora
 from covey.parallel import flatten
 from covey.train.trainer import MicroBatch, Trainer
 
@@ -132,7 +132,7 @@ def test_merged_is_the_same_function_without_adapters(looped: bool) -> None:
     """Trap: merged by a transpose, which a square matrix would not notice; these are not all square."""
     model = stirred(with_lora(base(), LoRAConfig(rank=4, alpha=6.0)))
     before = pointers(model)
-    plain = merged(model)
+    plain = merge_lora(model)
     want = hidden(model, looped)
     assert np.abs(want - hidden(without_lora(model), looped)).max() > 0.1
     np.testing.assert_allclose(hidden(plain, looped), want, atol=1e-5)
@@ -143,7 +143,7 @@ def test_merged_is_the_same_function_without_adapters(looped: bool) -> None:
 
 def test_merging_by_hand() -> None:
     model = stirred(with_lora(base(), LoRAConfig(rank=4, alpha=6.0, targets=("up_proj",))))
-    found, plain = arrays(model), arrays(merged(model))
+    found, plain = arrays(model), arrays(merge_lora(model))
     path = "layers.1.mlp.up_proj"
     a, b, kernel = (np.asarray(found[f"{path}.{n}"], np.float64) for n in ("lora.a", "lora.b", "kernel"))
     np.testing.assert_allclose(plain[f"{path}.kernel"], kernel + 1.5 * a @ b, atol=1e-6)
@@ -155,7 +155,7 @@ def test_narrow_weights_stay_narrow_and_adapters_wide() -> None:
     model = stirred(with_lora(base(param_dtype="bfloat16"), LoRAConfig(rank=2)))
     types = {name: x.dtype for name, x in arrays(model).items()}
     assert {t for name, t in types.items() if ".lora." in name} == {jnp.dtype("float32")}
-    assert {x.dtype for x in arrays(merged(model)).values()} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in arrays(merge_lora(model)).values()} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def noisy(seed: int = 0, rate: float = 0.25) -> Decoder:
 
 def seen(model: Decoder, step: int) -> dict[str, np.ndarray]:
     """The adapters as the forward of update `step` has them."""
-    return {name: np.asarray(x) for name, x in flatten(dropped(*nnx.split(model), step)).items()}
+    return {name: np.asarray(x) for name, x in flatten(apply_lora_dropout(*nnx.split(model), step)).items()}
 
 
 def test_dropout_leaves_out_inputs_of_adapters_and_scales_up_the_rest() -> None:
@@ -231,7 +231,7 @@ def test_its_noise_follows_from_seed_and_step_alone() -> None:
 
 def test_without_it_nothing_is_touched() -> None:
     graph, state = nnx.split(noisy(rate=0.0))
-    assert dropped(graph, state, 1) is state
+    assert apply_lora_dropout(graph, state, 1) is state
     assert np.array_equal(hidden(noisy()), hidden(noisy(rate=0.0)))  # a plain forward has none
 
 

@@ -18,12 +18,19 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export import write_hf, write_peft
-from covey.models.export.files import logits
-from covey.models.layers import project, project_frozen
+from covey.models.export.files import causal_logits
+from covey.models.layers import project, project_quantised
 from covey.models.loading import weights
-from covey.models.loading.peft import with_adapter
-from covey.models.lora import merge_as_base, merged, projections, split_trainable, with_lora, without_lora
-from covey.models.quantised import Format, Frozen, Quantised, format_of, held, quantise
+from covey.models.loading.peft import load_adapter
+from covey.models.lora import merge_as_base, merge_lora, projections, split_trainable, with_lora, without_lora
+from covey.models.quantised import (
+    FrozenParam,
+    QuantisationFormat,
+    QuantisedKernel,
+    parse_format,
+    quantise,
+    quantise_kernel,
+)
 from covey.parallel import flatten, make_mesh, reshard, shardings
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
@@ -31,7 +38,7 @@ TOKENS = np.random.RandomState(0).randint(0, 300, (2, 12))
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
-KINDS = [Format("int8", 64), Format("nf4", 16)]
+KINDS = [QuantisationFormat("int8", 64), QuantisationFormat("nf4", 16)]
 
 # Dettmers et al. (2023), appendix E.
 NF4 = np.array([
@@ -55,7 +62,7 @@ def optimised(quick_compiler: None) -> None:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def assert_nearest(found: np.ndarray, exact: np.ndarray, how: Format) -> None:
+def assert_nearest(found: np.ndarray, exact: np.ndarray, how: QuantisationFormat) -> None:
     """Every number of `found` is a level of the format, and none is nearer to that of `exact`; worked in float64."""
     levels = np.arange(-128, 128) / 127.5 if how.kind == "int8" else NF4
     size = len(exact) if how.kind == "int8" else how.block
@@ -80,7 +87,7 @@ def stirred(model: Decoder, rank: int = 4) -> Decoder:
     return model
 
 
-def load(how: Format, **switches: Any) -> Decoder:
+def load(how: QuantisationFormat, **switches: Any) -> Decoder:
     return weights.load(TINY, quantize=how.kind, quantize_block=how.block, **switches).model
 
 
@@ -88,10 +95,10 @@ def load(how: Format, **switches: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("how", KINDS, ids=lambda how: how.kind)
-def test_a_kernel_is_what_the_format_makes_of_it(how: Format) -> None:
+def test_a_kernel_is_what_the_format_makes_of_it(how: QuantisationFormat) -> None:
     """Worked by hand; so it is never farther off than half the widest step of its scale."""
     exact = kernel()
-    found = np.asarray(held(exact, how, "float32")[...])
+    found = np.asarray(quantise_kernel(exact, how, "float32")[...])
     assert_nearest(found, exact, how)
     assert np.abs(found - exact).max() > 1e-3
 
@@ -100,20 +107,20 @@ def test_scales_are_those_of_columns_and_not_of_rows() -> None:
     """Trap: the kernel is [in, out], and a scale a row would be as many numbers in a square one."""
     exact = np.ones((16, 16), np.float32) * 10.0 ** np.arange(-8, 8)
     for how in KINDS:
-        np.testing.assert_allclose(held(exact, how, "float32")[...], exact, rtol=0.5 / 127)
+        np.testing.assert_allclose(quantise_kernel(exact, how, "float32")[...], exact, rtol=0.5 / 127)
 
 
 def test_a_column_of_zeros_stays_zero() -> None:
     exact = kernel()
     exact[:, 3] = 0
     for how in KINDS:
-        found = np.asarray(held(exact, how, "float32")[...])
+        found = np.asarray(quantise_kernel(exact, how, "float32")[...])
         assert np.isfinite(found).all()
         assert not found[:, 3].any()
 
 
-@pytest.mark.parametrize(("how", "share"), [(KINDS[0], 4.0), (Format("nf4", 64), 7.1)], ids=["int8", "nf4"])
-def test_what_a_kernel_takes_at_rest(how: Format, share: float) -> None:
+@pytest.mark.parametrize(("how", "share"), [(KINDS[0], 4.0), (QuantisationFormat("nf4", 64), 7.1)], ids=["int8", "nf4"])
+def test_what_a_kernel_takes_at_rest(how: QuantisationFormat, share: float) -> None:
     exact = jnp.asarray(np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32))
     taken = sum(x.on_device_size_in_bytes() for x in quantise(exact, how))
     assert exact.nbytes / taken == pytest.approx(share, rel=0.01)
@@ -124,11 +131,13 @@ def test_what_a_kernel_takes_at_rest(how: Format, share: float) -> None:
 
 @pytest.mark.parametrize("how", KINDS, ids=lambda how: how.kind)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_and_its_gradient_are_those_of_the_float_kernel(how: Format, dtype: str) -> None:
+def test_a_product_and_its_gradient_are_those_of_the_float_kernel(how: QuantisationFormat, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 64)).astype(np.float32)).astype(dtype)
-    quantised = held(kernel(), how, "float32")
+    quantised = quantise_kernel(kernel(), how, "float32")
     arrays = quantised.values[...], quantised.scales[...]
-    ours = jax.jit(jax.value_and_grad(lambda x: project_frozen(x, *arrays, dtype, how.kind).astype(jnp.float32).var()))
+    ours = jax.jit(
+        jax.value_and_grad(lambda x: project_quantised(x, *arrays, dtype, how.kind).astype(jnp.float32).var())
+    )
     theirs = jax.jit(jax.value_and_grad(lambda x: project(x, quantised[...], dtype).astype(jnp.float32).var()))
     (ours_out, ours_grad), (out, grad) = ours(x), theirs(x)
     np.testing.assert_array_equal(ours_out, out)
@@ -162,7 +171,7 @@ def as_floats(model: Decoder) -> Decoder:
 )
 @pytest.mark.slow
 def test_adapters_have_the_gradient_they_have_over_the_same_numbers_in_float(
-    how: Format, switches: dict[str, bool]
+    how: QuantisationFormat, switches: dict[str, bool]
 ) -> None:
     model = stirred(merge_as_base(Decoder(CONFIG, rngs=nnx.Rngs(0), **switches), "float32", how))
 
@@ -181,7 +190,7 @@ def test_adapters_have_the_gradient_they_have_over_the_same_numbers_in_float(
 
 @pytest.mark.parametrize(("how", "remat"), list(zip(KINDS, (True, False), strict=True)), ids=["int8", "nf4 kept"])
 @pytest.mark.slow
-def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised: None) -> None:
+def test_no_program_keeps_the_base_in_float(how: QuantisationFormat, remat: bool, optimised: None) -> None:
     """Trap: the backward reuses the kernels that the forward has dequantised, so that all of them are kept; and a loop
     of decoding dequantises all of them before it begins.
     """
@@ -206,16 +215,16 @@ def test_no_program_keeps_the_base_in_float(how: Format, remat: bool, optimised:
 
 
 @pytest.mark.parametrize(("how", "bound"), list(zip(KINDS, (0.05, 0.5), strict=True)), ids=["int8", "nf4"])
-def test_logits_of_a_quantised_base_are_near_the_float_ones(how: Format, bound: float) -> None:
+def test_logits_of_a_quantised_base_are_near_the_float_ones(how: QuantisationFormat, bound: float) -> None:
     """Mean difference as a share of their spread; SmolLM2-135M's is much the same, 0.04 and 0.45."""
-    exact, found = (logits(model, TOKENS) for model in (weights.load(TINY).model, load(how)))
+    exact, found = (causal_logits(model, TOKENS) for model in (weights.load(TINY).model, load(how)))
     assert 0 < np.abs(found - exact).mean() < bound * exact.std()
 
 
 @pytest.mark.parametrize("how", KINDS, ids=lambda how: how.kind)
-def test_loading_quantises_the_projections_and_nothing_else(how: Format) -> None:
+def test_loading_quantises_the_projections_and_nothing_else(how: QuantisationFormat) -> None:
     exact, found = weights.load(TINY, param_dtype="bfloat16").model, load(how, param_dtype="bfloat16")
-    assert all(isinstance(linear.kernel, Quantised) for linear in projections(found).values())
+    assert all(isinstance(linear.kernel, QuantisedKernel) for linear in projections(found).values())
     before, after = flatten(nnx.state(exact)), flatten(nnx.state(found))
     others = {name for name in before if not name.endswith(".kernel")}
     assert others == {name for name in after if ".kernel." not in name}
@@ -227,10 +236,10 @@ def test_loading_quantises_the_projections_and_nothing_else(how: Format) -> None
 
 def test_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the next tensor is read nothing is left of the last but its values and scales, on the host or beside it."""
-    original, placed = weights.Folder.tensors, []
+    original, placed = weights.FolderCheckpoint.tensors, []
     before = {id(array) for array in jax.live_arrays()}
 
-    def watched(self: weights.Folder) -> Iterator[tuple[str, np.ndarray]]:
+    def watched(self: weights.FolderCheckpoint) -> Iterator[tuple[str, np.ndarray]]:
         for path, tensor in original(self):
             left = [x for x in jax.live_arrays() if id(x) not in before and x.shape in KERNELS and x.dtype == "float32"]
             assert left == []
@@ -241,8 +250,8 @@ def test_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         placed.append((path, tensor.dtype.name))
         return jnp.array(tensor)
 
-    monkeypatch.setattr(weights.Folder, "tensors", watched)
-    weights.load(TINY, quantize="int8", place=place)
+    monkeypatch.setattr(weights.FolderCheckpoint, "tensors", watched)
+    weights.load(TINY, quantize="int8", put=place)
     assert not [
         path for path, dtype in placed if path.endswith("kernel") or (path.endswith("values") and dtype != "int8")
     ]
@@ -259,20 +268,20 @@ def test_adapters_go_on_and_off_over_the_same_arrays() -> None:
     assert own == again == {name: theirs[name] for name in own}
     _, trained, rest = split_trainable(model)
     assert len(flatten(trained)) == 2 * 14
-    assert len(nnx.state(nnx.merge(nnx.split(model)[0], nnx.merge_state(trained, rest)), Frozen)) > 0
+    assert len(nnx.state(nnx.merge(nnx.split(model)[0], nnx.merge_state(trained, rest)), FrozenParam)) > 0
 
 
 @pytest.mark.parametrize("how", KINDS[1:], ids=["nf4"])
 @pytest.mark.slow
-def test_merged_and_rebased_compute_the_same(how: Format) -> None:
+def test_merged_and_rebased_compute_the_same(how: QuantisationFormat) -> None:
     model = stirred(load(how))
-    wanted, plain = logits(model, TOKENS), merged(model)
+    wanted, plain = causal_logits(model, TOKENS), merge_lora(model)
     assert nnx.state(plain).keys() == nnx.state(weights.load(TINY).model).keys()
     assert {x.dtype for x in jax.tree.leaves(nnx.state(plain))} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(logits(plain, TOKENS), wanted, atol=1e-4)
-    np.testing.assert_allclose(logits(merge_as_base(model, "float32"), TOKENS), wanted, atol=1e-4)
-    anew = merge_as_base(model, "bfloat16", Format("int8", 64))
-    assert np.abs(logits(anew, TOKENS) - wanted).mean() < 0.05 * wanted.std()
+    np.testing.assert_allclose(causal_logits(plain, TOKENS), wanted, atol=1e-4)
+    np.testing.assert_allclose(causal_logits(merge_as_base(model, "float32"), TOKENS), wanted, atol=1e-4)
+    anew = merge_as_base(model, "bfloat16", QuantisationFormat("int8", 64))
+    assert np.abs(causal_logits(anew, TOKENS) - wanted).mean() < 0.05 * wanted.std()
     assert anew.embed.embedding.dtype == "bfloat16"
 
 
@@ -285,23 +294,25 @@ def test_a_mesh_holds_it_in_pieces_and_computes_the_same(tmp_path: Path) -> None
         assert {name: x.sharding for name, x in state.items()} == flatten(shardings(nnx.state(alone), mesh))
         for name in ("layers.1.mlp.up_proj.kernel.values", "layers.0.attn.o_proj.kernel.values"):
             assert state[name].addressable_shards[0].data.size * 4 == state[name].size
-        wanted, tokens = logits(alone, TOKENS), TOKENS
-        np.testing.assert_allclose(logits(parts, tokens), wanted, atol=1e-5 * np.abs(wanted).max())
+        wanted, tokens = causal_logits(alone, TOKENS), TOKENS
+        np.testing.assert_allclose(causal_logits(parts, tokens), wanted, atol=1e-5 * np.abs(wanted).max())
         graph, params = nnx.split(parts)
         moved = reshard(params, shardings(params, make_mesh((1, 4))))
-        np.testing.assert_allclose(logits(nnx.merge(graph, moved), tokens), wanted, atol=1e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose(
+            causal_logits(nnx.merge(graph, moved), tokens), wanted, atol=1e-5 * np.abs(wanted).max()
+        )
 
 
 @pytest.mark.parametrize("how", KINDS, ids=lambda how: how.kind)
 @pytest.mark.slow
-def test_it_goes_out_whole_and_its_adapter_alone(how: Format, tmp_path: Path) -> None:
+def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_path: Path) -> None:
     loaded = weights.load(TINY)
     model = stirred(load(how))
-    wanted = logits(model, TOKENS)
+    wanted = causal_logits(model, TOKENS)
     write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
-    np.testing.assert_allclose(logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
+    np.testing.assert_allclose(causal_logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
     write_peft(model, 300, tmp_path / "peft", base="somewhere")
-    np.testing.assert_allclose(logits(with_adapter(load(how), tmp_path / "peft"), TOKENS), wanted, atol=1e-5)
+    np.testing.assert_allclose(causal_logits(load_adapter(load(how), tmp_path / "peft"), TOKENS), wanted, atol=1e-5)
     assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 4
 
 
@@ -327,7 +338,7 @@ def test_a_quantised_base_is_not_trained() -> None:
 
 
 def test_no_format_is_none() -> None:
-    assert format_of("none", 64) is None
+    assert parse_format("none", 64) is None
 
 
 KERNELS = {(64, 64), (64, 32), (64, 96), (96, 64)}

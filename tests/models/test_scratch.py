@@ -15,16 +15,23 @@ from covey.errors import WeightsError
 from covey.models.decoder import Decoder
 from covey.models.export import write_hf
 from covey.models.loading import sources, weights
-from covey.models.scratch import SCRATCH, SPECIAL, Scratch, character_tokenizer, seeded, split
+from covey.models.scratch import (
+    SCRATCH_MODELS,
+    SPECIAL_TOKENS,
+    ScratchCheckpoint,
+    character_tokenizer,
+    parse_source,
+    with_seed,
+)
 from covey.parallel import flatten
 from covey.run.load_model import load_source
 
-NAMES = [f"scratch:{name}" for name in SCRATCH]
+NAMES = [f"scratch:{name}" for name in SCRATCH_MODELS]
 
 
 def digest(source: str) -> str:
     held = hashlib.sha256()
-    for path, tensor in Scratch(source).tensors():
+    for path, tensor in ScratchCheckpoint(source).tensors():
         held.update(path.encode() + tensor.tobytes())
     return held.hexdigest()[:16]
 
@@ -58,16 +65,16 @@ def test_a_seed_means_the_same_weights_for_ever() -> None:
 )
 def test_a_wrong_name_or_seed_is_refused(source: str, told: str) -> None:
     with pytest.raises(WeightsError) as caught:
-        sources.check(source)
+        sources.check_source(source)
     if source == "scratch:":
         told = "scratch:arithmetic-tiny"
     assert told in str(caught.value)
 
 
 def test_the_run_says_the_seed_unless_the_source_does() -> None:
-    assert seeded("scratch:arithmetic-tiny", 7) == "scratch:arithmetic-tiny@7"
-    assert seeded("scratch:arithmetic-tiny@1", 7) == "scratch:arithmetic-tiny@1"
-    assert split("scratch:arithmetic-tiny@4294967295") == ("arithmetic-tiny", 4294967295)
+    assert with_seed("scratch:arithmetic-tiny", 7) == "scratch:arithmetic-tiny@7"
+    assert with_seed("scratch:arithmetic-tiny@1", 7) == "scratch:arithmetic-tiny@1"
+    assert parse_source("scratch:arithmetic-tiny@4294967295") == ("arithmetic-tiny", 4294967295)
     _, _, origin = load_source(ModelOptions(), "scratch:arithmetic-tiny", seed=5)
     assert origin == "scratch:arithmetic-tiny@5"
 
@@ -91,9 +98,9 @@ def test_its_weights_are_those_that_a_decoder_begins_with_in_kind(source: str) -
 @pytest.mark.parametrize("source", NAMES)
 def test_it_leaves_as_a_llama_and_comes_back(source: str, tmp_path: Path) -> None:
     loaded = weights.load(source)
-    assert write_hf(loaded.model, loaded.tokenizer, tmp_path / "out").largest < 1e-4
+    assert write_hf(loaded.model, loaded.tokenizer, tmp_path / "out").max_difference < 1e-4
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["eos_token_id"]) == ("llama", SPECIAL.index("<eos>"))
+    assert (config["model_type"], config["eos_token_id"]) == ("llama", SPECIAL_TOKENS.index("<eos>"))
     again = weights.load(tmp_path / "out")
     assert again.config == loaded.config
     ours, theirs = arrays(loaded.model), arrays(again.model)
@@ -105,20 +112,20 @@ def test_it_leaves_as_a_llama_and_comes_back(source: str, tmp_path: Path) -> Non
 
 # --- the tokenizer
 
-ALPHABET = next(iter(SCRATCH.values())).alphabet
+ALPHABET = next(iter(SCRATCH_MODELS.values())).alphabet
 TOKENIZER = character_tokenizer(ALPHABET)
 
 
 @given(st.text(ALPHABET))
 def test_a_text_is_its_characters_and_comes_back(text: str) -> None:
     tokens = TOKENIZER.encode(text).tolist()
-    assert tokens == [len(SPECIAL) + ALPHABET.index(c) for c in text]
+    assert tokens == [len(SPECIAL_TOKENS) + ALPHABET.index(c) for c in text]
     assert TOKENIZER.decode(tokens) == text
 
 
 def test_control_tokens_end_a_text_and_stand_for_what_is_unknown() -> None:
-    assert TOKENIZER.vocab_size == len(SPECIAL) + len(ALPHABET)
-    assert TOKENIZER.encode_completion("1+1=", "2").tolist() == [len(SPECIAL) + 2, TOKENIZER.eos_id]
-    assert TOKENIZER.encode("1?é1").tolist() == [len(SPECIAL) + 1, 1, 1, len(SPECIAL) + 1]
+    assert TOKENIZER.vocab_size == len(SPECIAL_TOKENS) + len(ALPHABET)
+    assert TOKENIZER.encode_completion("1+1=", "2").tolist() == [len(SPECIAL_TOKENS) + 2, TOKENIZER.eos_id]
+    assert TOKENIZER.encode("1?é1").tolist() == [len(SPECIAL_TOKENS) + 1, 1, 1, len(SPECIAL_TOKENS) + 1]
     assert TOKENIZER.bos_id is None
     assert TOKENIZER.chat_template is None

@@ -19,8 +19,8 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
-from covey.models.lora import has_lora, merged, split_trainable, with_lora, without_lora
-from covey.models.value_model import ValueModel, load_value_model, value_model
+from covey.models.lora import has_lora, merge_lora, split_trainable, with_lora, without_lora
+from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.parallel import flatten, make_mesh
 from covey.parallel.sharding import shardings
 
@@ -39,7 +39,7 @@ def base(**switches: Any) -> Decoder:
 
 
 def critic(**switches: Any) -> ValueModel:
-    model = value_model(base(**switches))
+    model = make_value_model(base(**switches))
     model.score[...] = jnp.asarray(HEAD)
     return model
 
@@ -71,7 +71,7 @@ def pointers(model: Any) -> dict[str, int]:
 
 
 def test_a_new_critic_says_nothing() -> None:
-    assert np.array_equal(values(value_model(base())), np.zeros((2, 9)))
+    assert np.array_equal(values(make_value_model(base())), np.zeros((2, 9)))
 
 
 def test_values_are_hidden_states_times_the_head() -> None:
@@ -95,7 +95,7 @@ def test_the_head_is_float32_on_a_narrow_trunk() -> None:
 def test_arrays_are_shared_or_copied_as_asked_and_the_language_head_stays_behind(share: bool) -> None:
     model = base()
     before = pointers(model)
-    made = pointers(value_model(model, share=share))
+    made = pointers(make_value_model(model, share=share))
     assert {name.removeprefix("decoder.") for name in made} == before.keys() - {"head.embedding"} | {"score"}
     kept = [made[f"decoder.{name}"] == at for name, at in before.items() if name != "head.embedding"]
     assert all(kept) if share else not any(kept)
@@ -112,13 +112,13 @@ def test_adapters_go_on_and_off_as_on_a_decoder() -> None:
     assert (has_lora(plain), has_lora(adapted)) == (False, True)
     assert pointers(without_lora(adapted)) == pointers(plain)
     assert np.abs(values(adapted) - values(plain)).max() > 0.1
-    np.testing.assert_allclose(values(merged(adapted)), values(adapted), atol=1e-5)
+    np.testing.assert_allclose(values(merge_lora(adapted)), values(adapted), atol=1e-5)
 
 
 def test_a_trunk_with_adapters_keeps_them() -> None:
     adapted = with_lora(base(), LoRAConfig(rank=2))
-    assert has_lora(value_model(adapted))
-    assert not set(pointers(value_model(adapted)).values()) & set(pointers(adapted).values())
+    assert has_lora(make_value_model(adapted))
+    assert not set(pointers(make_value_model(adapted)).values()) & set(pointers(adapted).values())
 
 
 # --- what is trained
@@ -149,7 +149,7 @@ def test_a_decoder_is_split_as_ever() -> None:
 def test_steps_on_a_critic_on_a_shared_base_move_head_and_adapters_and_nothing_else() -> None:
     """From a zero head: the first step moves the head, the second B, the third A."""
     language_model = base()
-    model = with_lora(value_model(language_model, share=True), LoRAConfig(rank=2))
+    model = with_lora(make_value_model(language_model, share=True), LoRAConfig(rank=2))
     graph, trained, rest = split_trainable(model)
     before = {name: np.array(x) for name, x in arrays(trained).items()}
     frozen = {name: np.array(x) for name, x in arrays(language_model).items()}
@@ -215,7 +215,7 @@ def test_a_classifier_brings_its_head_and_its_trunk(tmp_path: Path, tied: bool) 
 def test_a_language_model_becomes_a_critic_with_a_zero_head() -> None:
     critic = load_value_model(TINY, new_head=True).model
     assert not np.asarray(critic.score[...]).any()
-    made = value_model(weights.load(TINY).model)
+    made = make_value_model(weights.load(TINY).model)
     assert arrays(critic).keys() == arrays(made).keys()
     assert all(np.array_equal(x, arrays(made)[name]) for name, x in arrays(critic).items())
 
@@ -234,7 +234,7 @@ def test_options_and_places_reach_the_decoder(tmp_path: Path) -> None:
         return jax.device_put(tensor, jax.devices()[1])
 
     source = spoiled(tmp_path / "m")
-    model = load_value_model(source, place=place, param_dtype="bfloat16", remat=False).model
+    model = load_value_model(source, put=place, param_dtype="bfloat16", remat=False).model
     assert sorted(seen) == sorted(arrays(model))
     assert all(x.devices() == {jax.devices()[1]} for x in arrays(model).values())
     assert {name for name, x in arrays(model).items() if x.dtype != jnp.bfloat16} == {"score"}

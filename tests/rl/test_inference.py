@@ -18,7 +18,7 @@ from covey.config.schema import LoRAConfig
 from covey.errors import DataError, RecipeError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
-from covey.models.value_model import ValueModel, load_value_model, value_model
+from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
 from covey.parallel.reshard import reshard
@@ -58,7 +58,7 @@ def golden_pairs() -> tuple[list[np.ndarray], list[np.ndarray], Any]:
 @pytest.fixture
 def critic(decoder: Callable[..., Decoder]) -> ValueModel:
     """The room's tiny decoder under a random head."""
-    model = value_model(decoder(remat=False))
+    model = make_value_model(decoder(remat=False))
     model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
     return model
 
@@ -144,7 +144,7 @@ def test_log_probs_are_taken_at_the_rollouts_temperature(decoder: Callable, rows
 @pytest.mark.slow
 def test_new_weights_count_from_the_next_call(decoder: Callable, rows: Rows) -> None:
     """All of them, or those alone that training changes."""
-    adapted = with_lora(value_model(decoder(remat=False)), LoRAConfig(rank=2))
+    adapted = with_lora(make_value_model(decoder(remat=False)), LoRAConfig(rank=2))
     worker = InferenceWorker({Role.CRITIC: adapted})
     assert not np.concatenate(worker.values(rows, LENGTHS, 2)).any()
     _, trained, _ = split_trainable(adapted)

@@ -27,7 +27,7 @@ from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.value_model import value_model
+from covey.models.value_model import make_value_model
 from covey.parallel import flatten, make_mesh
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
@@ -126,7 +126,7 @@ class Lab:
         )  # fmt: skip
         sampling = RolloutConfig(max_new_tokens=LONGEST, slots=4, temperature=0.8, seed=36)
         plain = Tokenizer.from_folder(TINY)
-        critic = value_model(decoder(2))
+        critic = make_value_model(decoder(2))
         critic.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=16), jnp.float32)
         self.cluster = RLCluster(
             actor=decoder(0),

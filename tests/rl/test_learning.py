@@ -20,7 +20,7 @@ from covey.data.loader import PromptLoader
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.value_model import ValueModel, value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
@@ -109,7 +109,7 @@ class Run:
         held = {name: part for name, part in cluster.state().items() if name in ("params", "opt_state", "critic")}
         new = {"params": weights(decoder(seed)), "opt_state": zeros(held["opt_state"])}
         if "critic" in held:
-            critic = value_model(decoder(seed))
+            critic = make_value_model(decoder(seed))
             new["critic"] = {"params": weights(critic), "opt_state": zeros(held["critic"]["opt_state"])}
         if cluster.inference.has(Role.REFERENCE):
             reference = cluster.inference.params[Role.REFERENCE]
@@ -238,7 +238,7 @@ def test_a_moving_reference_is_the_mixture(run: Callable[..., Run]) -> None:
 
 def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> None:
     """The last: its weight stands behind the functions'."""
-    model = value_model(decoder(3))
+    model = make_value_model(decoder(3))
     model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
     made = run(reward=model, reward_weights=(1.0, 0.5)).train(1)
     (record,) = made.records

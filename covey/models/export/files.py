@@ -22,18 +22,18 @@ from covey.models import families
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
-from covey.models.lora import merged_kernel, projections
+from covey.models.lora import merge_kernel, projections
 from covey.parallel.reshard import flatten
 
 
 class Difference(NamedTuple):
-    """Difference between the logits of two models: the largest difference, and the largest logit for comparison."""
+    """Difference between the logits of two models: the largest one, and the largest logit for comparison."""
 
-    largest: float
-    of: float
+    max_difference: float
+    max_logit: float
 
 
-def check_new(out: Path) -> None:
+def check_new_folder(out: Path) -> None:
     """Refuse a path that is already in use.
 
     Raises:
@@ -55,12 +55,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
     """
-    check_new(out)
+    check_new_folder(out)
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
         yield draft
-        check_new(out)
+        check_new_folder(out)
         os.rename(draft, out)  # replaces an empty folder and nothing else
     except OSError as error:
         raise CoveyError(f"cannot be written: {error.strerror or error}", where=str(out)) from error
@@ -68,30 +68,30 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
+def export_parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (our path, array in our layout and in `dtype`) per parameter, adapters merged; one on the host at a time.
 
     `vectors` is the type of norms and biases where it differs from `dtype`.
     """
-    state, linears = places(model), projections(model)
-    for path in families.parameters(model.config):
-        linear, held = linears.get(path.removesuffix(".kernel")), state[path]
-        kind = dtype if held.ndim > 1 else vectors or dtype
-        array = np.asarray(held.astype(kind) if linear is None else merged_kernel(linear, kind))
+    state, linears = parameter_arrays(model), projections(model)
+    for path in families.parameter_paths(model.config):
+        linear, array = linears.get(path.removesuffix(".kernel")), state[path]
+        kind = dtype if array.ndim > 1 else vectors or dtype
+        array = np.asarray(array.astype(kind) if linear is None else merge_kernel(linear, kind))
         yield path, array
         del array  # free it before the next is made
 
 
-def places(model: Decoder) -> dict[str, Any]:
+def parameter_arrays(model: Decoder) -> dict[str, Any]:
     """Return our path → the object that holds the parameter: it has a shape, and a kernel may be quantised."""
     kernels = {f"{path}.kernel": linear.kernel for path, linear in projections(model).items()}
     return flatten(nnx.state(model)) | kernels
 
 
-def sizes(model: Decoder, dtype: str) -> dict[str, int]:
-    """Return the bytes of each parameter in `dtype`, in the order of `parameters`."""
-    state, width = places(model), jnp.dtype(dtype).itemsize
-    return {path: state[path].size * width for path in families.parameters(model.config)}
+def parameter_sizes(model: Decoder, dtype: str) -> dict[str, int]:
+    """Return the bytes of each parameter in `dtype`, in the order of `export_parameters`."""
+    state, width = parameter_arrays(model), jnp.dtype(dtype).itemsize
+    return {path: state[path].size * width for path in families.parameter_paths(model.config)}
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -103,11 +103,11 @@ def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     import safetensors.numpy
 
     # safetensors writes raw memory: an array that is not C-contiguous would be written in the wrong order.
-    held = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    safetensors.numpy.save_file(held, file, metadata={"format": "pt"})
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    safetensors.numpy.save_file(contiguous, file, metadata={"format": "pt"})
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it private; the folder has the user's umask
     with open_safetensors(file) as written:
-        wrong = [name for name, tensor in held.items() if written.get_tensor(name).tobytes() != tensor.tobytes()]
+        wrong = [name for name, tensor in contiguous.items() if written.get_tensor(name).tobytes() != tensor.tobytes()]
     if wrong:
         raise WeightsError(f"{wrong[0]} was not written as it is in memory", where=file.name)
 
@@ -117,32 +117,33 @@ def write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def compare(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:
+def compare_logits(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:
     """Compare the logits of `written` with those of `model`, on random tokens of its vocabulary.
 
     Raises:
         WeightsError: they differ by more than rounding to `dtype` explains.
     """
     tokens = np.random.RandomState(0).randint(0, vocabulary, (2, min(32, model.config.max_positions)))
-    ours, theirs = logits(model, tokens), logits(written, tokens)
-    apart, found = np.abs(ours - theirs), Difference(float(np.abs(ours - theirs).max()), float(np.abs(ours).max()))
-    if not apart.mean() <= ROUNDING[dtype] * ours.std():
+    ours, theirs = causal_logits(model, tokens), causal_logits(written, tokens)
+    error = np.abs(ours - theirs)
+    difference = Difference(float(error.max()), float(np.abs(ours).max()))
+    if not error.mean() <= MAX_MEAN_DIFFERENCE[dtype] * ours.std():
         raise WeightsError(
-            f"what was written is another model: its logits differ by up to {found.largest:.3g}",
-            want=f"little beside {found.of:.3g}, the largest logit",
+            f"what was written is another model: its logits differ by up to {difference.max_difference:.3g}",
+            want=f"little beside {difference.max_logit:.3g}, the largest logit",
             fix="none of yours, this is a defect; bfloat16 adds to it: --dtype float32",
             where=where.name,
         )
-    return found
+    return difference
 
 
-def logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+def causal_logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """Return float32 logits [B, T, V] under causal attention."""
-    return np.asarray(_logits(*nnx.split(model), jnp.asarray(tokens)))
+    return np.asarray(_causal_logits(*nnx.split(model), jnp.asarray(tokens)))
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
+def _causal_logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
     model, positions = nnx.merge(graph, state), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     logits: jax.Array = model.logits(
         model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))[0]
@@ -150,7 +151,7 @@ def _logits(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
     return logits
 
 
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+MAX_MEAN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest allowed mean difference of logits per type, as a fraction of their spread. A transposed or misplaced matrix
 causes more than 1.
 """

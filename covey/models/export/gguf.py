@@ -15,17 +15,26 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare, new_folder, parameters, places
+from covey.models.export.files import Difference, compare_logits, export_parameters, new_folder, parameter_arrays
 from covey.models.layers import rope_frequencies
 from covey.models.loading import weights
-from covey.models.loading.gguf import ARCHITECTURES, CONTROL, GGUF, NAMES, ROPE_FREQS, SPLITS, USER_DEFINED, permute
-from covey.models.loading.gguf_reader import package
+from covey.models.loading.gguf import (
+    ARCHITECTURES,
+    CONTROL,
+    PRE_TOKENIZERS,
+    ROPE_FREQS,
+    TENSOR_NAMES,
+    USER_DEFINED,
+    GGUFCheckpoint,
+    permute,
+)
+from covey.models.loading.gguf_reader import import_gguf
 from covey.text.tokenizer import Tokenizer
 
-FILE = "model.gguf"
+FILE_NAME = "model.gguf"
 NORMAL, UNUSED = 1, 5
 """GGUF token types besides those of `models.loading.gguf`: ordinary tokens, and unused ones."""
-SAMPLE = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
+SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 
 def write_gguf(
@@ -50,23 +59,23 @@ def write_gguf(
     if family not in ARCHITECTURES:
         known = "one of: " + ", ".join(ARCHITECTURES)
         raise WeightsError(f"GGUF files of the family {family!r} are not supported", want=known, fix="--format hf")
-    metadata = _architecture(model.config) | _tokens(tokenizer, model.config.vocab_size)
+    metadata = _architecture_metadata(model.config) | _vocabulary_metadata(tokenizer, model.config.vocab_size)
     with new_folder(out) as folder:
-        _write(folder / FILE, metadata, model, dtype)
+        _write_file(folder / FILE_NAME, metadata, model, dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        _refuse_another(GGUF(folder / FILE), model.config, tokenizer)
-        written = weights.load(folder / FILE, param_dtype=dtype, compute_dtype=str(model.dtype))
-        return compare(model, written.model, tokenizer.vocab_size, dtype, out)
+        _check_written(GGUFCheckpoint(folder / FILE_NAME), model.config, tokenizer)
+        written = weights.load(folder / FILE_NAME, param_dtype=dtype, compute_dtype=str(model.dtype))
+        return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
 
 
-def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> None:
-    gguf = package()
+def _write_file(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> None:
+    gguf = import_gguf()
     writer = gguf.GGUFWriter(path, model.config.family)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bfloat16" else gguf.LlamaFileType.ALL_F32)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in metadata.items():
         kinds.get(type(value), writer.add_array)(key, value)
-    for name, shape, narrow in _described(model, dtype):
+    for name, shape, narrow in _tensor_infos(model, dtype):
         width, raw = (2, gguf.GGMLQuantizationType.BF16) if narrow else (4, None)
         as_stored = (*shape[:-1], shape[-1] * 2) if narrow else shape  # as bytes: NumPy has no bfloat16
         kind = np.dtype(np.uint8 if narrow else np.float32)
@@ -74,30 +83,30 @@ def _write(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for array in _arrays(model, dtype):
+    for array in _tensor_arrays(model, dtype):
         stored = np.ascontiguousarray(array)
         writer.write_tensor_data(stored if stored.dtype == np.float32 else stored.view(np.uint8))
     writer.close()
 
 
-def _described(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _tensor_infos(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Yield name and shape of each tensor in the file's order, and whether it is in bfloat16."""
-    state, names = places(model), families.names(model.config, NAMES)
-    if _divisors(model.config) is not None:
+    state, names = parameter_arrays(model), families.tensor_names(model.config, TENSOR_NAMES)
+    if _rope_divisors(model.config) is not None:
         yield ROPE_FREQS, (model.config.head_dim // 2,), False
-    for path in families.parameters(model.config):
+    for path in families.parameter_paths(model.config):
         shape = state[path].shape[::-1] if path.endswith(".kernel") else state[path].shape
         yield names[path], shape, dtype == "bfloat16" and len(shape) > 1
 
 
-def _arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
-    """Yield the tensors in the file's layout, in the order of `_described`; one on the host at a time."""
-    c, divisors = model.config, _divisors(model.config)
+def _tensor_arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
+    """Yield the tensors in the file's layout, in the order of `_tensor_infos`; one on the host at a time."""
+    c, divisors = model.config, _rope_divisors(model.config)
     if divisors is not None:
         yield divisors
-    for path, array in parameters(model, dtype, vectors="float32"):
+    for path, array in export_parameters(model, dtype, vectors="float32"):
         heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads}.get(path.split(".")[-2])
-        tensor = families.orient(path, array)
+        tensor = families.convert_layout(path, array)
         tensor = permute(tensor, heads) if heads and c.family == "llama" else tensor
         yield tensor
         del array, tensor  # free them before the next is made
@@ -106,7 +115,7 @@ def _arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
 # --- metadata
 
 
-def _architecture(c: ModelConfig) -> dict[str, Any]:
+def _architecture_metadata(c: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "context_length": c.max_positions,
         "embedding_length": c.hidden_size,
@@ -126,7 +135,7 @@ def _architecture(c: ModelConfig) -> dict[str, Any]:
     return {f"{c.family}.{name}": value for name, value in fields.items()}
 
 
-def _divisors(c: ModelConfig) -> np.ndarray | None:
+def _rope_divisors(c: ModelConfig) -> np.ndarray | None:
     """Return the divisor of each rotary frequency under Llama 3's scaling; None for other models."""
     if c.rope_scaling is None or c.rope_scaling.kind != "llama3":
         return None
@@ -134,7 +143,7 @@ def _divisors(c: ModelConfig) -> np.ndarray | None:
     return np.asarray(plain / scaled, np.float32)
 
 
-def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+def _vocabulary_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding."""
     inner = json.loads(tokenizer.inner.to_str())
     texts, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
@@ -144,7 +153,7 @@ def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         texts[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     fields = {
         "model": "gpt2",
-        "pre": _split_name(inner),
+        "pre": _pre_tokenizer_name(inner),
         "tokens": texts,
         "token_type": kinds,
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
@@ -157,39 +166,39 @@ def _tokens(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
 
 
-def _split_name(inner: dict[str, Any]) -> str:
+def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
     """Return llama.cpp's name for the pre-tokenizer of this byte-level BPE.
 
     Raises:
         WeightsError: llama.cpp has no name for it, or none that we know.
     """
     if inner["model"]["type"] == "BPE":
-        steps, whole = _steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
+        steps, whole = _pre_tokenizer_steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
         nfc = (inner["normalizer"] or {}).get("type") == "NFC"
-        for name, split in SPLITS.items():
+        for name, split in PRE_TOKENIZERS.items():
             theirs = [json.loads(step.__getstate__()) for step in split.steps()]
-            if name != "default" and (steps, whole, nfc) == (_plain(theirs), split.whole, split.nfc):
+            if name != "default" and (steps, whole, nfc) == (_without_offsets(theirs), split.ignore_merges, split.nfc):
                 return name
     raise WeightsError(
         "GGUF has no name that we know for the way in which this tokenizer cuts text",
-        want="byte-level BPE that cuts like " + ", ".join(SPLITS),
+        want="byte-level BPE that cuts like " + ", ".join(PRE_TOKENIZERS),
         fix="--format hf; llama.cpp's own converter may know more",
     )
 
 
-def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _pre_tokenizer_steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     found = pre_tokenizer or {"type": "none"}
-    return _plain(found["pretokenizers"] if found["type"] == "Sequence" else [found])
+    return _without_offsets(found["pretokenizers"] if found["type"] == "Sequence" else [found])
 
 
-def _plain(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `steps` without the settings that only concern offsets."""
     return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
 
 
-def _refuse_another(written: GGUF, config: ModelConfig, tokenizer: Tokenizer) -> None:
+def _check_written(written: GGUFCheckpoint, config: ModelConfig, tokenizer: Tokenizer) -> None:
     """Refuse a file whose config or tokenizer, read back, differs from what was exported."""
-    ours, theirs = ([t.encode(SAMPLE).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
+    ours, theirs = ([t.encode(SAMPLE_TEXT).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
     if written.config != config or ours != theirs:
         what = "the architecture" if written.config != config else "the tokenizer"
         raise WeightsError(f"{what} of this model is not one that a GGUF file can describe", fix="--format hf")

@@ -14,7 +14,15 @@ from tokenizers import processors
 
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare, new_folder, parameters, sizes, write_json, write_safetensors
+from covey.models.export.files import (
+    Difference,
+    compare_logits,
+    export_parameters,
+    new_folder,
+    parameter_sizes,
+    write_json,
+    write_safetensors,
+)
 from covey.models.loading import weights
 from covey.models.loading.hf_config import Fields
 from covey.text.tokenizer import Tokenizer, read_json
@@ -55,39 +63,39 @@ def write_hf(
         _write_weights(model, folder, dtype, shard_size)
         (folder / "README.md").write_text(card, encoding="utf-8")
         written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))
-        return compare(model, written.model, tokenizer.vocab_size, dtype, out)
+        return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
 
 
 # --- weights
 
 
 def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int) -> None:
-    names, sized = families.names(model.config), sizes(model, dtype)
-    shards = list(_shards(sized, shard_size))
+    names, sizes_by_path = families.tensor_names(model.config), parameter_sizes(model, dtype)
+    shards = list(_split_shards(sizes_by_path, shard_size))
     files = [_file_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    arrays = parameters(model, dtype)
+    arrays = export_parameters(model, dtype)
     for file, shard in zip(files, shards, strict=True):
-        held: dict[str, np.ndarray] = {}
+        tensors: dict[str, np.ndarray] = {}
         for _ in shard:
             path, array = next(arrays)
-            held[names[path]] = families.orient(path, array)
-        write_safetensors(folder / file, held)
+            tensors[names[path]] = families.convert_layout(path, array)
+        write_safetensors(folder / file, tensors)
     if len(files) > 1:
-        places = {names[path]: file for file, shard in zip(files, shards, strict=True) for path in shard}
-        index = {"metadata": {"total_size": sum(sized.values())}, "weight_map": places}
+        file_of = {names[path]: file for file, shard in zip(files, shards, strict=True) for path in shard}
+        index = {"metadata": {"total_size": sum(sizes_by_path.values())}, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def _shards(sized: dict[str, int], most: int) -> Iterator[list[str]]:
+def _split_shards(sizes_by_path: dict[str, int], limit: int) -> Iterator[list[str]]:
     """Split the names, in their order, into runs of at most `most` bytes."""
     shard: list[str] = []
-    room = most
-    for name, size in sized.items():
-        if shard and size > room:
+    remaining = limit
+    for name, size in sizes_by_path.items():
+        if shard and size > remaining:
             yield shard
-            shard, room = [], most
+            shard, remaining = [], limit
         shard.append(name)
-        room -= size
+        remaining -= size
     yield shard
 
 
@@ -101,13 +109,13 @@ def _file_name(number: int, count: int) -> str:
 def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
     if source is not None:
-        kept = read_json(source / "config.json")
-        if families.read_config(kept) == model.config:
-            return dict(kept) | {"torch_dtype" if "torch_dtype" in kept else "dtype": dtype}
-    return families.write_config(model.config) | _special_ids(tokenizer) | {"dtype": dtype}
+        config = read_json(source / "config.json")
+        if families.read_config(config) == model.config:
+            return dict(config) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    return families.write_config(model.config) | _special_token_ids(tokenizer) | {"dtype": dtype}
 
 
-def _special_ids(tokenizer: Tokenizer) -> Fields:
+def _special_token_ids(tokenizer: Tokenizer) -> Fields:
     stops = [tokenizer.eos_id, *(token for token in tokenizer.stop_ids if token != tokenizer.eos_id)]
     return {
         "bos_token_id": tokenizer.bos_id,
@@ -120,14 +128,14 @@ def _special_ids(tokenizer: Tokenizer) -> Fields:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path) -> None:
-    for name in FILES:
+    for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if source is None:
         _with_bos(tokenizer).save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer))
     if not (folder / "generation_config.json").exists():
-        write_json(folder / "generation_config.json", _special_ids(tokenizer))
+        write_json(folder / "generation_config.json", _special_token_ids(tokenizer))
 
 
 def _with_bos(tokenizer: Tokenizer) -> Inner:
@@ -153,7 +161,7 @@ def _tokenizer_config(tokenizer: Tokenizer) -> Fields:
     return fields | texts | template
 
 
-FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "generation_config.json",
 )  # fmt: skip

@@ -8,10 +8,10 @@ import numpy as np
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare, new_folder, write_json, write_safetensors
+from covey.models.export.files import Difference, compare_logits, new_folder, write_json, write_safetensors
 from covey.models.layers import LoRA
 from covey.models.loading.hf_config import Fields
-from covey.models.loading.peft import CONFIG, PREFIX, TENSORS, with_adapter
+from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
 
 
@@ -31,18 +31,18 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
         CoveyError: `out` is in use, or cannot be written.
         WeightsError: the model has no adapters, or what was written differs from them.
     """
-    named = families.projections(model.config)
+    named = families.projection_names(model.config)
     loras = {named[path]: linear.lora for path, linear in projections(model).items() if linear.lora is not None}
     if not loras:
-        raise no_adapters()
+        raise no_adapters_error()
     with new_folder(out) as folder:
-        write_json(folder / CONFIG, _config(loras, list(named.values()), base))
-        write_safetensors(folder / TENSORS, _tensors(loras))
+        write_json(folder / CONFIG_FILE, _config(loras, list(named.values()), base))
+        write_safetensors(folder / TENSORS_FILE, _tensors(loras))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        return compare(model, with_adapter(without_lora(model), folder), vocabulary, "float32", out)
+        return compare_logits(model, load_adapter(without_lora(model), folder), vocabulary, "float32", out)
 
 
-def no_adapters() -> WeightsError:
+def no_adapters_error() -> WeightsError:
     """Return the error for a model that has no adapters."""
     return WeightsError(
         "this model has no LoRA adapters to export",
@@ -62,7 +62,7 @@ def _config(loras: dict[str, LoRA], every: list[str], base: str) -> Fields:
         "r": rank,
         "lora_alpha": first.scale * rank,
         "lora_dropout": first.dropout,
-        "target_modules": _targets(list(loras), every),
+        "target_modules": _target_modules(list(loras), every),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -70,7 +70,7 @@ def _config(loras: dict[str, LoRA], every: list[str], base: str) -> Fields:
     }
 
 
-def _targets(adapted: list[str], every: list[str]) -> list[str] | str:
+def _target_modules(adapted: list[str], every: list[str]) -> list[str] | str:
     """Return names if each is adapted in every layer; else a regular expression that matches exactly these modules."""
     names = sorted({module.rsplit(".", 1)[-1] for module in adapted})
     if len(adapted) == sum(module.rsplit(".", 1)[-1] in names for module in every):
@@ -81,7 +81,7 @@ def _targets(adapted: list[str], every: list[str]) -> list[str] | str:
 def _tensors(loras: dict[str, LoRA]) -> dict[str, np.ndarray]:
     """Return the adapters under PEFT's names and in its layout: A [rank, in], B [out, rank]."""
     return {
-        f"{PREFIX}{module}.lora_{side}.weight": np.asarray(matrix[...]).T
+        f"{NAME_PREFIX}{module}.lora_{side}.weight": np.asarray(matrix[...]).T
         for module, lora in loras.items()
         for side, matrix in (("A", lora.a), ("B", lora.b))
     }

@@ -6,8 +6,8 @@ from typing import Any
 
 from covey.errors import WeightsError
 
-LAYERS = "num_hidden_layers"
-OPTIONAL = (
+NUM_LAYERS = "num_hidden_layers"
+NULLABLE = (
     "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "rope_theta", "rope_local_base_freq",
     "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor", "rope_parameters", "rope_scaling",
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "hidden_act", "hidden_activation",
@@ -16,14 +16,14 @@ OPTIONAL = (
 """Fields that may be null, which means the same as absent."""
 
 
-def check(config: Mapping[str, Any], where: str) -> None:
+def check_config(config: Mapping[str, Any], where: str) -> None:
     """Refuse a config.json that has a field with a wrong type or range.
 
     Raises:
         WeightsError: a field has a wrong value; the message names it.
     """
     _check_fields(config, "", where)
-    heads, layers = config.get("num_attention_heads"), config.get(LAYERS)
+    heads, layers = config.get("num_attention_heads"), config.get(NUM_LAYERS)
     if heads is not None:
         _check_heads(config, heads, where)
     kinds = config.get("layer_types")
@@ -35,17 +35,19 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
     """Refuse more layers than the checkpoint has tensors, before anything is allocated per layer."""
-    if config.get(LAYERS, 0) > tensors:
-        raise WeightsError(f"{LAYERS} is {config[LAYERS]} and the checkpoint has {tensors} tensors", where=where)
+    if config.get(NUM_LAYERS, 0) > tensors:
+        raise WeightsError(
+            f"{NUM_LAYERS} is {config[NUM_LAYERS]} and the checkpoint has {tensors} tensors", where=where
+        )
 
 
 def _check_fields(fields: Mapping[str, Any], within: str, where: str) -> None:
-    for name, (right, want) in KINDS.items():
+    for name, (right, want) in CHECKS.items():
         value = fields.get(name)
-        if name not in fields or (value is None and name in OPTIONAL):
+        if name not in fields or (value is None and name in NULLABLE):
             continue
         if not right(value):
-            raise WeightsError(f"{within}{name} is {_shown(value)}", want=want, where=where)
+            raise WeightsError(f"{within}{name} is {_format_value(value)}", want=want, where=where)
         if isinstance(value, Mapping):
             _check_fields(value, f"{within}{name}.", where)
 
@@ -62,7 +64,7 @@ def _check_heads(config: Mapping[str, Any], heads: int, where: str) -> None:
         raise WeightsError(f"head_dim is {width}", want="an even number: RoPE turns pairs", where=where)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         return f"{value!r:.80}"
     except ValueError:  # an integer of thousands of digits
@@ -77,19 +79,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value < 1e300
 
 
-def _is_listed(value: Any) -> bool:
+def _is_layer_types(value: Any) -> bool:
     return isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
 
 
-def _each(
+def _same_check(
     names: Iterable[str], right: Callable[[Any], bool], want: str
 ) -> dict[str, tuple[Callable[[Any], bool], str]]:
     return dict.fromkeys(names, (right, want))
 
 
 _COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", LAYERS, "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "sliding_window", "sliding_window_pattern", "original_max_position_embeddings",
+    "vocab_size", "hidden_size", "intermediate_size", NUM_LAYERS, "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "sliding_window", "sliding_window_pattern",
+    "original_max_position_embeddings",
 )  # fmt: skip
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
@@ -99,13 +102,13 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wind
 _OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 _TEXTS = ("hidden_act", "hidden_activation", "rope_type", "type")
 
-KINDS = (
-    _each(_COUNTS, _is_count, "a whole number from 1 to 2147483647")
-    | _each(["max_window_layers"], lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647")
-    | _each(_NUMBERS, _is_number, "a finite number above 0")
-    | _each(_FLAGS, lambda value: isinstance(value, bool), "true or false")
-    | _each(_OBJECTS, lambda value: isinstance(value, Mapping), "an object")
-    | _each(_TEXTS, lambda value: isinstance(value, str), "text")
-    | _each(["layer_types"], _is_listed, "a list of full_attention and sliding_attention")
+CHECKS = (
+    _same_check(_COUNTS, _is_count, "a whole number from 1 to 2147483647")
+    | _same_check(["max_window_layers"], lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647")
+    | _same_check(_NUMBERS, _is_number, "a finite number above 0")
+    | _same_check(_FLAGS, lambda value: isinstance(value, bool), "true or false")
+    | _same_check(_OBJECTS, lambda value: isinstance(value, Mapping), "an object")
+    | _same_check(_TEXTS, lambda value: isinstance(value, str), "text")
+    | _same_check(["layer_types"], _is_layer_types, "a list of full_attention and sliding_attention")
 )
 """Field → (check of a value, description of the right values), including the rotary settings."""

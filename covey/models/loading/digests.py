@@ -20,51 +20,51 @@ from typing import Any
 from covey.files import file_sha256
 from covey.models.loading.sources import cache_folder
 
-KEPT = "digests.json"
-MOST_KEPT = 1000
+CACHE_FILE = "digests.json"
+MAX_CACHED_FILES = 1000
 """Maximum number of files in the cache; the latest ones are kept."""
-SETTLED_SECONDS = 2.0
+MIN_AGE_SECONDS = 2.0
 """Minimum age of a file's last change for its digest to be cached: a later change could leave the same timestamp."""
 
-Sums = dict[str, list[Any]]
+DigestCache = dict[str, list[Any]]
 """Path of a file → its size, its modification and change times, and its SHA-256."""
 
 
-def digest(files: Sequence[Path]) -> str:
+def files_digest(files: Sequence[Path]) -> str:
     """Return the SHA-256 of `files` in hex: that of a single file, or that of the digests and names of several."""
-    kept = _kept()
-    before = dict(kept)
-    sums = {file.name: _sum(file, kept) for file in files}
-    if kept != before:
-        _keep(kept)
+    cache = _read_cache()
+    before = dict(cache)
+    sums = {file.name: _cached_digest(file, cache) for file in files}
+    if cache != before:
+        _write_cache(cache)
     if len(sums) == 1:
         return next(iter(sums.values()))
     listed = "".join(f"{found}  {name}\n" for name, found in sorted(sums.items()))
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
-def _sum(file: Path, kept: Sums) -> str:
+def _cached_digest(file: Path, cache: DigestCache) -> str:
     """Return the SHA-256 of `file`, from `kept` if the file is unchanged; otherwise compute it and store it there."""
-    path, state = str(file.resolve()), _state(file)
-    known = kept.pop(path, [])
-    if known[:-1] == state:
-        kept[path] = known
-        return str(known[-1])
+    path, state = str(file.resolve()), _file_state(file)
+    cached = cache.pop(path, [])
+    if cached[:-1] == state:
+        cache[path] = cached
+        return str(cached[-1])
     found = file_sha256(file)
-    if state == _state(file) and time.time() - file.stat().st_mtime > SETTLED_SECONDS:
-        kept[path] = [*state, found]
+    if state == _file_state(file) and time.time() - file.stat().st_mtime > MIN_AGE_SECONDS:
+        cache[path] = [*state, found]
     return found
 
 
-def _state(file: Path) -> list[int]:
+def _file_state(file: Path) -> list[int]:
     """Return size and times: a tool may set back the modification time, but not the change time."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _kept() -> Sums:
+def _read_cache() -> DigestCache:
     try:
-        found = json.loads((cache_folder() / KEPT).read_text(encoding="utf-8"))
+        found = json.loads((cache_folder() / CACHE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {path: entry for path, entry in found.items() if _is_entry(entry)} if isinstance(found, dict) else {}
@@ -74,11 +74,11 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 4 and re.fullmatch("[0-9a-f]{64}", str(entry[-1])) is not None
 
 
-def _keep(kept: Sums) -> None:
-    folder, latest = cache_folder(), dict(list(kept.items())[-MOST_KEPT:])
+def _write_cache(cache: DigestCache) -> None:
+    folder, latest = cache_folder(), dict(list(cache.items())[-MAX_CACHED_FILES:])
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            part = Path(scratch) / KEPT
+            part = Path(scratch) / CACHE_FILE
             part.write_text(json.dumps(latest), encoding="utf-8")
-            os.replace(part, folder / KEPT)
+            os.replace(part, folder / CACHE_FILE)

@@ -15,13 +15,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.families import NameTable, has_experts, match, names, orient
-from covey.models.loading.gguf_reader import Fields, open_reader
+from covey.models.families import NameTable, check_tensor_names, convert_layout, has_experts, tensor_names
+from covey.models.loading.gguf_reader import Metadata, open_reader
 from covey.text.tokenizer import Tokenizer
 from covey.text.tokenizers_library import library_errors
 
 
-class GGUF:
+class GGUFCheckpoint:
     """An open GGUF file.
 
     Attributes:
@@ -36,18 +36,18 @@ class GGUF:
         self.path = Path(path)
         self._reader = open_reader(self.path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        fields = Fields(self._reader.fields, str(self.path))
+        fields = Metadata(self._reader.fields, str(self.path))
         self.config = _read_config(fields, self._tensors)
         self.tokenizer = _read_tokenizer(fields)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
-        wanted = names(self.config, NAMES)
-        match(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
+        wanted = tensor_names(self.config, TENSOR_NAMES)
+        check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
         for path, name in wanted.items():
-            yield path, orient(path, self._restore(path, _dequantised(self._tensors[name])))
+            yield path, convert_layout(path, self._restore_order(path, _dequantise(self._tensors[name])))
 
-    def _restore(self, path: str, tensor: np.ndarray) -> np.ndarray:
+    def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])
         return tensor if heads is None or self.config.family != "llama" else unpermute(tensor, heads)
 
@@ -72,7 +72,7 @@ def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _dequantised(tensor: Any) -> np.ndarray:
+def _dequantise(tensor: Any) -> np.ndarray:
     from gguf import quants
 
     try:
@@ -84,7 +84,7 @@ def _dequantised(tensor: Any) -> np.ndarray:
 # --- architecture
 
 
-def _read_config(fields: Fields, tensors: Mapping[str, Any]) -> ModelConfig:
+def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
     arch = fields.text("general.architecture")
     if arch not in ARCHITECTURES:
         mixed = has_experts(arch, {"experts": fields.count(f"{arch}.expert_count", 0, least=0)})
@@ -97,16 +97,17 @@ def _read_config(fields: Fields, tensors: Mapping[str, Any]) -> ModelConfig:
         raise WeightsError("mixtures of experts are not supported", where=fields.where)
     if fields.count(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise WeightsError("rotary positions on part of each head are not supported", where=fields.where)
-    theta = _short(fields.number(f"{arch}.rope.freq_base", 10_000.0))  # llama.cpp's default for an absent key
+    theta = fields.number(f"{arch}.rope.freq_base", 10_000.0)  # llama.cpp's default for an absent key
+    theta = _shortest_decimal(theta)
     return ModelConfig(
-        vocab_size=_embedded(tensors, fields.where),
+        vocab_size=_vocab_size(tensors, fields.where),
         hidden_size=hidden,
         intermediate_size=fields.count(f"{arch}.feed_forward_length"),
-        num_layers=_layers(fields, f"{arch}.block_count", tensors),
+        num_layers=_num_layers(fields, f"{arch}.block_count", tensors),
         num_heads=heads,
-        num_kv_heads=_kv_heads(fields, f"{arch}.attention.head_count_kv", heads),
+        num_kv_heads=_num_kv_heads(fields, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        norm_eps=_short(fields.number(f"{arch}.attention.layer_norm_rms_epsilon")),
+        norm_eps=_shortest_decimal(fields.number(f"{arch}.attention.layer_norm_rms_epsilon")),
         rope_theta=theta,
         rope_scaling=_rope_scaling(fields, arch, tensors, theta, head_dim),
         tie_embeddings="output.weight" not in tensors,
@@ -116,7 +117,7 @@ def _read_config(fields: Fields, tensors: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _embedded(tensors: Mapping[str, Any], where: str) -> int:
+def _vocab_size(tensors: Mapping[str, Any], where: str) -> int:
     """Return the number of rows of the embedding."""
     shape = list(tensors["token_embd.weight"].shape) if "token_embd.weight" in tensors else []
     if len(shape) != 2:
@@ -124,43 +125,43 @@ def _embedded(tensors: Mapping[str, Any], where: str) -> int:
     return int(shape[1])
 
 
-def _layers(fields: Fields, key: str, tensors: Mapping[str, Any]) -> int:
+def _num_layers(fields: Metadata, key: str, tensors: Mapping[str, Any]) -> int:
     layers = fields.count(key)
     if layers > len(tensors):  # before anything is made for each of them
         raise WeightsError(f"{key!r} is {layers} and the file holds {len(tensors)} tensors", where=fields.where)
     return layers
 
 
-def _kv_heads(fields: Fields, key: str, heads: int) -> int:
+def _num_kv_heads(fields: Metadata, key: str, heads: int) -> int:
     found = fields.count(key, heads)
     if heads % found:
         raise WeightsError(f"{key!r} is {found}", want=f"a divisor of the {heads} query heads", where=fields.where)
     return found
 
 
-def _short(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal of a number stored in float32: 9.999999747378752e-06 → 1e-05."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(
-    fields: Fields, arch: str, tensors: Mapping[str, Any], theta: float, head_dim: int
+    fields: Metadata, arch: str, tensors: Mapping[str, Any], theta: float, head_dim: int
 ) -> RopeScaling | None:
     """Read linear scaling from the metadata, or derive Llama 3's settings from its tensor of divisors."""
     kind = fields.text(f"{arch}.rope.scaling.type", "none")
     if ROPE_FREQS in tensors:
-        return _llama3_scaling(_dequantised(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
+        return _llama3_scaling(_dequantise(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
     if kind == "none":
         return None
     if kind == "linear":
-        return RopeScaling("linear", _short(fields.number(f"{arch}.rope.scaling.factor")))
+        return RopeScaling("linear", _shortest_decimal(fields.number(f"{arch}.rope.scaling.factor")))
     raise WeightsError(f"RoPE scaling {kind!r} is not supported", want="none or linear", where=fields.where)
 
 
 def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: str) -> RopeScaling:
     if divisors.shape != (len(range(0, head_dim, 2)),):
         raise WeightsError(f"rope_freqs.weight has shape {divisors.shape}", want="half a head", where=where)
-    scaling = RopeScaling("llama3", factor=_short(divisors.max()))
+    scaling = RopeScaling("llama3", factor=_shortest_decimal(divisors.max()))
     frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     turns = scaling.original_max_positions * frequency / (2 * np.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -174,7 +175,7 @@ def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: st
 
 
 @dataclass(frozen=True)
-class _Split:
+class _PreTokenizer:
     """Pre-tokenizer, which splits text into words before byte-pair merging, for one of llama.cpp's names.
 
     `pattern` None means GPT-2's own; `digits` splits every digit off first; `whole` takes a word that is in the
@@ -182,37 +183,37 @@ class _Split:
     """
 
     pattern: str | None = None
-    digits: bool = False
-    whole: bool = False
-    bos: bool = False
+    split_digits: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
     nfc: bool = False
 
     def steps(self) -> list[Any]:
         cut = [pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")] if self.pattern else []
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.split_digits else []
         return [*digits, *cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)]
 
 
-def _read_tokenizer(fields: Fields) -> Tokenizer:
+def _read_tokenizer(fields: Metadata) -> Tokenizer:
     kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise WeightsError(
             f"GGUF tokenizer {kind!r} is not supported", want="gpt2 (byte-level BPE)", where=fields.where
         )
-    if split_name not in SPLITS:
+    if split_name not in PRE_TOKENIZERS:
         raise WeightsError(
-            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(SPLITS), where=fields.where
+            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(PRE_TOKENIZERS), where=fields.where
         )
-    split = SPLITS[split_name]
-    tokens = fields.texts("tokenizer.ggml.tokens")
+    split = PRE_TOKENIZERS[split_name]
+    tokens = fields.strings("tokenizer.ggml.tokens")
     ids = {
-        role: fields.token(f"tokenizer.ggml.{role}_token_id", len(tokens))
+        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens))
         for role in ("bos", "eos", "eot", "eom", "padding")
     }
     if ids["eos"] is None:
         raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
     with library_errors("not a tokenizer", where=fields.where):
-        inner = _byte_pairs(fields, tokens, split)
+        inner = _build_tokenizer(fields, tokens, split)
     template = "tokenizer.chat_template"
     return Tokenizer(
         inner,
@@ -220,20 +221,20 @@ def _read_tokenizer(fields: Fields) -> Tokenizer:
         stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
         bos_id=ids["bos"],
         pad_id=ids["padding"],
-        add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.bos),
+        add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.add_bos),
         chat_template=fields.text(template) if template in fields else None,
     )
 
 
-def _byte_pairs(fields: Fields, tokens: list[str], split: _Split) -> tokenizers.Tokenizer:
-    types = fields.kinds("tokenizer.ggml.token_type")
+def _build_tokenizer(fields: Metadata, tokens: list[str], split: _PreTokenizer) -> tokenizers.Tokenizer:
+    types = fields.ints("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise WeightsError(f"{len(tokens)} tokens have {len(types)} types", want="one each", where=fields.where)
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in fields.texts("tokenizer.ggml.merges"))]
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in fields.strings("tokenizer.ggml.merges"))]
     if not all(right for _, right in merges):
         raise WeightsError("a merge is not of two tokens", want="two, a blank between them", where=fields.where)
     vocab = {text: index for index, text in enumerate(tokens)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
     inner.pre_tokenizer = pre_tokenizers.Sequence(split.steps())
     inner.decoder = decoders.ByteLevel()
     if split.nfc:
@@ -257,12 +258,12 @@ _THREE_DIGITS = (
 )
 _ONE_DIGIT = _THREE_DIGITS.replace("{1,3}", "")
 
-SPLITS = {
-    "default": _Split(),  # unknown to the converter: use GPT-2's, from which all of these derive
-    "gpt-2": _Split(),
-    "smollm": _Split(digits=True),
-    "llama-bpe": _Split(_THREE_DIGITS, whole=True, bos=True),
-    "qwen2": _Split(_ONE_DIGIT, nfc=True),
+PRE_TOKENIZERS = {
+    "default": _PreTokenizer(),  # unknown to the converter: use GPT-2's, from which all of these derive
+    "gpt-2": _PreTokenizer(),
+    "smollm": _PreTokenizer(split_digits=True),
+    "llama-bpe": _PreTokenizer(_THREE_DIGITS, ignore_merges=True, add_bos=True),
+    "qwen2": _PreTokenizer(_ONE_DIGIT, nfc=True),
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -271,7 +272,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
 }
 
-NAMES = NameTable(
+TENSOR_NAMES = NameTable(
     prefix="blk.{}.",
     top={"embed.embedding": "token_embd.weight", "norm.scale": "output_norm.weight", "head.embedding": "output.weight"},
     layer={

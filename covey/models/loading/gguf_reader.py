@@ -14,7 +14,7 @@ from covey.extras import install
 from covey.files import check_given
 
 
-def package() -> Any:
+def import_gguf() -> Any:
     """Import the package `gguf`.
 
     Raises:
@@ -33,7 +33,7 @@ def open_reader(path: Path) -> Any:
     Raises:
         WeightsError: the package is not installed, or the file is truncated or declares more than it holds.
     """
-    gguf = package()
+    gguf = import_gguf()
     check_given(path)
 
     class Reader(gguf.GGUFReader):  # type: ignore[name-defined, misc]
@@ -75,7 +75,7 @@ def open_reader(path: Path) -> Any:
         ) from error
 
 
-class Fields:
+class Metadata:
     """Metadata by name and type, with errors that name the key and the file.
 
     An absent key gets the default; without a default it is an error.
@@ -89,51 +89,51 @@ class Fields:
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         want = f"a whole number from {least} up"
-        return int(self._checked(key, default, lambda v: _whole(v) and least <= v < 2**31, want))
+        return int(self._get(key, default, lambda v: _is_int(v) and least <= v < 2**31, want))
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
         wanted = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf  # noqa: E731
-        return float(self._checked(key, default, wanted, "a finite number above 0"))
+        return float(self._get(key, default, wanted, "a finite number above 0"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        return str(self._checked(key, default, lambda v: isinstance(v, str), "text"))
+        return str(self._get(key, default, lambda v: isinstance(v, str), "text"))
 
     def flag(self, key: str, default: bool) -> bool:
-        return bool(self._checked(key, default, lambda v: isinstance(v, bool), "true or false"))
+        return bool(self._get(key, default, lambda v: isinstance(v, bool), "true or false"))
 
-    def texts(self, key: str) -> list[str]:
-        return list(self._checked(key, None, lambda v: _all(v, lambda x: isinstance(x, str)), "a list of texts"))
+    def strings(self, key: str) -> list[str]:
+        return list(self._get(key, None, lambda v: _is_list_of(v, lambda x: isinstance(x, str)), "a list of texts"))
 
-    def kinds(self, key: str) -> list[int]:
-        return list(self._checked(key, None, lambda v: _all(v, _whole), "a list of whole numbers"))
+    def ints(self, key: str) -> list[int]:
+        return list(self._get(key, None, lambda v: _is_list_of(v, _is_int), "a list of whole numbers"))
 
-    def token(self, key: str, tokens: int) -> int | None:
+    def token_id(self, key: str, tokens: int) -> int | None:
         """Return the id of a token; None if the key is absent or -1, which is llama.cpp's way to say so."""
-        if key not in self or self._contents(key) == 2**32 - 1:
+        if key not in self or self._read(key) == 2**32 - 1:
             return None
-        return int(self._checked(key, None, lambda v: _whole(v) and 0 <= v < tokens, f"an id below {tokens}"))
+        return int(self._get(key, None, lambda v: _is_int(v) and 0 <= v < tokens, f"an id below {tokens}"))
 
-    def _checked(self, key: str, default: Any, right: Callable[[Any], bool], want: str) -> Any:
+    def _get(self, key: str, default: Any, right: Callable[[Any], bool], want: str) -> Any:
         if key not in self:
             if default is None:
                 raise WeightsError(f"the metadata has no {key!r}", where=self.where)
             return default
-        value = self._contents(key)
+        value = self._read(key)
         if not right(value):
             raise WeightsError(f"the metadata say {key!r} is {value!r:.80}", want=want, where=self.where)
         return value
 
-    def _contents(self, key: str) -> Any:
+    def _read(self, key: str) -> Any:
         try:
             return self._fields[key].contents()
         except Exception as error:  # text that is not UTF-8; a list of lists
             raise WeightsError(f"the metadata {key!r} cannot be read: {error}", where=self.where) from error
 
 
-def _whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _all(value: Any, right: Callable[[Any], bool]) -> bool:
+def _is_list_of(value: Any, right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(right, value))

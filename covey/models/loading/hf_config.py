@@ -1,7 +1,8 @@
 """Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
-Each family has a reader and a writer of its own fields; `_base` and `_common` handle those that all families share.
-The rotary settings are read in the forms of transformers 4 and 5, and written in that of 4, which both read.
+Each family has a reader and a writer of its own fields; `_read_common` and `_write_common` handle those that all
+families share. The rotary settings are read in the forms of transformers 4 and 5, and written in that of 4, which both
+read.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ Fields = dict[str, Any]
 # --- reading
 
 
-def _base(c: Config, **switches: Any) -> ModelConfig:
+def _read_common(c: Config, **switches: Any) -> ModelConfig:
     """Read the fields that all families share; `switches` are the settings that this family changes."""
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     fields = {
@@ -32,8 +33,8 @@ def _base(c: Config, **switches: Any) -> ModelConfig:
         "num_kv_heads": c.get("num_key_value_heads") or heads,
         "head_dim": c.get("head_dim") or hidden // heads,
         "norm_eps": c["rms_norm_eps"],
-        "rope_theta": _rope(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # transformers' default
-        "rope_scaling": _rope_scaling(_rope(c), c),
+        "rope_theta": _rope_settings(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # transformers' default
+        "rope_scaling": _rope_scaling(_rope_settings(c), c),
         "tie_embeddings": c.get("tie_word_embeddings", False),
         "max_positions": c["max_position_embeddings"],
         "family": c["model_type"],
@@ -44,32 +45,32 @@ def _base(c: Config, **switches: Any) -> ModelConfig:
 
 def read_llama(c: Config) -> ModelConfig:
     """Read Llama 1 to 3, SmolLM2, and other models of type llama."""
-    _refuse(c, "attention_bias", "mlp_bias")
-    return _base(c)
+    _refuse_switches(c, "attention_bias", "mlp_bias")
+    return _read_common(c)
 
 
 def read_qwen2(c: Config) -> ModelConfig:
     """Read Qwen2 and Qwen2.5."""
     windowed = c.get("use_sliding_window", False)
     first = c.get("max_window_layers", c["num_hidden_layers"])
-    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_layers(c))]
-    return _base(c, attention_bias=True, windows=_windows(c, default))
+    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_num_layers(c))]
+    return _read_common(c, attention_bias=True, windows=_layer_windows(c, default))
 
 
 def read_qwen3(c: Config) -> ModelConfig:
     """Read dense Qwen3."""
-    _refuse(c, "attention_bias", "use_sliding_window")
-    return _base(c, qk_norm=True, head_dim=c["head_dim"])
+    _refuse_switches(c, "attention_bias", "use_sliding_window")
+    return _read_common(c, qk_norm=True, head_dim=c["head_dim"])
 
 
 def read_gemma2(c: Config) -> ModelConfig:
     """Read Gemma 2."""
-    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_layers(c))]
-    return _gemma(
+    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_num_layers(c))]
+    return _read_gemma(
         c,
         attn_softcap=c["attn_logit_softcapping"],
         final_softcap=c["final_logit_softcapping"],
-        windows=_windows(c, default),
+        windows=_layer_windows(c, default),
     )
 
 
@@ -79,17 +80,17 @@ def read_gemma3(c: Config) -> ModelConfig:
     `attn_logit_softcapping` is ignored: transformers, the reference, reads it but applies no cap to the scores.
     """
     every = c.get("sliding_window_pattern", 6)
-    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(c))]
-    return _gemma(
+    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_num_layers(c))]
+    return _read_gemma(
         c,
         qk_norm=True,
         final_softcap=c.get("final_logit_softcapping"),
-        windows=_windows(c, default),
-        **_gemma3_ropes(c),
+        windows=_layer_windows(c, default),
+        **_read_gemma3_ropes(c),
     )
 
 
-def _gemma3_ropes(c: Config) -> Fields:
+def _read_gemma3_ropes(c: Config) -> Fields:
     """Return RoPE bases and scalings of the layers with full attention and of those with a window."""
     kinds: dict[str, Any] = c.get("rope_parameters") or {}
     if kinds and not kinds.keys() & {"full_attention", "sliding_attention"}:
@@ -106,8 +107,8 @@ def _gemma3_ropes(c: Config) -> Fields:
 
 def read_nanochat(c: Config) -> ModelConfig:
     """Read nanochat in its transformers form, where tensors have Llama's names."""
-    _refuse(c, "attention_bias")
-    return _base(
+    _refuse_switches(c, "attention_bias")
+    return _read_common(
         c,
         gated_mlp=False,
         qk_norm=True,
@@ -118,8 +119,8 @@ def read_nanochat(c: Config) -> ModelConfig:
     )
 
 
-def _gemma(c: Config, **switches: Any) -> ModelConfig:
-    _refuse(c, "attention_bias", "use_bidirectional_attention")
+def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
+    _refuse_switches(c, "attention_bias", "use_bidirectional_attention")
     common = {
         "head_dim": c["head_dim"],
         "post_norms": True,
@@ -128,14 +129,14 @@ def _gemma(c: Config, **switches: Any) -> ModelConfig:
         "query_scale": c["query_pre_attn_scalar"] ** -0.5,
         "tie_embeddings": c.get("tie_word_embeddings", True),
     }
-    return _base(c, **(common | switches))
+    return _read_common(c, **(common | switches))
 
 
-def _layers(c: Config) -> int:
+def _num_layers(c: Config) -> int:
     return int(c["num_hidden_layers"])
 
 
-def _windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
+def _layer_windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
     """Return the window of each layer by its declared type, or by `default` where types are not declared."""
     kinds = c.get("layer_types") or default
     if "sliding_attention" not in kinds:
@@ -150,7 +151,7 @@ def _activation(c: Config) -> str:
     return ACTIVATIONS[name]
 
 
-def _rope(c: Config) -> Config:
+def _rope_settings(c: Config) -> Config:
     """Return the rotary settings of full attention, in the form of transformers 5; empty for an older config."""
     settings: dict[str, Any] = c.get("rope_parameters") or {}
     return settings.get("full_attention") or settings
@@ -178,7 +179,7 @@ def _rope_scaling(rope: Config, c: Config, layers: str = "") -> RopeScaling | No
     raise WeightsError(f"RoPE scaling {kind!r}{of} is not supported", want="one of: default, linear, llama3")
 
 
-def _refuse(c: Config, *switches: str) -> None:
+def _refuse_switches(c: Config, *switches: str) -> None:
     for name in switches:
         if c.get(name):
             raise WeightsError(f"{name}: {c[name]!r} is not supported for {c['model_type']}")
@@ -189,21 +190,21 @@ def _refuse(c: Config, *switches: str) -> None:
 
 def write_llama(c: ModelConfig) -> Fields:
     """Write the inverse of `read_llama`; the other writers likewise invert their readers."""
-    return _common(c) | {"attention_bias": False, "mlp_bias": False}
+    return _write_common(c) | {"attention_bias": False, "mlp_bias": False}
 
 
 def write_qwen2(c: ModelConfig) -> Fields:
     windowed = c.windows is not None
     own = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else c.num_layers}
-    return _common(c) | _layer_types(c) | own
+    return _write_common(c) | _write_layer_types(c) | own
 
 
 def write_qwen3(c: ModelConfig) -> Fields:
-    return _common(c) | {"attention_bias": False, "use_sliding_window": False}
+    return _write_common(c) | {"attention_bias": False, "use_sliding_window": False}
 
 
 def write_gemma2(c: ModelConfig) -> Fields:
-    common, scalar = _common(c), round((c.query_scale or c.head_dim**-0.5) ** -2, 6)
+    common, scalar = _write_common(c), round((c.query_scale or c.head_dim**-0.5) ** -2, 6)
     own = {
         "attention_bias": False,
         "hidden_activation": common["hidden_act"],
@@ -211,7 +212,7 @@ def write_gemma2(c: ModelConfig) -> Fields:
         "attn_logit_softcapping": c.attn_softcap,
         "final_logit_softcapping": c.final_softcap,
     }
-    layers = _layer_types(c)
+    layers = _write_layer_types(c)
     layers["sliding_window"] = layers["sliding_window"] or c.max_positions  # transformers requires one, used or not
     return common | layers | own
 
@@ -225,16 +226,16 @@ def write_gemma3(c: ModelConfig) -> Fields:
         "full_attention": (c.rope_theta, c.rope_scaling),
         "sliding_attention": (c.local_rope_theta, c.local_rope_scaling),
     }
-    named = {kind: {"rope_theta": theta} | _by_type(scaling) for kind, (theta, scaling) in kinds.items()}
+    named = {kind: {"rope_theta": theta} | _write_rope_parameters(scaling) for kind, (theta, scaling) in kinds.items()}
     return {name: value for name, value in fields.items() if not name.startswith("rope_")} | {"rope_parameters": named}
 
 
 def write_nanochat(c: ModelConfig) -> Fields:
-    return _common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
+    return _write_common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
 
 
-def _common(c: ModelConfig) -> Fields:
-    """Write the fields that all families share: the inverse of `_base`."""
+def _write_common(c: ModelConfig) -> Fields:
+    """Write the fields that all families share: the inverse of `_read_common`."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -247,12 +248,12 @@ def _common(c: ModelConfig) -> Fields:
         "rms_norm_eps": c.norm_eps,
         "max_position_embeddings": c.max_positions,
         "rope_theta": c.rope_theta,
-        "rope_scaling": _written_scaling(c.rope_scaling),
+        "rope_scaling": _write_rope_scaling(c.rope_scaling),
         "tie_word_embeddings": c.tie_embeddings,
     }
 
 
-def _written_scaling(scaling: RopeScaling | None) -> Fields | None:
+def _write_rope_scaling(scaling: RopeScaling | None) -> Fields | None:
     if scaling is None:
         return None
     if scaling.kind == "linear":
@@ -266,11 +267,11 @@ def _written_scaling(scaling: RopeScaling | None) -> Fields | None:
     }
 
 
-def _by_type(scaling: RopeScaling | None) -> Fields:
-    return _written_scaling(scaling) or {"rope_type": "default"}
+def _write_rope_parameters(scaling: RopeScaling | None) -> Fields:
+    return _write_rope_scaling(scaling) or {"rope_type": "default"}
 
 
-def _layer_types(c: ModelConfig) -> Fields:
+def _write_layer_types(c: ModelConfig) -> Fields:
     windows = c.windows or (None,) * c.num_layers
     return {
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],

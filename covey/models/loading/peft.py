@@ -23,26 +23,26 @@ from covey.models.loading.weights import open_safetensors, read_float
 from covey.models.lora import projections
 from covey.text.tokenizer import read_json
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NAME_PREFIX = "base_model.model."
 
-Pair = tuple[np.ndarray, np.ndarray]
+Matrices = tuple[np.ndarray, np.ndarray]
 """Matrices A [n_in, r] and B [r, n_out] of one adapter."""
 
 
-def with_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
+def load_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, seed: int = 0) -> Decoder:
     """Return a model that shares every array of `base` and has the adapters of `folder`.
 
     Args:
-        dropout, seed: dropout of further training, and its seed; see `lora.dropped`.
+        dropout, seed: dropout of further training, and its seed; see `lora.apply_lora_dropout`.
 
     Raises:
         WeightsError: a file is missing or truncated, the kind of adapter is not supported, or the adapters do not fit
             this model.
     """
     folder = Path(folder).expanduser()
-    config = _checked(read_json(folder / CONFIG), str(folder / CONFIG))
-    pairs = _pairs(folder, {theirs: ours for ours, theirs in families.projections(base.config).items()})
+    config = _check_config(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    pairs = _read_matrices(folder, {theirs: ours for ours, theirs in families.projection_names(base.config).items()})
     model = nnx.merge(*nnx.split(base))
     linears = projections(model)
     for number, (path, (a, b)) in enumerate(sorted(pairs.items())):
@@ -61,13 +61,13 @@ def with_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
     return model
 
 
-def digest(folder: str | Path) -> str:
+def adapter_digest(folder: str | Path) -> str:
     """Return the SHA-256 of the adapter's files, in hex."""
-    files = [Path(folder).expanduser() / name for name in (CONFIG, TENSORS)]
+    files = [Path(folder).expanduser() / name for name in (CONFIG_FILE, TENSORS_FILE)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _checked(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _check_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return `config` if it describes plain LoRA; refuse it otherwise."""
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"peft_type {config.get('peft_type')!r} is not supported", want="LORA", where=where)
@@ -75,24 +75,24 @@ def _checked(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if not isinstance(config.get(name), int | float) or config[name] <= 0:
             raise WeightsError(f"{name} is {config.get(name)!r}", want="a number above 0", where=where)
     for name, value in config.items():
-        if name not in READ and value and value not in PLAIN.get(name, ()):
+        if name not in KNOWN_FIELDS and value and value not in PLAIN_VALUES.get(name, ()):
             raise WeightsError(f"{name}: {value!r} is not supported", want="plain LoRA", where=where)
     return config
 
 
-def _pairs(folder: Path, ours: Mapping[str, str]) -> dict[str, Pair]:
+def _read_matrices(folder: Path, ours: Mapping[str, str]) -> dict[str, Matrices]:
     """Return the two matrices of each adapted projection, in our layout, by our path."""
-    if not (folder / TENSORS).is_file():
+    if not (folder / TENSORS_FILE).is_file():
         fix = "save it again with safetensors: model.save_pretrained(folder)"
-        raise WeightsError(f"no {TENSORS} in this folder", fix=fix, where=str(folder))
+        raise WeightsError(f"no {TENSORS_FILE} in this folder", fix=fix, where=str(folder))
     found: dict[str, dict[str, np.ndarray]] = {}
-    with open_safetensors(folder / TENSORS) as file:
+    with open_safetensors(folder / TENSORS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
-            match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight", name)
+            match = re.fullmatch(rf"{re.escape(NAME_PREFIX)}(.+)\.lora_([AB])\.weight", name)
             if match is None or match[1] not in ours:
                 raise WeightsError(
                     f"{name} adapts nothing that this model has",
-                    want=f"adapters of projections, such as {PREFIX}{min(ours)}.lora_A.weight",
+                    want=f"adapters of projections, such as {NAME_PREFIX}{min(ours)}.lora_A.weight",
                     where=str(folder),
                 )
             found.setdefault(ours[match[1]], {})[match[2]] = read_float(file, name, folder).T
@@ -100,16 +100,16 @@ def _pairs(folder: Path, ours: Mapping[str, str]) -> dict[str, Pair]:
         if len(pair) < 2:
             raise WeightsError(f"the adapter of {path} has no lora_{'B' if 'A' in pair else 'A'}", where=str(folder))
     if not found:
-        raise WeightsError(f"{TENSORS} holds no adapter", where=str(folder))
+        raise WeightsError(f"{TENSORS_FILE} holds no adapter", where=str(folder))
     return {path: (pair["A"], pair["B"]) for path, pair in found.items()}
 
 
-READ = {
+KNOWN_FIELDS = {
     "peft_type", "r", "lora_alpha", "use_rslora",
     # which projections are adapted (the tensors determine that), and fields that do not affect the function
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode",
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
-PLAIN: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
+PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
 """Field → values that mean plain LoRA, besides null, false and empty ones."""

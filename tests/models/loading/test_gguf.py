@@ -24,7 +24,7 @@ from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import gguf as gguf_file
 from covey.models.loading import weights
-from covey.models.loading.gguf import GGUF, SPLITS, unpermute
+from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint, unpermute
 from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "parity" / "golden"
@@ -213,7 +213,7 @@ def draw(name: str, shape: list[int]) -> np.ndarray:
 
 
 def test_config_from_metadata_equals_that_of_the_folder(make):
-    from_file, from_folder = GGUF(make()).config, weights.open_checkpoint(TINY).config
+    from_file, from_folder = GGUFCheckpoint(make()).config, weights.open_checkpoint(TINY).config
     assert from_file == from_folder
 
 
@@ -221,7 +221,7 @@ def test_config_from_metadata_equals_that_of_the_folder(make):
 def test_quantised_tensors_are_restored(make, kind: str):
     kind = gguf.GGMLQuantizationType[kind]
     _, tensors = tiny()
-    restored = dict(GGUF(make(quantise=kind)).tensors())
+    restored = dict(GGUFCheckpoint(make(quantise=kind)).tensors())
     kernel = tensors["model.layers.1.mlp.up_proj.weight"]
     expected = gguf.quants.dequantize(gguf.quants.quantize(kernel, kind), kind)
     np.testing.assert_array_equal(restored["layers.1.mlp.up_proj.kernel"], expected.T)
@@ -242,11 +242,11 @@ def test_llama3_scaling_is_told_from_its_divisors(make, tmp_path: Path, factor: 
     config, tensors = tiny()
     config["rope_theta"], config["rope_parameters"] = 500_000.0, None
     tensors["rope_freqs.weight"] = llama3_divisors(500_000.0, 16, factor)
-    found = GGUF(write(tmp_path / "m.gguf", config, tensors)).config
+    found = GGUFCheckpoint(write(tmp_path / "m.gguf", config, tensors)).config
     assert found.rope_scaling == RopeScaling("llama3", factor, 1.0, 4.0, 8192)
     tensors["rope_freqs.weight"] = np.linspace(1, factor, 8, dtype=np.float32)
     with pytest.raises(WeightsError, match="not Llama 3's scaling"):
-        GGUF(write(tmp_path / "m.gguf", config, tensors))
+        GGUFCheckpoint(write(tmp_path / "m.gguf", config, tensors))
 
 
 def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
@@ -268,7 +268,7 @@ def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
 
 
 def test_tokens_and_chats_equal_those_of_the_folder(make):
-    ours, theirs = GGUF(make()).tokenizer, Tokenizer.from_folder(TINY)
+    ours, theirs = GGUFCheckpoint(make()).tokenizer, Tokenizer.from_folder(TINY)
     for text in TEXTS:
         assert ours.encode(text).tolist() == theirs.encode(text).tolist(), text
     chat = [{"role": "user", "content": "Hi"}]
@@ -279,13 +279,13 @@ def test_tokens_and_chats_equal_those_of_the_folder(make):
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
 def test_words_are_cut_as_the_published_patterns_do(name: str):
     for text, pieces in json.loads((GOLDEN / "splits.json").read_text())[name]:
-        cut = pre_tokenizers.Sequence(SPLITS[name].steps()).pre_tokenize_str(text)
+        cut = pre_tokenizers.Sequence(PRE_TOKENIZERS[name].steps()).pre_tokenize_str(text)
         assert [text[begin:end] for _, (begin, end) in cut] == pieces, text
 
 
 def test_every_stop_token_counts(make):
     fields = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.eom_token_id": 7}
-    tokenizer = GGUF(make(meta=fields)).tokenizer
+    tokenizer = GGUFCheckpoint(make(meta=fields)).tokenizer
     assert tokenizer.eos_id == 5
     assert tokenizer.stop_ids == (0, 2, 5, 6, 7)  # 0 and 2 are <|endoftext|> and <|im_end|>
 
@@ -295,7 +295,7 @@ def test_an_end_token_that_is_ordinary_text_does_not_stop(make):
     types = tokenizer_fields()["tokenizer.ggml.token_type"]
     types[0], types[2] = NORMAL, USER_DEFINED
     fields = {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 9}
-    tokenizer = GGUF(make(meta=fields)).tokenizer
+    tokenizer = GGUFCheckpoint(make(meta=fields)).tokenizer
     assert tokenizer.stop_ids == (9,)
     assert tokenizer.encode("<|im_end|>").tolist() == [2]  # user-defined tokens are still matched in text
 
@@ -310,7 +310,7 @@ def test_an_end_token_that_is_ordinary_text_does_not_stop(make):
     ],
 )
 def test_bos_as_the_file_says_or_its_tokenizer_implies(make, fields: dict, wants: bool):
-    tokens = GGUF(make(meta=fields)).tokenizer.encode_prompt("ab")
+    tokens = GGUFCheckpoint(make(meta=fields)).tokenizer.encode_prompt("ab")
     assert (tokens[0] == 0) == wants
 
 
@@ -323,7 +323,7 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(WeightsError, match="not a whole GGUF file" if keep else "the file is empty"):
-        GGUF(path)
+        GGUFCheckpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_claimed_length_is_held_against_the_bytes_that_are_left(data: bytes, t
     tracemalloc.start()
     start = time.process_time()
     with pytest.raises(WeightsError, match="not a whole GGUF file"):
-        GGUF(tmp_path / "m.gguf")
+        GGUFCheckpoint(tmp_path / "m.gguf")
     assert time.process_time() - start < 2
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
@@ -408,7 +408,7 @@ def test_an_array_of_numbers_costs_what_it_holds(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(data)
     tracemalloc.start()
     with pytest.raises(WeightsError, match=r"no 'general\.architecture'"):
-        GGUF(tmp_path / "m.gguf")
+        GGUFCheckpoint(tmp_path / "m.gguf")
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
@@ -446,7 +446,7 @@ def test_an_array_of_numbers_costs_what_it_holds(tmp_path: Path):
 )
 def test_metadata_of_the_wrong_type_or_size_are_named(make, key: str, value: object):
     with pytest.raises(WeightsError, match=re.escape(repr(key))):
-        GGUF(make(meta={key: value}))
+        GGUFCheckpoint(make(meta={key: value}))
 
 
 @pytest.mark.parametrize(
@@ -459,14 +459,14 @@ def test_metadata_of_the_wrong_type_or_size_are_named(make, key: str, value: obj
 )
 def test_a_vocabulary_that_does_not_hold_together_is_refused(make, fields: dict, told: str):
     with pytest.raises(WeightsError, match=told):
-        GGUF(make(meta=fields))
+        GGUFCheckpoint(make(meta=fields))
 
 
 def test_text_that_is_not_utf8_is_named(make):
     path = make()
     path.write_bytes(path.read_bytes().replace(b"<|im_start|>", b"<|im_\xffta" + b"rt|>"))
     with pytest.raises(WeightsError, match=r"'tokenizer\.(ggml\.tokens|chat_template)' cannot be read"):
-        GGUF(path)
+        GGUFCheckpoint(path)
 
 
 def test_divisors_of_another_length_are_refused(tmp_path: Path):
@@ -474,16 +474,16 @@ def test_divisors_of_another_length_are_refused(tmp_path: Path):
     for divisors in (np.ones(5, np.float32), np.ones((2, 4), np.float32)):
         tensors["rope_freqs.weight"] = divisors
         with pytest.raises(WeightsError, match=r"rope_freqs\.weight has shape"):
-            GGUF(write(tmp_path / "m.gguf", config, tensors))
+            GGUFCheckpoint(write(tmp_path / "m.gguf", config, tensors))
 
 
 def test_the_missing_package_is_named(make, monkeypatch: pytest.MonkeyPatch):
     path = make()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(WeightsError, match=f"the package gguf\\n  fix: {re.escape(install())}"):
-        GGUF(path)
+        GGUFCheckpoint(path)
 
 
 def test_the_name_tables_of_both_formats_cover_the_same_parameters():
     config = weights.open_checkpoint(TINY).config
-    assert families.names(config, gguf_file.NAMES).keys() == families.names(config).keys()
+    assert families.tensor_names(config, gguf_file.TENSOR_NAMES).keys() == families.tensor_names(config).keys()

@@ -13,7 +13,7 @@ import safetensors.numpy
 from covey.errors import WeightsError
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
-from covey.models.loading.peft import digest, with_adapter
+from covey.models.loading.peft import adapter_digest, load_adapter
 from covey.models.lora import has_lora, projections
 from covey.parallel import flatten
 
@@ -47,21 +47,21 @@ def tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Non
 def test_logits_are_those_of_peft_on_transformers(base: Decoder, logits: Logits) -> None:
     """Rank-stabilised: the scale is alpha / sqrt(rank)."""
     golden = np.load(GOLDEN / "logits.npz")
-    adapted = with_adapter(base, GOLDEN)
+    adapted = load_adapter(base, GOLDEN)
     np.testing.assert_allclose(logits(adapted, golden["tokens"]), golden["logits"], atol=1e-4)
     assert np.abs(logits(base, golden["tokens"]) - golden["logits"]).max() > 0.1
     assert not has_lora(base)
 
 
 def test_the_scale_is_alpha_over_rank_unless_rank_stabilised(base: Decoder, folder: Path) -> None:
-    scale = lambda: projections(with_adapter(base, folder))["layers.0.attn.q_proj"].lora.scale  # noqa: E731
+    scale = lambda: projections(load_adapter(base, folder))["layers.0.attn.q_proj"].lora.scale  # noqa: E731
     assert scale() == pytest.approx(5 / 3**0.5)
     config(folder, use_rslora=False, lora_alpha=7)
     assert scale() == pytest.approx(7 / 3)
 
 
 def test_only_what_the_tensors_name_is_adapted_and_the_base_is_shared(base: Decoder) -> None:
-    adapted = with_adapter(base, GOLDEN)
+    adapted = load_adapter(base, GOLDEN)
     found = {path for path, linear in projections(adapted).items() if linear.lora is not None}
     assert found == {f"layers.{i}.{name}" for i in (0, 1) for name in ("attn.q_proj", "mlp.down_proj")}
     ours, theirs = (flatten(weights.nnx.state(model)) for model in (base, adapted))
@@ -70,7 +70,7 @@ def test_only_what_the_tensors_name_is_adapted_and_the_base_is_shared(base: Deco
 
 def test_other_float_types_are_read_as_float32(base: Decoder, folder: Path, logits: Logits) -> None:
     tensors(folder, lambda held: held.update({name: x.astype(np.float16) for name, x in held.items()}))
-    adapted = with_adapter(base, folder)
+    adapted = load_adapter(base, folder)
     assert projections(adapted)["layers.0.attn.q_proj"].lora.a.dtype == np.float32
     golden = np.load(GOLDEN / "logits.npz")
     np.testing.assert_allclose(logits(adapted, golden["tokens"]), golden["logits"], atol=0.1)
@@ -96,7 +96,7 @@ def test_other_float_types_are_read_as_float32(base: Decoder, folder: Path, logi
 def test_what_is_not_plain_lora_is_refused_by_name(base: Decoder, folder: Path, fields: dict, says: str) -> None:
     config(folder, **fields)
     with pytest.raises(WeightsError, match=says):
-        with_adapter(base, folder)
+        load_adapter(base, folder)
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -116,7 +116,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 def test_tensors_that_do_not_fit_are_named(base: Decoder, folder: Path, change: Any, says: str) -> None:
     tensors(folder, change)
     with pytest.raises(WeightsError, match=says):
-        with_adapter(base, folder)
+        load_adapter(base, folder)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_tensors_that_do_not_fit_are_named(base: Decoder, folder: Path, change: 
 def test_a_missing_file_is_named(base: Decoder, folder: Path, name: str, says: str) -> None:
     (folder / name).unlink()
     with pytest.raises(WeightsError, match=says):
-        with_adapter(base, folder)
+        load_adapter(base, folder)
 
 
 def test_a_file_cut_short_is_never_used(base: Decoder, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(WeightsError, match="not a whole safetensors file"):
-        with_adapter(base, folder)
+        load_adapter(base, folder)
 
 
 def test_the_digest_is_that_of_both_files(folder: Path) -> None:
-    first = digest(folder)
-    assert first == digest(GOLDEN)
+    first = adapter_digest(folder)
+    assert first == adapter_digest(GOLDEN)
     config(folder, lora_alpha=6)
-    assert digest(folder) != first
+    assert adapter_digest(folder) != first

