@@ -95,9 +95,8 @@ EQUIVALENT = {
         "samples = zip(_zip_equal_lengths(rewards, values), token_masks(mask, values), strict=«True → False»)": (
             "`_zip_equal_lengths` has refused other lengths of both already"
         ),
-        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → np.ones(0)»])": (
-            "no zeros and no ones are the same empty array"
-        ),
+        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → "
+        "np.ones(0)»])": ("no zeros and no ones are the same empty array"),
         "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(«0 → 1»)])": (
             "this array stands for no arrays at all, and then none is returned"
         ),
@@ -126,9 +125,8 @@ EQUIVALENT = {
         "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 0»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=«True → False»)))": (
-            "each is a `Rows`, which has as many fields as another"
-        ),
+        "return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=«True "
+        "→ False»)))": ("each is a `Rows`, which has as many fields as another"),
         "out = [«np.zeros(n, np.float32) → np.ones(n, np.float32)» for n in lengths]": (
             "each token of each completion has a place in the rows, so that all are overwritten"
         ),
@@ -144,12 +142,12 @@ EQUIVALENT = {
         "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "return Spans(latest(new_group), jnp.where(«in_completion & (group_ids > 0) → in_completion | (group_ids > 0)», prefix_end, 0), segment_start)": (
+        "return Spans(latest(new_group), jnp.where(«in_completion & (group_ids > 0) → in_completion | "
+        "(group_ids > 0)», prefix_end, 0), segment_start)": (
             "at a prompt, `prefix_end` is 0 or where an earlier group's completions began: the prefix is empty"
         ),
-        "return Spans(latest(new_group), jnp.where(in_completion & («group_ids > 0 → group_ids >= 0»), prefix_end, 0), segment_start)": (
-            "a completion's token always belongs to a group"
-        ),
+        "return Spans(latest(new_group), jnp.where(in_completion & («group_ids > 0 → group_ids >= 0»), "
+        "prefix_end, 0), segment_start)": ("a completion's token always belongs to a group"),
         "for completion, index in zip(piece.completions, piece.indices, strict=«True → False»):": (
             "`pack` makes every piece with one index per completion"
         ),

@@ -19,7 +19,7 @@ from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import DecoderOptions
 from covey.models.lora import split_trainable, without_lora
-from covey.models.value_model import ValueModel, value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_loss_fn, policy_micro_batches, value_loss_fn, value_micro_batches
@@ -295,7 +295,7 @@ class RLCluster(Keywords):
     def _host_critic(self) -> ValueModel:
         """Return the critic that was given or a new one; the inference worker hosts it."""
         if not self.inference.has(Role.CRITIC):
-            new = self.config.place(value_model(without_lora(self._actor)), Role.CRITIC)
+            new = self.config.place(make_value_model(without_lora(self._actor)), Role.CRITIC)
             self.inference.host(Role.CRITIC, new)
         critic: ValueModel = self.inference.model(Role.CRITIC)
         return critic

@@ -214,7 +214,7 @@ KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "cri
 
 FIXES = {
     "reference": "models.loading.weights.load(source).model",
-    "critic": "models.value_model.value_model(model), or load_value_model(source, new_head=True).model",
+    "critic": "models.value_model.make_value_model(model), or load_value_model(source, new_head=True).model",
     "reward": "models.value_model.load_value_model(source).model",
 }
 

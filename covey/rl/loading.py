@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Unpack
 
-from covey.models.loading.weights import DecoderOptions, Loaded, load
+from covey.models.loading.weights import DecoderOptions, LoadedModel, load
 from covey.models.value_model import load_value_model
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def load_models(
     return {**models, **{role: found.model for role, found in loaded.items()}}, tokenizer
 
 
-LOADERS: dict[Role, Callable[..., Loaded[Any]]] = {
+LOADERS: dict[Role, Callable[..., LoadedModel[Any]]] = {
     Role.ACTOR: load,
     Role.REFERENCE: load,
     Role.CRITIC: partial(load_value_model, new_head=True),

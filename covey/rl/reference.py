@@ -8,20 +8,20 @@ from flax import nnx
 
 from covey.config.schema import GRPOConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import changes_base, merged, split_trainable, without_lora
+from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.parallel.reshard import reshard
 
 
 def initial_reference(actor: Decoder, config: GRPOConfig) -> Decoder:
     """Return the actor, or its base where `config` asks for it or where new adapters change nothing yet."""
-    return without_lora(actor) if config.reference == "base" or not changes_base(actor) else actor
+    return without_lora(actor) if config.reference == "base" or not adapters_change_base(actor) else actor
 
 
 def own_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
     """Return `reference` with its own copy of the arrays that training `actor` will overwrite. A reference that `moves`
     has a copy of all arrays, and its adapters are merged.
     """
-    graph, params = nnx.split(merged(reference) if moves else reference)
+    graph, params = nnx.split(merge_lora(reference) if moves else reference)
     overwritten = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
     copy = lambda x: jnp.copy(x) if moves or _buffers(x) & overwritten else x  # noqa: E731
     return nnx.merge(graph, jax.tree.map(copy, params))
@@ -35,7 +35,7 @@ def mixed(reference: Any, actor: Decoder, mixing: float) -> Any:
         actor: the actor with its current weights.
         mixing: α.
     """
-    _, params = nnx.split(merged(actor))
+    _, params = nnx.split(merge_lora(actor))
     return _mix(reference, reshard(params, jax.tree.map(lambda x: x.sharding, reference), copy=True), mixing)
 
 

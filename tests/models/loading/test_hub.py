@@ -92,7 +92,8 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def resolve(source: str, server: ThreadingHTTPServer, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys\nfrom covey.errors import WeightsError\nfrom covey.models.loading import sources\n"
-        "try: print(*sources.resolve_source(sys.argv[1]), sep='\\n')\nexcept WeightsError as error: sys.exit(str(error))"
+        "try: print(*sources.resolve_source(sys.argv[1]), sep='\\n')\n"
+        "except WeightsError as error: sys.exit(str(error))"
     )
     address = f"http://127.0.0.1:{server.server_address[1]}"
     env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home), "COVEY_CACHE": str(home), "NO_PROXY": "127.0.0.1"}
