@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import causal_spans, span_attention
-from covey.models.layers import softcapped
+from covey.models.layers import apply_softcap
 
 NO_TOKEN = -1
 """Value that means "no forced token"."""
@@ -111,7 +111,7 @@ def _attend_cached(
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(slots, keys.shape[1], -1, width).astype(keys.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    scores = softcapped(product("skgw,skwt->skgt", grouped, keys), softcap)
+    scores = apply_softcap(product("skgw,skwt->skgt", grouped, keys), softcap)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)
