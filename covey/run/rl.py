@@ -19,7 +19,7 @@ from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
-from covey.models.value_model import ValueModel, load_value_model, value_model
+from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.parallel import distributed
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
@@ -132,7 +132,7 @@ class RLRun(Run[Recipe]):
             how = decoder_options(options)
             base = self._value_model("critic", recipe.critic, new_head=True, **how)
         else:
-            base = value_model(without_lora(actor), share=bool(options.lora.rank))
+            base = make_value_model(without_lora(actor), share=bool(options.lora.rank))
         return with_lora(base, options.lora, seed=recipe.seed + 1) if options.lora.rank else base
 
     def _value_model(self, role: str, source: str, **how: Any) -> ValueModel:
