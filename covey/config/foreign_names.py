@@ -209,7 +209,7 @@ ARGUMENTS = {
     "data_shuffle_seed": "RolloutConfig(seed=...), which also orders the data",
     "role_to_logical_axis_rule": "leave it out: models bring the rules of their sharding",
     "offload_to_cpu": "leave it out: this is not offered",
-    "report_to": "Trackers(names, Tracked(...), print), and observers=[...] that hands it the metrics",
+    "report_to": "Trackers(names, Tracked(...)), and observers=[...] that hands it the metrics",
     "output_dir": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
     "checkpoint_root_directory": "Checkpointer(folder) in Python; Recipe(out=...) where covey.run trains",
 }

@@ -10,7 +10,7 @@ from covey.errors import WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.run.load_model import open_model
-from covey.run.model_card import USES, History, model_card
+from covey.run.model_card import History, model_card
 from covey.text.tokenizer import Tokenizer
 
 
@@ -44,9 +44,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
 def _write(
     history: History, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
 ) -> formats.Difference:
-    library = "transformers" if kind == "hf" else kind
-    assert library in USES
-    card = model_card(history, library)
+    card = model_card(history, "transformers" if kind == "hf" else kind)
     if kind == "peft":
         return formats.write_peft(model, tokenizer.vocab_size, out, base=_base(history), card=card)
     if kind == "gguf":

@@ -266,7 +266,7 @@ def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
     (most,) = re.findall(r"--rollout\.max-new-tokens (\d+)", told)
     model, tokenizer, _ = load_source(ModelOptions(), TINY)
     worker = answering_worker(model, tokenizer, RolloutConfig(max_new_tokens=int(most), max_prompt_length=8))
-    assert select_answerable(worker, [long, short], 1, print) == [long]
+    assert select_answerable(worker, [long, short], 1) == [long]
 
 
 def test_training_needs_no_room_for_any_answer(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
