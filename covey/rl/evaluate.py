@@ -23,7 +23,7 @@ from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import FinishReason, Group
 
-NOISE = 2**31 - 1
+EVALUATION_STEP = 2**31 - 1
 """Step number that seeds evaluation; no training step reaches it."""
 
 
@@ -75,8 +75,8 @@ class Evaluation:
 
     def summary(self) -> dict[str, Any]:
         """Return all metrics by name, without the completions, for `summary.json` and `metrics.jsonl`."""
-        apart = ("pass_at", "pass_at_any", "groups", "others")
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        excluded = ("pass_at", "pass_at_any", "groups", "others")
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in excluded}
         found |= {f"pass@{k}": share for k, share in enumerate(self.pass_at, 1)}
         found |= {f"pass@{k}_any": share for k, share in enumerate(self.pass_at_any, 1)}
         under = {preset: other.summary() for preset, other in self.others.items()}
@@ -93,8 +93,8 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     runner: RewardRunner | None = None,
 ) -> Evaluation:
-    """Sample and judge `config.samples` completions for each of the first `config.prompts` examples, under each preset
-    when there are several.
+    """Sample and evaluate `config.samples` completions for each of the first `config.prompts` examples, under each
+    preset when there are several.
 
     Args:
         model: object that generates.
@@ -106,17 +106,17 @@ def evaluate(
     """
     chosen = list(examples[: config.prompts or None])
 
-    def under(preset: Any) -> Evaluation:
-        how = sampling(replace(config, preset=preset), rollout)
+    def evaluate_preset(preset: Any) -> Evaluation:
+        how = evaluation_rollout(replace(config, preset=preset), rollout)
         start, mine = distributed.share(chosen)
-        groups = model.generate(mine, config.samples, step=NOISE, first=start, config=how, progress=progress)
-        return judge(groups, config, reward_fns, weights, runner)
+        groups = model.generate(mine, config.samples, step=EVALUATION_STEP, first=start, config=how, progress=progress)
+        return evaluate_groups(groups, config, reward_fns, weights, runner)
 
     first, *others = PRESETS if config.preset == "all" else (config.preset,)
-    return replace(under(first), others={str(preset): under(preset) for preset in others})
+    return replace(evaluate_preset(first), others={str(preset): evaluate_preset(preset) for preset in others})
 
 
-def judge(
+def evaluate_groups(
     groups: Sequence[Group],
     config: EvalConfig,
     reward_fns: Sequence[RewardFn | str] = (),
@@ -125,19 +125,19 @@ def judge(
 ) -> Evaluation:
     """Evaluate `groups`, with those of the other processes, by the functions that `config` names."""
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
-    judged = {what: _right(groups, name, runner) for what, name in named.items() if name}
+    correct = {what: _find_correct(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
-    judged, scored = _of_all_processes(judged, scored)
-    right = judged.get("accuracy", [])
-    shares, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
+    correct, scored = _gather_results(correct, scored)
+    right = correct.get("accuracy", [])
+    fractions, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     return Evaluation(
-        accuracy=_share(right),
-        partial_accuracy=_share(judged.get("partial_accuracy", [])),
-        format_accuracy=_share(judged.get("format_accuracy", [])),
+        accuracy=_mean_fraction(right),
+        partial_accuracy=_mean_fraction(correct.get("partial_accuracy", [])),
+        format_accuracy=_mean_fraction(correct.get("format_accuracy", [])),
         reward=None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
-        error=float(shares.std(ddof=1) / len(shares) ** 0.5) if len(shares) > 1 else None,
+        error=float(fractions.std(ddof=1) / len(fractions) ** 0.5) if len(fractions) > 1 else None,
         pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in right])) for k in counts),
         pass_at_any=tuple(float(np.mean([r[:k].any() for r in right])) for k in counts),
         samples=len(completions),
@@ -147,8 +147,8 @@ def judge(
     )
 
 
-def judges(config: EvalConfig) -> list[str]:
-    """Return the names of the functions in `config`; the training rewards are not among them."""
+def evaluation_functions(config: EvalConfig) -> list[str]:
+    """Return the names of the functions that `config` evaluates by; the training rewards are not among them."""
     return [name for name in (config.accuracy, config.partial, config.format) if name]
 
 
@@ -162,7 +162,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def sampling(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
+def evaluation_rollout(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
     """Return the rollout's settings overridden by the evaluation's preset (the first when "all"), or by its own."""
     preset = next(iter(PRESETS)) if config.preset == "all" else config.preset
     named = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
@@ -177,19 +177,19 @@ def during_training(config: EvalConfig) -> EvalConfig:
     return replace(config, prompts=prompts, preset=preset)
 
 
-def _of_all_processes(
-    judged: Mapping[str, list[np.ndarray]], scored: list[Group]
+def _gather_results(
+    correct: Mapping[str, list[np.ndarray]], scored: list[Group]
 ) -> tuple[dict[str, list[np.ndarray]], list[Group]]:
     """Gather the results of all processes in each of them, in the order of the prompts."""
-    everyone = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in judged.items()}
-    return everyone, distributed.all_of(scored, "evaluation")
+    gathered = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
+    return gathered, distributed.all_of(scored, "evaluation")
 
 
-def _share(right: Sequence[np.ndarray]) -> float | None:
+def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:
     return float(np.mean([r.mean() for r in right])) if right else None
 
 
-def _right(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
+def _find_correct(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
     """Return for each prompt which of its completions the function `name` gives 1 or more: bool [G]."""
     return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name], runner=runner) if g.rewards is not None]
 

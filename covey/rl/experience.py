@@ -81,9 +81,9 @@ class Experience:
         return np.array([len(c.tokens) for g in self.groups for c in g.completions])
 
     @property
-    def drawn(self) -> list[np.ndarray]:
+    def sampled_masks(self) -> list[np.ndarray]:
         """Mask of each completion: True for the tokens that the model sampled."""
-        return [drawn_tokens(c) for g in self.groups for c in g.completions]
+        return [sampled_mask(c) for g in self.groups for c in g.completions]
 
     @property
     def policy_logps(self) -> list[np.ndarray]:
@@ -358,7 +358,7 @@ def _count_in_all(groups: Sequence[Group]) -> int:
     return sum(distributed.gathered(len(groups), "groups kept"))
 
 
-def drawn_tokens(completion: Completion) -> np.ndarray:
+def sampled_mask(completion: Completion) -> np.ndarray:
     """Return a mask, bool [n]: False for the tokens that a tool inserted."""
     return np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
 
@@ -367,8 +367,8 @@ def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
     """Return a mask, bool [n]: True for the tokens that the model sampled; with `mask_truncated`, False for all tokens
     of a completion that reached the token limit.
     """
-    drawn = drawn_tokens(completion)
-    return drawn & (completion.finish is not FinishReason.LENGTH) if mask_truncated else drawn
+    mask = sampled_mask(completion)
+    return mask & (completion.finish is not FinishReason.LENGTH) if mask_truncated else mask
 
 
 def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:

@@ -66,17 +66,17 @@ def group_advantages(
     """
     rewards = x.rewards
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)
+        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
         rewards = rewards - np.array([p.sum() for p in penalties]).reshape(rewards.shape)
     compute = advantage_fn or ADVANTAGES[algorithm.advantage]
     over_groups = advantage_fn is not None or algorithm.advantage == "batch_std"
-    advantages = (_over_processes(compute, rewards) if over_groups else compute(rewards)).astype(np.float32)
+    advantages = (_compute_over_processes(compute, rewards) if over_groups else compute(rewards)).astype(np.float32)
     groups = [replace(g, advantages=a) for g, a in zip(x.groups, advantages, strict=True)]
     per_token = [np.full(n, a) for n, a in zip(x.lengths, advantages.ravel(), strict=True)]
     return replace(x, groups=groups, advantages=per_token)
 
 
-def _over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
+def _compute_over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
     """Compute advantages that depend on other groups too, over the groups of all processes."""
     mine = distributed.jointly(lambda rows: list(compute(np.stack(rows))), list(rewards), "rewards")
     return np.asarray(mine).reshape(rewards.shape)

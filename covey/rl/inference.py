@@ -81,7 +81,7 @@ class InferenceWorker:
         Raises:
             RecipeError: an unknown role, or a model of the wrong kind for it.
         """
-        _check(role, model)
+        _check_kind(role, model)
         graph, self.params[role] = nnx.split(model)
         value = isinstance(model, ValueModel)
         self._scorers[role] = ValueScorer(graph) if value else RowScorer(graph, self._temperature)
@@ -97,7 +97,7 @@ class InferenceWorker:
         Raises:
             RecipeError: no model has this role.
         """
-        params = self._held(role)
+        params = self._params_of(role)
         return nnx.merge(self._scorers[role].graph, params)
 
     def has(self, role: str) -> bool:
@@ -115,7 +115,7 @@ class InferenceWorker:
         Raises:
             RecipeError: no model has this role.
         """
-        self.params[role] = nnx.merge_state(self._held(role), params)
+        self.params[role] = nnx.merge_state(self._params_of(role), params)
 
     def ref_logps(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Compute the reference's log-probs, one float32 array per completion, `lengths[i]` long; `size` rows at once.
@@ -158,7 +158,7 @@ class InferenceWorker:
             RecipeError: there is no reward model.
             WeightsError: a token is outside the reward model's vocabulary: it has another tokenizer.
         """
-        self._held("reward")
+        self._params_of("reward")
         if not len(completion_ids):
             return []
         groups = groups_to_score(prompt_ids, completion_ids)
@@ -169,10 +169,10 @@ class InferenceWorker:
         return [float(score[-1]) for score in scores]
 
     def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        params = self._held(role)
+        params = self._params_of(role)
         return self._scorers[role](params, rows, lengths, size)
 
-    def _held(self, role: str) -> nnx.State[Any, Any]:
+    def _params_of(self, role: str) -> nnx.State[Any, Any]:
         if not self.has(role):
             raise RecipeError(f"no {role} is loaded", fix=f"RLCluster({role}=...)", where="InferenceWorker")
         return self.params[role]
@@ -188,7 +188,7 @@ class InferenceWorker:
             )
 
 
-def _check(role: str, model: Decoder | ValueModel) -> None:
+def _check_kind(role: str, model: Decoder | ValueModel) -> None:
     _check_role(role)
     if not isinstance(model, KINDS[role]):
         raise RecipeError(
@@ -204,7 +204,7 @@ def _check_role(role: str) -> None:
         raise RecipeError(
             f"the inference worker hosts no {str(role)!r}",
             want="one of: " + ", ".join(KINDS),
-            fix=ELSEWHERE.get(role) or nearest(role, KINDS),
+            fix=OTHER_ROLES.get(role) or nearest(role, KINDS),
             where="InferenceWorker",
         )
 
@@ -218,7 +218,7 @@ FIXES = {
     "reward": "models.value_model.load_value_model(source).model",
 }
 
-ELSEWHERE = {
+OTHER_ROLES = {
     "actor": "the actor is trained: RLCluster.update_actor and get_old_per_token_logps",
     "rollout": "the rollout samples: RLCluster.generate",
 }

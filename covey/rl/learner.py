@@ -25,9 +25,9 @@ from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
 from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import Evaluation, evaluate, judges
+from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
 from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog, Take, gather_step_log
-from covey.rl.metrics import group_metrics, over_updates, sampling_metrics, work_metrics
+from covey.rl.metrics import combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
@@ -79,13 +79,13 @@ class Learner(Keywords, ABC):
         standard = [self._print_line] if distributed.is_first() else []
         self.observers = standard if observers is None else list(observers)
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
-        self.step, self._prompts, self._checked = 0, 0, False
+        self.step, self._prompts, self._prompts_checked = 0, 0, False
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         distributed.refuse_uneven(training.prompts_per_step)
-        self.reward_fns = self._reward_fns(_either(reward_fns, reward_funcs))
+        self.reward_fns = self._reward_fns(_only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
 
@@ -133,7 +133,7 @@ class Learner(Keywords, ABC):
         training = self.cluster.config.training_config
         check_columns(self.reward_fns, loader.rows)
         if held_out is not None and training.eval_every_n_steps:
-            check_columns((*self.reward_fns, *judges(self.eval_config)), held_out)
+            check_columns((*self.reward_fns, *evaluation_functions(self.eval_config)), held_out)
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.prepare(total)
         self.check_prompts(loader.rows)
@@ -146,9 +146,9 @@ class Learner(Keywords, ABC):
 
     def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Refuse training data with a prompt that cannot be sampled; `train` does so too, once."""
-        if not self._checked:
+        if not self._prompts_checked:
             self.cluster.rollout.check_prompts(rows, "training data")
-        self._checked = True
+        self._prompts_checked = True
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
@@ -156,14 +156,14 @@ class Learner(Keywords, ABC):
         return {
             "beta": self.beta,
             "prompts": self._prompts,
-            "skipped": self._nonfinite_guard.made,
+            "skipped": self._nonfinite_guard.skipped,
             "failed": failed,
         }
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
         self.step, self.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
-        self._nonfinite_guard.made, self.runner.failed = int(state["skipped"]), dict(state["failed"])
+        self._nonfinite_guard.skipped, self.runner.failed = int(state["skipped"]), dict(state["failed"])
 
     def _experience_builder(self, examples: Sequence[Mapping[str, Any]], take: Take) -> ExperienceBuilder:
         """Return the builder of a step on `examples`; `take` returns more prompts."""
@@ -195,10 +195,10 @@ class Learner(Keywords, ABC):
     def _update_repeatedly(self, batches: Iterable[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first consumes them as they are made."""
         seen: list[TrainBatch] = []
-        first = self._guarded(self.step + 1, remembered(batches, seen), seen)
-        return [first, *(self._guarded(self.step + 1 + later, seen, seen) for later in range(1, count))]
+        first = self._update_or_skip(self.step + 1, tee(batches, seen), seen)
+        return [first, *(self._update_or_skip(self.step + 1 + later, seen, seen) for later in range(1, count))]
 
-    def _guarded(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
+    def _update_or_skip(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
         """Make the update `step`; skip it, with weights unchanged, if it is not finite and `skip_nonfinite` allows it.
 
         Args:
@@ -258,7 +258,7 @@ class Learner(Keywords, ABC):
         """Return the record of a step of all processes, after adapting β and the reference to it."""
         log, clock = gather_step_log(builder.log, builder.clock)
         record = StepRecord(self.step, len(updates), total, self._metrics(updates, total, log, clock), log.groups)
-        self._move_reference(record)
+        self._adapt_to_kl(record)
         return record
 
     def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
@@ -268,7 +268,7 @@ class Learner(Keywords, ABC):
             "step": self.step,
             **group_metrics(log.groups),
             **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
-            **over_updates(updates),
+            **combine_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             "learning_rate": last_learning_rate(training.actor_optimizer, total, self.step),
@@ -283,7 +283,7 @@ class Learner(Keywords, ABC):
         for observer in self.observers:
             observer(record)
 
-    def _move_reference(self, record: StepRecord) -> None:
+    def _adapt_to_kl(self, record: StepRecord) -> None:
         """Adapt β to the KL of this step, and update the reference if it is due."""
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
@@ -302,14 +302,14 @@ class Learner(Keywords, ABC):
         print_step(record, names)
 
 
-def _either(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:
+def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:
     if reward_fns is not None and reward_funcs is not None:
         raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
     given = reward_funcs if reward_fns is None else reward_fns
     return () if given is None else given
 
 
-def remembered(batches: Iterable[TrainBatch], seen: list[TrainBatch]) -> Iterator[TrainBatch]:
+def tee(batches: Iterable[TrainBatch], seen: list[TrainBatch]) -> Iterator[TrainBatch]:
     """Yield `batches` one by one and append each to `seen` for later passes."""
     for batch in batches:
         seen.append(batch)

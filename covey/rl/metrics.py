@@ -21,7 +21,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
-    cut = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
+    clipped = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
@@ -30,18 +30,18 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(cut.mean()),
+        "completions/clipped_ratio": float(clipped.mean()),
     }
     for name in groups[0].rewards_by_function:
         values = np.concatenate([g.rewards_by_function[name] for g in groups])
         scored = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
-    kept = np.concatenate([_mass_kept(c) for g in groups for c in g.completions])
+    kept = np.concatenate([_kept_mass(c) for g in groups for c in g.completions])
     return metrics | ({"sampling/mass_kept": float(kept.mean())} if kept.size else {})
 
 
-def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of several updates on one batch: means, and minima or maxima for `/min` and `/max`, over the
     updates that have them (a skipped update has few).
     """
@@ -72,7 +72,7 @@ def work_metrics(
     }
 
 
-def _mass_kept(completion: Completion) -> Float[np.ndarray, "n"]:
+def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
     """Compute the probability mass that top-k and top-p kept, at each sampled token of the completion."""
     kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return kept if completion.mask is None else kept[completion.mask]

@@ -57,7 +57,7 @@ def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
     given = {stage: getattr(training, f"{stage}_micro_batch_size") for stage in STAGES}
     sizes = {stage: step if size is None else size for stage, size in given.items()}
     bad = {stage: size for stage, size in sizes.items() if not isinstance(size, int) or not 1 <= size <= step}
-    raise_together([_misfit(stage, size, step, num_generations) for stage, size in bad.items()])
+    raise_together([_size_error(stage, size, step, num_generations) for stage, size in bad.items()])
     return StageSizes(**sizes)
 
 
@@ -85,14 +85,14 @@ def service_batches(examples: Iterable[T], sizes: StageSizes) -> Iterator[list[l
     >>> [[len(m) for m in service] for service in service_batches(range(8), StageSizes(2, 4, 1, 3))]
     [[3, 3], [2]]
     """
-    held: list[list[T]] = []
+    gathered: list[list[T]] = []
     for micro_batch in slices(examples, sizes.train):
-        held.append(micro_batch)
-        if sum(map(len, held)) >= sizes.service:
-            yield held
-            held = []
-    if held:
-        yield held
+        gathered.append(micro_batch)
+        if sum(map(len, gathered)) >= sizes.service:
+            yield gathered
+            gathered = []
+    if gathered:
+        yield gathered
 
 
 def merge(micro_batches: Sequence[Any]) -> Any:
@@ -140,7 +140,7 @@ def _refuse_other_columns(micro_batches: Sequence[Mapping[str, Any]]) -> None:
             raise DataError(what, want=f"those of the first: {', '.join(sorted(wanted))}")
 
 
-def _misfit(stage: str, size: Any, step: int, num_generations: int) -> RecipeError:
+def _size_error(stage: str, size: Any, step: int, num_generations: int) -> RecipeError:
     """Return the error for an invalid stage size, in prompts and in completions, with the valid sizes."""
     name, G = f"{stage}_micro_batch_size", num_generations
     if not isinstance(size, int):

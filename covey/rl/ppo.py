@@ -20,7 +20,7 @@ from covey.parallel import distributed
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
-from covey.rl.learner import Learner, RewardFns, remembered
+from covey.rl.learner import Learner, RewardFns, tee
 from covey.rl.roles import Role
 from covey.train.trainer import Metrics
 
@@ -65,7 +65,7 @@ class PPOLearner(Learner):
         The actor's gradient, one float32 array per trainable array, is kept while the critic's is computed.
         """
         seen: list[TrainBatch] = []
-        actor_gradients = self.cluster.gradients(Role.ACTOR, remembered(batches, seen))
+        actor_gradients = self.cluster.gradients(Role.ACTOR, tee(batches, seen))
         critic_gradients = self.cluster.gradients(Role.CRITIC, seen)
         actor = self.cluster.apply(Role.ACTOR, actor_gradients)
         critic = self.cluster.apply(Role.CRITIC, critic_gradients)
@@ -91,22 +91,22 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     assert x.values is not None, "the experience builder computes values for an algorithm with a critic"
     penalties = [np.zeros(n) for n in x.lengths]
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.drawn)
+        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
     rewards = x.rewards.ravel()
-    earned = token_rewards(rewards, penalties, x.drawn)
-    advantages, returns = gae(earned, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.drawn)
+    earned = token_rewards(rewards, penalties, x.sampled_masks)
+    advantages, returns = gae(earned, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.sampled_masks)
     scored = [np.full(n, not np.isnan(r)) for n, r in zip(x.lengths, rewards, strict=True)]
     if algorithm.whiten:
-        taught = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
-        counted = [s & t for s, t in zip(scored, taught, strict=True)]
-        advantages = distributed.jointly(_whitened, list(zip(advantages, counted, strict=True)), "advantages")
-    advantages = [np.where(known, a, 0.0) for known, a in zip(scored, advantages, strict=True)]
-    returns = [np.where(known, r, v) for known, r, v in zip(scored, returns, x.values, strict=True)]
-    means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.drawn, strict=True)])
+        in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
+        counted = [s & t for s, t in zip(scored, in_loss, strict=True)]
+        advantages = distributed.jointly(_whiten, list(zip(advantages, counted, strict=True)), "advantages")
+    advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, strict=True)]
+    returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, strict=True)]
+    means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.sampled_masks, strict=True)])
     groups = [replace(g, advantages=np.array([next(means) for _ in g.completions], np.float32)) for g in x.groups]
     return replace(x, groups=groups, advantages=advantages, returns=returns)
 
 
-def _whitened(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+def _whiten(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
     advantages, counted = zip(*pairs, strict=True)
     return whiten(advantages, counted)

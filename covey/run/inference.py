@@ -19,7 +19,7 @@ from covey.display import echo, show_log
 from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.rewards import RewardRunner, check_columns
-from covey.rl.evaluate import Evaluation, Generates, judges
+from covey.rl.evaluate import Evaluation, Generates, evaluation_functions
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import mesh_at_hand, open_model
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics."""
     held_out = data_source.load(recipe.data).test
-    check_columns((*recipe.rewards, *judges(recipe.evaluation)), held_out)
+    check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), held_out)
     with Progress(0) as progress, show_log(progress.phase, progress.message):
         mesh = mesh_at_hand(recipe.model.mesh)
         model, tokenizer = open_model(source, recipe.model, mesh)

@@ -23,7 +23,7 @@ from covey.models.value_model import ValueModel, load_value_model, make_value_mo
 from covey.parallel import distributed
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import during_training, judges
+from covey.rl.evaluate import during_training, evaluation_functions
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
@@ -79,7 +79,7 @@ class RLRun(Run[Recipe]):
         distributed.refuse_uneven(recipe.training.prompts_per_step)
         data = data_source.load(recipe.data)
         check_columns(recipe.rewards, data.train)
-        check_columns((*recipe.rewards, *judges(recipe.evaluation)), data.test)
+        check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), data.test)
         return data
 
     def initial_summary(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.display import show_log
 from covey.rewards import check_columns
-from covey.rl.evaluate import judges
+from covey.rl.evaluate import evaluation_functions
 from covey.run.base import Run, RunResources
 from covey.run.inference import answer_examples, answering_worker, select_answerable
 from covey.run.load_model import load_source, mesh_at_hand, open_model
@@ -83,7 +83,7 @@ class SFTRun(Run[SFTRecipe]):
     def load_data(cls, recipe: SFTRecipe) -> Dataset:
         data = data_source.load_examples(recipe.data)
         if recipe.evaluation.answers:
-            check_columns(judges(recipe.evaluation), data.test)
+            check_columns(evaluation_functions(recipe.evaluation), data.test)
         return data
 
     def initial_summary(self) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class SFTRun(Run[SFTRecipe]):
         return self.trainer.state()
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        return {"skipped": self.learner.nonfinite_guard.made}
+        return {"skipped": self.learner.nonfinite_guard.skipped}
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.step, self.learner.nonfinite_guard.made = step, int(extra["skipped"])
+        self.learner.step, self.learner.nonfinite_guard.skipped = step, int(extra["skipped"])
         self.trainer.load_state(state, step)
 
     def _show(self, record: StepRecord) -> None:

@@ -57,7 +57,7 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
     """
     limit, kept, dropped, truncated = min(config.max_length, longest), [], 0, 0
     for number, example in enumerate(examples):
-        prompt, completion = tokens_of(example, tokenizer, config.completion_only)
+        prompt, completion = encode_example(example, tokenizer, config.completion_only)
         over = len(prompt) + len(completion) > limit
         if over and config.too_long == "error":
             raise _too_long(f"row {number} of the {data}", len(prompt) + len(completion), limit, longest)
@@ -76,10 +76,12 @@ def groups_of(
 ) -> list[Group]:
     """Convert each example to a group of one completion, truncated to `config.max_length` tokens or `longest`."""
     limit = min(config.max_length, longest or config.max_length)
-    return [_group(*tokens_of(example, tokenizer, config.completion_only), limit) for example in examples]
+    return [_group(*encode_example(example, tokenizer, config.completion_only), limit) for example in examples]
 
 
-def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only: bool) -> tuple[np.ndarray, np.ndarray]:
+def encode_example(
+    example: Mapping[str, Any], tokenizer: Tokenizer, completion_only: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the prompt tokens, int32 [n], and the scored tokens, int32 [m], which end in the stop token.
 
     A scored token needs a token before it. So where the whole example is scored (plain text, or `completion_only`
@@ -93,7 +95,7 @@ def tokens_of(example: Mapping[str, Any], tokenizer: Tokenizer, completion_only:
     return (asked, written) if completion_only else (asked[:1], np.concatenate([asked[1:], written]))
 
 
-def rows_of(groups: Sequence[Group], config: SFTConfig) -> Rows:
+def pack_rows(groups: Sequence[Group], config: SFTConfig) -> Rows:
     """Lay the step's examples out as rows for the device."""
     packing: Literal["groups", "dense"] = "groups" if config.packing else "dense"
     return pack(groups, config.row_length, packing=packing, max_tokens=config.max_tokens_per_micro_batch)
@@ -120,7 +122,7 @@ class HeldOutLoss:
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
         """Return `loss`, in nats per token, and `perplexity`, its exponential."""
         total = count = 0.0
-        for part in put_micro_batches(rows_of(groups, self.config), self.config, params, self.mesh):
+        for part in put_micro_batches(pack_rows(groups, self.config), self.config, params, self.mesh):
             total, count = total + float(self._sum(params, part.batch)), count + part.denominator
         loss = total / max(count, 1.0)
         return {"loss": loss, "perplexity": perplexity(loss)}

@@ -20,7 +20,16 @@ from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel.placement import place_model
-from covey.sft.batch import Fitted, HeldOutLoss, fit, groups_of, perplexity, put_micro_batches, rows_of, supervised_loss
+from covey.sft.batch import (
+    Fitted,
+    HeldOutLoss,
+    fit,
+    groups_of,
+    pack_rows,
+    perplexity,
+    put_micro_batches,
+    supervised_loss,
+)
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
 from covey.train.optimizers import last_learning_rate, make_optimizer
@@ -45,7 +54,7 @@ class SFTLearner(Keywords):
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        step: optimizer updates made; `nonfinite_guard.made` of them were skipped.
+        step: optimizer updates made; `nonfinite_guard.skipped` of them were skipped.
     """
 
     def __init__(
@@ -92,11 +101,11 @@ class SFTLearner(Keywords):
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")
-            groups = self._groups(next(loader))
-            rows = rows_of(groups, self.config)
-            metrics = self._guarded(trainer, groups, rows)
+            groups = self._to_groups(next(loader))
+            rows = pack_rows(groups, self.config)
+            metrics = self._update_or_skip(trainer, groups, rows)
             self.step += 1
-            metrics |= self._work(groups, rows, time.perf_counter() - started)
+            metrics |= self._work_metrics(groups, rows, time.perf_counter() - started)
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
             self._report(StepRecord(self.step, 1, total, place | metrics), held_out)
         return self.model
@@ -119,7 +128,7 @@ class SFTLearner(Keywords):
     def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
         """Compute `loss` and `perplexity` on `examples` with the current weights."""
         params = nnx.split(self._model)[1] if self.trainer is None else self.trainer.params
-        return self._held_out(params, self._groups(examples))
+        return self._held_out(params, self._to_groups(examples))
 
     @property
     def model(self) -> Decoder:
@@ -130,10 +139,10 @@ class SFTLearner(Keywords):
         model: Decoder = nnx.merge(graph, self.trainer.params)
         return model
 
-    def _groups(self, examples: Sequence[Row]) -> list[Group]:
+    def _to_groups(self, examples: Sequence[Row]) -> list[Group]:
         return groups_of(examples, self.tokenizer, self.config, self._longest)
 
-    def _guarded(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
+    def _update_or_skip(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
         """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
         return self.nonfinite_guard.guard(
             lambda: trainer.update(put_micro_batches(rows, self.config, trainer.trainable, self.mesh)),
@@ -141,7 +150,7 @@ class SFTLearner(Keywords):
             trainer.skip,
         )
 
-    def _work(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
+    def _work_metrics(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
         """Return the metrics of the step's cost, in tokens and seconds."""
         tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
         return {

@@ -80,16 +80,18 @@ class Trainer:
         self.optimizer, self.loss_fn, self.name, self.step = optimizer, loss_fn, name, 0
         # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
         # gradients and weights would come back with another sharding: every function of them would be compiled again.
-        where = optimizer_shardings(optimizer, self.trainable)
-        places = jax.tree.map(lambda x: x.sharding, self.trainable)
-        self.opt_state = jax.jit(optimizer.init, out_shardings=where)(self.trainable)
+        state_shardings = optimizer_shardings(optimizer, self.trainable)
+        shardings = jax.tree.map(lambda x: x.sharding, self.trainable)
+        self.opt_state = jax.jit(optimizer.init, out_shardings=state_shardings)(self.trainable)
         options = compiler_options(model)
         self._accumulate = jax.jit(
-            self._accumulate_grads, donate_argnums=(2,), out_shardings=(places, None), compiler_options=options
+            self._accumulate_grads, donate_argnums=(2,), out_shardings=(shardings, None), compiler_options=options
         )
-        self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=places)
+        self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=shardings)
         self._norm = jax.jit(optax.tree.norm)
-        self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(places, where))
+        self._apply = jax.jit(
+            partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(shardings, state_shardings)
+        )
 
     @property
     def params(self) -> nnx.State[Any, Any]:
@@ -116,23 +118,24 @@ class Trainer:
             grads, metric_sums = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
             totals = _add_metric_sums(totals, metric_sums)
             denominator += part.denominator
-        grads, totals, denominator = _of_all_processes(grads, totals, denominator)
+        grads, totals, denominator = _sum_over_processes(grads, totals, denominator)
         scale = 1 / max(denominator, 1e-9)
         metrics = _metrics(totals, scale) | {"grad_norm": float(self._norm(grads)) * scale}
-        self._refuse_what_is_not_finite(metrics)
+        self._refuse_nonfinite(metrics)
         return Gradients(grads, scale, metrics)
 
-    def apply(self, found: Gradients) -> Metrics:
+    def apply(self, gradients: Gradients) -> Metrics:
         """Apply the gradients of `update`: one optimizer step."""
-        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, found.sums, found.scale, self.step)
+        sums, scale = gradients.sums, gradients.scale
+        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, sums, scale, self.step)
         self.step += 1
-        return found.metrics
+        return gradients.metrics
 
     def skip(self) -> None:
         """Count a skipped update: weights and moments stay; the learning-rate schedule and the dropout seed advance."""
         self.step += 1
 
-    def _refuse_what_is_not_finite(self, metrics: Metrics) -> None:
+    def _refuse_nonfinite(self, metrics: Metrics) -> None:
         """Refuse a non-finite loss or gradient norm before the weights are changed."""
         bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
         if bad:
@@ -171,17 +174,17 @@ class NonFiniteGuard:
     dropout and the checkpoint.
 
     Attributes:
-        made: number of updates skipped so far.
+        skipped: number of updates skipped so far.
     """
 
     def __init__(self, budget: int):
-        self.budget, self.made = budget, 0
+        self.budget, self.skipped = budget, 0
 
     def guard(
-        self, update: Callable[[], Metrics], keep: Callable[[NumbersError], None], skip: Callable[[], None]
+        self, update: Callable[[], Metrics], on_error: Callable[[NumbersError], None], skip: Callable[[], None]
     ) -> Metrics:
-        """Return the metrics of `update`. If it is not finite, call `keep` with the error; then call `skip` while the
-        budget lasts, and raise the error after that.
+        """Return the metrics of `update`. If it is not finite, call `on_error` with the error; then call `skip` while
+        the budget lasts, and raise the error after that.
 
         Raises:
             NumbersError: see `Trainer.update`.
@@ -189,10 +192,10 @@ class NonFiniteGuard:
         try:
             return update() | ({"skipped": 0.0} if self.budget else {})
         except NumbersError as error:
-            keep(error)
-            if self.made >= self.budget:
+            on_error(error)
+            if self.skipped >= self.budget:
                 raise
-            self.made += 1
+            self.skipped += 1
             skip()
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
@@ -211,7 +214,7 @@ def _sums(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
     }
 
 
-def _of_all_processes(grads: Any, totals: MetricSums, denominator: float) -> tuple[Any, MetricSums, float]:
+def _sum_over_processes(grads: Any, totals: MetricSums, denominator: float) -> tuple[Any, MetricSums, float]:
     """Sum a step's gradients, metrics and denominator over all processes; with one process, return them unchanged."""
     if distributed.count() == 1:
         return grads, totals, denominator

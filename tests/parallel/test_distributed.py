@@ -94,7 +94,7 @@ def test_a_process_whose_groups_were_all_tied_leaves_the_metrics_of_others(
     """The trap: what the last one has, nothing, is taken for the names there are."""
     monkeypatch.setattr(distributed, "summed", lambda grads, about: grads)
     given_ = [({"loss": 2.0, "kl/max": 5.0}, 3.0), ({}, 0.0), ({"loss": 1.0, "kl/max": 7.0}, 4.0)]
-    found = threads(3, lambda i: trainer._of_all_processes(None, *given_[i]))
+    found = threads(3, lambda i: trainer._sum_over_processes(None, *given_[i]))
     for _, totals, denominator in found:
         assert jax.device_get(totals) == {"loss": 3.0, "kl/max": 7.0}
         assert denominator == 7.0

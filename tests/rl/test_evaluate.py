@@ -18,7 +18,7 @@ from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import EvalConfig, RolloutConfig
 from covey.errors import RecipeError
-from covey.rl.evaluate import NOISE, PRESETS, during_training, evaluate, pass_at_k, sampling
+from covey.rl.evaluate import EVALUATION_STEP, PRESETS, during_training, evaluate, evaluation_rollout, pass_at_k
 from covey.types import Completion, FinishReason, Group
 
 ROLLOUT = RolloutConfig(temperature=0.9, top_p=0.95, top_k=50, max_new_tokens=7, seed=3)
@@ -178,7 +178,7 @@ def test_the_presets_are_greedy_standard_and_liberal() -> None:
     named = {name: (p["temperature"], p["top_k"], p["top_p"]) for name, p in PRESETS.items()}
     assert named == {"greedy": (1e-4, 1, 1.0), "standard": (0.7, 50, 0.95), "liberal": (0.85, 2000, 1.0)}
     for name, preset in PRESETS.items():
-        found = sampling(EvalConfig(preset=name), ROLLOUT)  # type: ignore[arg-type]
+        found = evaluation_rollout(EvalConfig(preset=name), ROLLOUT)  # type: ignore[arg-type]
         assert found == dataclasses.replace(ROLLOUT, **preset)
 
 
@@ -222,11 +222,11 @@ def test_zero_prompts_means_all_of_them(prompts: int, asked: int) -> None:
 
 
 def test_settings_of_the_evaluation_replace_those_of_the_rollout() -> None:
-    assert sampling(EvalConfig(), ROLLOUT) == ROLLOUT
-    greedy = sampling(EvalConfig(temperature=0.0, top_k=0), ROLLOUT)  # 0 is a setting, not "not set"
+    assert evaluation_rollout(EvalConfig(), ROLLOUT) == ROLLOUT
+    greedy = evaluation_rollout(EvalConfig(temperature=0.0, top_k=0), ROLLOUT)  # 0 is a setting, not "not set"
     assert (greedy.temperature, greedy.top_k, greedy.top_p) == (0.0, 0, 0.95)
     assert (greedy.max_new_tokens, greedy.seed) == (7, 3)
-    assert sampling(EvalConfig(top_p=0.5), ROLLOUT).top_p == 0.5
+    assert evaluation_rollout(EvalConfig(top_p=0.5), ROLLOUT).top_p == 0.5
     model = Canned()
     evaluate(model, EXAMPLES, EvalConfig(samples=2, temperature=0.0), ROLLOUT)
     assert model.asked[0]["config"].temperature == 0.0
@@ -237,9 +237,9 @@ def test_every_evaluation_asks_for_the_same_noise() -> None:
     model = Canned()
     for _ in range(2):
         evaluate(model, EXAMPLES, BOTH, ROLLOUT)
-    assert [asked["step"] for asked in model.asked] == [NOISE, NOISE]
+    assert [asked["step"] for asked in model.asked] == [EVALUATION_STEP, EVALUATION_STEP]
     assert model.asked[0]["config"] == model.asked[1]["config"]
-    assert NOISE > 10**9  # no step of a run
+    assert EVALUATION_STEP > 10**9  # no step of a run
 
 
 def test_an_unknown_judge_is_answered() -> None:

@@ -117,7 +117,7 @@ def test_a_tools_tokens_weigh_nothing_and_are_not_counted(fed: Callable) -> None
     assert batch.denominator == 2
 
 
-def test_the_critic_learns_from_drawn_tokens_of_scored_answers(fed: Callable) -> None:
+def test_the_critic_learns_from_sampled_tokens_of_scored_answers(fed: Callable) -> None:
     """A tool's tokens, an answer that nothing scored and one that is masked have no weight, and so no part in the
     critic's loss, its metrics and the variance it explains.
     """

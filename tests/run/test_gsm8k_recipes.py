@@ -16,7 +16,7 @@ import pytest
 from covey import run
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
-from covey.rl.evaluate import PRESETS, sampling
+from covey.rl.evaluate import PRESETS, evaluation_rollout
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import learning_rate
 
@@ -70,7 +70,7 @@ def test_gsm8k_nanochat_has_the_numbers_of_nanochat() -> None:
     np.testing.assert_allclose(by_step, [0.001 * (1 - n / 467) for n in (0, 233, 466, 467)], atol=1e-9)
     e = r.evaluation
     assert (e.prompts, e.samples, e.pass_k, e.accuracy) == (400, 8, 8, "exact_answer")
-    assert (sampling(e, o).temperature, sampling(e, o).top_k) == (1.0, 50)
+    assert (evaluation_rollout(e, o).temperature, evaluation_rollout(e, o).top_k) == (1.0, 50)
     assert e.during_prompts is None
     assert r.data.system == ""
     strict = ["rewards=exact_answer_strict", "evaluation.accuracy=exact_answer_strict"]

@@ -23,7 +23,7 @@ from covey.models.lora import with_lora
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
-from covey.sft.batch import fit, groups_of, put_micro_batches, rows_of, supervised_loss, tokens_of
+from covey.sft.batch import encode_example, fit, groups_of, pack_rows, put_micro_batches, supervised_loss
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import StepRecord
@@ -55,7 +55,7 @@ def copied(model: Decoder) -> Decoder:
 
 
 def pairs(tokenizer: Tokenizer, config: SFTConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [tokens_of(example, tokenizer, config.completion_only) for example in EXAMPLES]
+    return [encode_example(example, tokenizer, config.completion_only) for example in EXAMPLES]
 
 
 def as_labels(prompt: np.ndarray, completion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +105,7 @@ class OneStep:
         """The metrics, and the gradient that the step must have taken."""
         trainer = self.trainer
         trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
-        metrics = trainer.update(put_micro_batches(rows_of(groups, config), config, trainer.trainable, self.mesh))
+        metrics = trainer.update(put_micro_batches(pack_rows(groups, config), config, trainer.trainable, self.mesh))
         before, after = flatten(self.start), flatten(trainer.trainable)
         return metrics, {name: (before[name] - np.asarray(after[name], np.float64)) / RATE for name in before}
 
@@ -168,7 +168,7 @@ def test_examples_that_share_a_row_do_not_see_each_other(tiny: tuple[Decoder, To
     """The trap of plain packing: a token attends to the example before its own."""
     model, tokenizer = tiny
     config = SFTConfig(row_length=256)
-    rows = rows_of(groups_of(EXAMPLES, tokenizer, config), config)
+    rows = pack_rows(groups_of(EXAMPLES, tokenizer, config), config)
     assert len(rows.tokens) < len(EXAMPLES)
     other = rows._replace(tokens=np.where(rows.group_ids == 1, (rows.tokens + 7) % 300, rows.tokens))
     forward = jax.jit(lambda r: model(r.tokens, r.positions, tree_attention(r))[0])
@@ -184,7 +184,7 @@ def test_examples_that_share_a_row_do_not_see_each_other(tiny: tuple[Decoder, To
 def scored(example: dict[str, Any], tokenizer: Tokenizer, **settings: Any) -> tuple[list[int], list[int]]:
     """The tokens that are fed, and those that are scored."""
     config = SFTConfig(packing=False, **settings)
-    rows = rows_of(groups_of([example], tokenizer, config), config)
+    rows = pack_rows(groups_of([example], tokenizer, config), config)
     return rows.tokens[rows.group_ids > 0].tolist(), rows.target[rows.scored].tolist()
 
 
