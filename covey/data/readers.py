@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.config.schema import HUBS, DataConfig
+from covey.data.rows import plain
 from covey.errors import DataError, nearest
 from covey.extras import install
 
@@ -249,16 +250,10 @@ def _split(path: str, name: str, splits: Mapping[str, Any], columns: Columns) ->
     where = f"{path}, {name}"
     if name not in splits:
         raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
-    plain = [{key: _plain(value) for key, value in record.items()} for record in splits[name]]
-    if not plain:
+    records = [{key: plain(value) for key, value in record.items()} for record in splits[name]]
+    if not records:
         raise DataError("the split is empty", where=where)
-    return Part(where, [_checked(row, columns, f"{where}, row {number}") for number, row in enumerate(plain, 1)])
-
-
-def _plain(value: Any) -> Any:
-    """Convert the bytes and NumPy values that TensorFlow Datasets returns to text and plain Python values."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return value.decode() if isinstance(value, bytes) else value
+    return Part(where, [_checked(row, columns, f"{where}, row {number}") for number, row in enumerate(records, 1)])
 
 
 FILES: dict[str, Callable[[Path, Columns], list[Record]]] = {

@@ -208,18 +208,18 @@ def line(row: Mapping[str, Any]) -> bytes:
 
 
 def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return ACTED_ON.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Convert array scalars to Python's own types, and non-finite numbers to None."""
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _json_value(entry) for name, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(entry) for entry in value]
+        return [_json_value(entry) for entry in value]
     if hasattr(value, "tolist"):  # NumPy and JAX
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
