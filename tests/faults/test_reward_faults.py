@@ -161,7 +161,7 @@ def grandchildren(count: int = 1) -> list[int]:
 
 
 def guarded(**settings: Any) -> RewardRunner:
-    return RewardRunner(RewardSafetyConfig(**{"workers": 1, "timeout": TIMEOUT, **settings}), lambda text: None)
+    return RewardRunner(RewardSafetyConfig(**{"workers": 1, "timeout": TIMEOUT, **settings}))
 
 
 # --- hangs, in three ways under three policies
@@ -296,15 +296,16 @@ def share(completions):
     BODY
 """
 SCORING = """
-import os, sys
+import logging, os, sys
 import numpy as np
 from covey.rewards import RewardRunner, score
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
+logging.basicConfig(stream=sys.stdout)
 none = np.zeros(1)
 group = Group("p", none, (Completion(none, none, none, FinishReason.STOP, "x"),))
-runner = RewardRunner(RewardSafetyConfig(on_error=sys.argv[1]), lambda text: print(text, flush=True))
+runner = RewardRunner(RewardSafetyConfig(on_error=sys.argv[1]))
 try:
     score([group], "exiting_rewards:share", runner=runner)
 except ValueError as error:
@@ -395,7 +396,7 @@ def test_each_fault_under_each_policy(workers: int, faulty: str) -> None:
 
 def test_a_policy_may_be_one_functions(faulty: str) -> None:
     functions = [f"{faulty}:faulty", f"{faulty}:another"]
-    runner = RewardRunner(RewardSafetyConfig(on_error_of={f"{faulty}:faulty": "none"}), lambda text: None)
+    runner = RewardRunner(RewardSafetyConfig(on_error_of={f"{faulty}:faulty": "none"}))
     failed: dict[str, int] = {}
     (scored,) = score(groups("raise", "a"), functions, runner=runner, failed=failed)
     assert scored.rewards is not None
@@ -405,13 +406,12 @@ def test_a_policy_may_be_one_functions(faulty: str) -> None:
         scores(runner, f"{faulty}:alone", "a", "b")
 
 
-def test_the_budget_ends_the_run_with_function_and_sample(faulty: str) -> None:
-    said: list[str] = []
-    runner = RewardRunner(RewardSafetyConfig(on_error="none", budget=2), said.append)
+def test_the_budget_ends_the_run_with_function_and_sample(faulty: str, caplog: pytest.LogCaptureFixture) -> None:
+    runner = RewardRunner(RewardSafetyConfig(on_error="none", budget=2))
     assert scores(runner, f"{faulty}:faulty", "raise", "a") == [None, 1.0]
     assert scores(runner, f"{faulty}:faulty", "nan", "a") == [None, 1.0]
-    assert len(said) == 1, "the first failure of a function is said, and no other"
-    assert "raised KeyError: 'unreadable' (for sample 0: 'raise')" in said[0]
+    assert len(caplog.messages) == 1, "the first failure of a function is said, and no other"
+    assert "raised KeyError: 'unreadable' (for sample 0: 'raise')" in caplog.messages[0]
     told = r"3 failures of reward functions \(faulty 3\), the last: the reward function 'faulty' gave nan for sample 1"
     with pytest.raises(RewardError, match=told):
         scores(runner, f"{faulty}:faulty", "a", "nan")
@@ -423,13 +423,13 @@ def test_a_function_that_only_sees_whole_batches_loses_the_batch() -> None:
             raise ValueError("three")
         return [1.0] * len(completions)
 
-    runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     assert scores(runner, picky, "a", "b", "c") == [None] * 3
     assert runner.failed == {"picky": 3}
 
 
 def test_async_functions_have_policies_too(faulty: str) -> None:
-    runner = RewardRunner(RewardSafetyConfig(on_error="value"), lambda text: None)
+    runner = RewardRunner(RewardSafetyConfig(on_error="value"))
     assert scores(runner, f"{faulty}:later", "a", "b", answer="x") == [0.0, 0.0]
     assert runner.failed == {"later": 2}
 

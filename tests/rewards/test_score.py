@@ -51,7 +51,7 @@ def returns(values):
 
 def lenient():
     """A runner for which a failure is no score."""
-    return RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    return RewardRunner(RewardSafetyConfig(on_error="none"))
 
 
 # What they are passed
@@ -530,13 +530,13 @@ async def awaited(completions, **kwargs):
 
 
 @pytest.mark.parametrize("function", [indexed, asked, awaited])
-def test_a_reward_that_reads_texts_as_chat_messages_is_told_of_completion_messages(function):
-    groups, said = [group("2+2?", ["#### 4", "#### 5"])], []
+def test_a_reward_that_reads_texts_as_chat_messages_is_told_of_completion_messages(function, caplog):
+    groups = [group("2+2?", ["#### 4", "#### 5"])]
     with pytest.raises(RewardError, match=r"fix: completions are texts[\s\S]*take completion_messages"):
         score(groups, [function])
-    runner = RewardRunner(RewardSafetyConfig(on_error="none"), said.append)
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     score(groups, [function], runner=runner)
-    assert "take completion_messages" in said[0]
+    assert "take completion_messages" in caplog.messages[0]
 
 
 def test_another_error_is_not_taken_for_a_chat():

@@ -123,7 +123,7 @@ def test_the_critic_learns_from_sampled_tokens_of_scored_answers(fed: Callable) 
     """
     answers = completion(4, [True, False, False, True]), completion(2)
     cut_off = completion(3, cut_off=True), completion(1)
-    runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     rows = [row("a", (1.0, float("nan")), answers), row("b", (0.0, 1.0), cut_off)]
     (batch,), _ = fed(rows, runner=runner, algorithm="ppo", mask_truncated=True)
     weights = unpack(batch.rows, batch.value_inputs.weight, [4, 2, 3, 1])
@@ -143,7 +143,7 @@ def test_a_step_whose_completions_are_all_masked_weighs_nothing(fed: Callable) -
 
 def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable) -> None:
     """The counts of a step, not of the run; those of several processes are added."""
-    runner = RewardRunner(RewardSafetyConfig(on_error="none"), lambda text: None)
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     for _ in range(2):
         (batch,), builder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
         assert builder.log.failed == {"in_order": 1}

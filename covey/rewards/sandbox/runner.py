@@ -12,7 +12,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,8 @@ from covey.rewards.exits import block_exit
 from covey.rewards.sandbox.search import Attempt, find_failing, score_without
 from covey.rewards.sandbox.workers import Worker, import_path, to_json_values
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -50,20 +52,18 @@ class _Call:
 class RewardRunner:
     """Call reward functions as `safety` specifies. With workers, close it or use it as a context manager.
 
-    It is thread-safe.
+    It is thread-safe. The first failure of each function is logged as a warning.
 
     Args:
         safety: the settings; by default, calls are made in this process and the first failure is raised.
-        say: called with a message about the first failure of each function.
 
     Attributes:
         failed: failures so far, by function; their sum is compared with the budget.
     """
 
-    def __init__(self, safety: RewardSafetyConfig | None = None, say: Callable[[str], None] | None = None):
+    def __init__(self, safety: RewardSafetyConfig | None = None):
         self.safety = safety or RewardSafetyConfig()
         self.failed: dict[str, int] = {}
-        self._say = say or logging.getLogger(__name__).warning
         self._reported: set[str] = set()
         self._workers = [Worker() for _ in range(self.safety.workers)]
         self._assigned: dict[str, Worker] = {}
@@ -206,7 +206,7 @@ class RewardRunner:
             instead = "not scored by it" if self.policy(one.name) == "none" else f"given {self.safety.value:g}"
             place = f"{error.where}: " if error.where else ""
             fix = f" ({error.fix})" if error.fix else ""
-            self._say(
+            log.warning(
                 f"{place}{error.what}; such samples are {instead}, and rewards/{one.name}/failed counts them{fix}"
             )
 
