@@ -53,7 +53,7 @@ def test_the_unit_is_stated_in_every_docstring() -> None:
     source = inspect.getsource(RLTrainingConfig)
     for stage in STAGES:
         docstring = source.split(f"{stage}_micro_batch_size:")[1].split('"""')[1]
-        assert docstring.startswith("Prompts")
+        assert docstring.startswith("Number of prompts")
         assert "× num_generations samples" in docstring
 
 
