@@ -22,7 +22,7 @@ from benchmarks.rollout import ways
 from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
-from covey.extras import install
+from covey.extras import install_command
 from covey.losses.logprobs import token_logps
 from covey.models.config import ModelConfig
 from covey.sampling.engine import Request, Sampler
@@ -46,7 +46,7 @@ def main(settings: Settings) -> None:
         CoveyError: there is no matplotlib to draw with; nothing was measured then.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise CoveyError("curves are drawn with matplotlib, which is not installed", fix=install("bench"))
+        raise CoveyError("curves are drawn with matplotlib, which is not installed", fix=install_command("bench"))
     found, maxima = measure(settings), longer_maxima(settings)
     draw({**found, "maximum lengths ×": maxima}, settings.picture)
     tell(found, maxima, settings)

@@ -16,11 +16,11 @@ from typing import Any, TextIO
 
 from covey.errors import RecipeError
 
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
+SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
 """Pattern of the names of environment variables whose values are secret."""
-ADDRESS = re.compile(r"://|www\.|@", re.I)
+LINK = re.compile(r"://|www\.|@", re.I)
 """Pattern of words that Markdown turns into links without link syntax (GitHub's autolinks, `user@host` included)."""
-SHORTEST = 8
+MIN_SECRET_LENGTH = 8
 """Minimum length of a secret, in characters: a value such as `1` would be masked in every number."""
 
 
@@ -31,7 +31,7 @@ def printable(text: str, keep: str = "") -> str:
     >>> printable("red \\x1b[31m")
     'red \\\\x1b[31m'
     """
-    text = masked(text)
+    text = mask_secrets(text)
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -72,33 +72,33 @@ class _CallbackHandler(logging.Handler):
         show(record.getMessage())
 
 
-def in_markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape `text` as one line of literal Markdown: it forms no tag, table cell, heading or link. An address, which
     Markdown would turn into a link, becomes inline code.
 
-    >>> in_markdown("a|b `c`\\n<img src=x> at https://x.example")
+    >>> escape_markdown("a|b `c`\\n<img src=x> at https://x.example")
     'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt; at `https://x.example`'
     """
     parts = re.split(r"([^\s<>`*|\\\[\]]+)", printable(text).strip())
-    shown = "".join(f"`{part}`" if ADDRESS.search(part) else _without_marks(part) for part in parts)
-    return re.sub(r"^([#+=~-]|\d+(?=[.)]))", lambda found: _as_text(found[0]), shown)
+    shown = "".join(f"`{part}`" if LINK.search(part) else _escape_marks(part) for part in parts)
+    return re.sub(r"^([#+=~-]|\d+(?=[.)]))", lambda found: _escape_first_mark(found[0]), shown)
 
 
-def _without_marks(text: str) -> str:
+def _escape_marks(text: str) -> str:
     return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
-def _as_text(mark: str) -> str:
+def _escape_first_mark(mark: str) -> str:
     """Escape the first mark of a line, so that it begins no heading, list, rule or block."""
     return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
 
 
-def masked(value: Any) -> Any:
+def mask_secrets(value: Any) -> Any:
     """Return `value` with every secret of the environment masked in its strings; tuples become lists."""
     if isinstance(value, Mapping):
-        return {name: masked(entry) for name, entry in value.items()}
+        return {name: mask_secrets(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(entry) for entry in value]
+        return [mask_secrets(entry) for entry in value]
     if isinstance(value, str):
         for _, secret in _secrets():
             value = value.replace(secret, "***")
@@ -123,5 +123,5 @@ def refuse_secrets(recipe: str) -> None:
 def _secrets() -> Iterator[tuple[str, str]]:
     """Yield the name and value of each secret variable. A value that is an existing path is not treated as a secret."""
     for name, value in os.environ.items():
-        if SECRET.search(name) and len(value) >= SHORTEST and not os.path.exists(value):
+        if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH and not os.path.exists(value):
             yield name, value

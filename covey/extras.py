@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 
-def install(extra: str = "") -> str:
+def install_command(extra: str = "") -> str:
     """Return the command that reinstalls Covey with the packages of `extra`.
 
     It names the clone that Covey runs from, because Covey is in no package index yet.
@@ -18,7 +18,7 @@ def install(extra: str = "") -> str:
     return f"pip install -e '.{named}' in a clone of Covey"
 
 
-def missing(extra: str) -> list[str]:
+def missing_packages(extra: str) -> list[str]:
     """Return the packages of `extra` that are not installed, according to the metadata of the installed Covey.
 
     Raises:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from covey.errors import WeightsError
 
-POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
 
 
-def check_given(path: Path) -> None:
+def check_file(path: Path) -> None:
     """Refuse a file that is empty, is a Git LFS pointer instead of its content, or is a link out of its folder.
 
     A missing file passes.
@@ -22,7 +22,7 @@ def check_given(path: Path) -> None:
     Raises:
         WeightsError: the file is one of these.
     """
-    if path.is_symlink() and _leads_out(path):
+    if path.is_symlink() and _leaves_folder(path):
         raise WeightsError(
             "this is a link that leads out of the checkpoint's folder",
             want="files in the folder, or links into the blobs of the hub's cache",
@@ -32,10 +32,10 @@ def check_given(path: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        head = file.read(len(POINTER))
+        head = file.read(len(LFS_POINTER))
     if not head:
         raise WeightsError("the file is empty", fix="fetch it again", where=str(path))
-    if head == POINTER:
+    if head == LFS_POINTER:
         raise WeightsError(
             "only a pointer of Git LFS is here: the content was not fetched",
             fix="git lfs pull in this folder, or fetch the model without git",
@@ -49,7 +49,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _leads_out(link: Path) -> bool:
+def _leaves_folder(link: Path) -> bool:
     folder, target = link.parent.resolve(), link.resolve()
     in_hub_cache = folder.parent.name == "snapshots" and target.parent == folder.parents[1] / "blobs"
     return not (target.is_relative_to(folder) or in_hub_cache)

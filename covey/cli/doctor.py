@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from covey.extras import install, missing
+from covey.extras import install_command, missing_packages
 from covey.models.loading.sources import cache_folder
 
 GIGABYTE = 1e9
@@ -74,7 +74,7 @@ def _jax() -> Iterator[Finding]:
 
         devices = jax.devices()
     except Exception as error:  # any error that keeps JAX from starting is the finding
-        yield Finding("jax", f"does not work: {error}", f"{install()} --force-reinstall")
+        yield Finding("jax", f"does not work: {error}", f"{install_command()} --force-reinstall")
         return
     yield Finding("jax", f"{jax.__version__}, {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
     for name in ("float32", "bfloat16"):
@@ -90,18 +90,18 @@ def _jax() -> Iterator[Finding]:
 
 def _idle_accelerator(platform: str) -> Iterator[Finding]:
     if platform == "cpu" and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
-        yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install("cuda"))
+        yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install_command("cuda"))
 
 
 def _extras() -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         try:
-            lacking = missing(extra)
+            lacking = missing_packages(extra)
         except PackageNotFoundError:
-            yield Finding("extras", "unknown: Covey runs from files that were not installed", install())
+            yield Finding("extras", "unknown: Covey runs from files that were not installed", install_command())
             return
         if lacking:
-            yield Finding(extra, f"{purpose}: without {', '.join(lacking)}", f"{install(extra)} if you need it")
+            yield Finding(extra, f"{purpose}: without {', '.join(lacking)}", f"{install_command(extra)} if you need it")
         else:
             yield Finding(extra, purpose)
 

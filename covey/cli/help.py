@@ -143,7 +143,7 @@ def show(command: str, words: Sequence[str] = ()) -> int:
 def _with_forms(text: str) -> str:
     from covey.data import forms  # late: no other page needs it
 
-    return text.replace("FORMS", textwrap.indent(forms.lines(), "  "))
+    return text.replace("FORMS", textwrap.indent(forms.format_forms(), "  "))
 
 
 def show_recipes() -> int:

@@ -10,14 +10,14 @@ from typing import Any
 
 SYSTEM = "Answer with the number only."
 
-SHOWN = (("+", 4, 3), ("×", 2, 5))
+FEW_SHOT = (("+", 4, 3), ("×", 2, 5))
 """Problems that every prompt shows with their answers."""
 
-HELD_OUT = 1 / 3
+TEST_FRACTION = 1 / 3
 """Share of the problems that only the test set has."""
 
 
-def make(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_rows(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return training and test rows (`prompt`, `answer`, `operation`); the seed picks which problems are held out.
 
     Args:
@@ -27,16 +27,16 @@ def make(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], list[di
     train: list[dict[str, Any]] = []
     test: list[dict[str, Any]] = []
     for operation in LEVELS[level]:
-        problems = [p for p in _problems(operation) if (operation, *p) not in _shown_pairs()]
+        problems = [p for p in _problems(operation) if (operation, *p) not in _few_shot_problems()]
         rng.shuffle(problems)
-        cut = round(len(problems) * HELD_OUT)
+        cut = round(len(problems) * TEST_FRACTION)
         test += [row for p in problems[:cut] for row in _both_orders(operation, *p)]
         train += [row for p in problems[cut:] for row in _both_orders(operation, *p)]
     rng.shuffle(test)
     return train, test
 
 
-def example(row: dict[str, Any]) -> dict[str, Any]:
+def add_completion(row: dict[str, Any]) -> dict[str, Any]:
     """Return `row` with the completion to learn: the number alone."""
     return {**row, "completion": row["answer"]}
 
@@ -56,8 +56,8 @@ def _problems(operation: str) -> list[tuple[int, int]]:
     return [(a, b) for a in range(top + 1) for b in range(a, top + 1) if operation == "×" or a + b <= top]
 
 
-def _shown_pairs() -> set[tuple[str, int, int]]:
-    return {(operation, min(a, b), max(a, b)) for operation, a, b in SHOWN}
+def _few_shot_problems() -> set[tuple[str, int, int]]:
+    return {(operation, min(a, b), max(a, b)) for operation, a, b in FEW_SHOT}
 
 
 def _both_orders(operation: str, a: int, b: int) -> Iterator[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _both_orders(operation: str, a: int, b: int) -> Iterator[dict[str, Any]]:
 
 def _prompt(operation: str, a: int, b: int) -> list[dict[str, str]]:
     turns: list[dict[str, str]] = []
-    for shown in SHOWN:
+    for shown in FEW_SHOT:
         turns += [{"role": "user", "content": _question(*shown)}, {"role": "assistant", "content": str(solve(*shown))}]
     return [*turns, {"role": "user", "content": _question(operation, a, b)}]
 

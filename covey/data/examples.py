@@ -6,9 +6,9 @@ A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from covey.data.forms import FORMS, LISTED, PAIR, form_of
+from covey.data.forms import FORM_COLUMNS, FORMS, PAIR, find_form
 from covey.data.loader import PromptLoader
-from covey.data.rows import Row, as_prompt, items, plain
+from covey.data.rows import Row, as_prompt, iter_items, plain_value
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 
@@ -25,10 +25,10 @@ def as_examples(data: Any) -> list[Row]:
     >>> as_examples([{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}])
     [{'prompt': [{'role': 'user', 'content': '2+2?'}], 'completion': '4'}]
     """
-    rows = _from_columns(data) if isinstance(data, Mapping) else items(data)
+    rows = _from_columns(data) if isinstance(data, Mapping) else iter_items(data)
     examples = [as_example(row, f"example {number}") for number, row in enumerate(rows)]
     if not examples:
-        raise DataError("the data set is empty", want=f"at least one row with {LISTED}")
+        raise DataError("the data set is empty", want=f"at least one row with {FORM_COLUMNS}")
     return examples
 
 
@@ -39,18 +39,18 @@ def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "
         DataError: the row has none of the forms, or a value in it is malformed or empty.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"is a {type(row).__name__}", want=f"a row with {LISTED}", where=where)
-    form = PAIR if prompt in row and completion in row else form_of(row)
+        raise DataError(f"is a {type(row).__name__}", want=f"a row with {FORM_COLUMNS}", where=where)
+    form = PAIR if prompt in row and completion in row else find_form(row)
     if form is PAIR:
-        asked, answer = _pair(row[prompt], plain(row[completion]), where)
+        asked, answer = _pair(row[prompt], plain_value(row[completion]), where)
     elif form is None:
-        raise _nothing_to_learn(row, (prompt, completion), where)
-    elif form.chat:
-        asked, answer = _chat(form.chat(row, where), where)
+        raise _no_form_error(row, (prompt, completion), where)
+    elif form.to_chat:
+        asked, answer = _chat(form.to_chat(row, where), where)
     else:
-        asked, answer = "", _not_empty(plain(row["text"]), where)
-    used = {prompt, completion, *form.columns, *form.more}
-    return {**{name: plain(row[name]) for name in row if name not in used}, "prompt": asked, "completion": answer}
+        asked, answer = "", _check_not_empty(plain_value(row["text"]), where)
+    used = {prompt, completion, *form.columns, *form.optional}
+    return {**{name: plain_value(row[name]) for name in row if name not in used}, "prompt": asked, "completion": answer}
 
 
 class ExampleLoader(PromptLoader):
@@ -69,12 +69,12 @@ def _pair(prompt: Any, completion: Any, where: str) -> tuple[Prompt, str]:
     return ([{"role": "user", "content": asked}] if is_turn and isinstance(asked, str) else asked), answer
 
 
-def _nothing_to_learn(row: Mapping[str, Any], pair: tuple[str, str], where: str) -> DataError:
+def _no_form_error(row: Mapping[str, Any], pair: tuple[str, str], where: str) -> DataError:
     """Return the error for a row of no form; it names the column missing from the closest form."""
     begun = next((names for names in (pair, *(form.columns for form in FORMS)) if names[0] in row), None)
     lacks = begun[-1] if begun else pair[0]
     fix = nearest(lacks, map(str, row)) if row else ""
-    return DataError(f"there is nothing to learn: no column {lacks!r}", want=LISTED, fix=fix, where=where)
+    return DataError(f"there is nothing to learn: no column {lacks!r}", want=FORM_COLUMNS, fix=fix, where=where)
 
 
 def _chat(messages: Any, where: str) -> tuple[Prompt, str]:
@@ -85,7 +85,7 @@ def _chat(messages: Any, where: str) -> tuple[Prompt, str]:
             want="a user's turn or more, and an assistant's at the end",
             where=where,
         )
-    return turns[:-1], _not_empty(turns[-1]["content"], where)
+    return turns[:-1], _check_not_empty(turns[-1]["content"], where)
 
 
 def _answer(completion: Any, where: str) -> tuple[str, bool]:
@@ -94,11 +94,11 @@ def _answer(completion: Any, where: str) -> tuple[str, bool]:
     if isinstance(turns, Sequence) and not isinstance(turns, str) and len(turns) == 1:
         (turn,) = turns
         if isinstance(turn, Mapping) and turn.get("role") == "assistant":
-            return _not_empty(turn.get("content"), where), True
-    return _not_empty(completion, where), False
+            return _check_not_empty(turn.get("content"), where), True
+    return _check_not_empty(completion, where), False
 
 
-def _not_empty(text: Any, where: str) -> str:
+def _check_not_empty(text: Any, where: str) -> str:
     if isinstance(text, str) and text.strip():
         return text
     raise DataError(

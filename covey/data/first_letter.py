@@ -14,13 +14,13 @@ LETTERS = "ABCDEFGHILMNOPRSTW"
 
 SYSTEM = "You write one short sentence."
 
-SHOWN = (
+FEW_SHOT = (
     ("the sky", "B", "Bright stars fill the sky at night."),
     ("tea", "M", "My mother drinks hot tea every morning."),
 )
 """Topic, letter and sentence of the examples in every prompt."""
 
-HELD_OUT = 0.25
+TEST_FRACTION = 0.25
 """Share of the topics that only the test set has."""
 
 TOPICS = (
@@ -36,11 +36,11 @@ TOPICS = (
 )  # fmt: skip
 
 
-def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return shuffled training and test rows (`prompt`, `topic`, `letter`); the seed picks the held-out topics."""
     rng = random.Random(seed)
     topics = rng.sample(TOPICS, len(TOPICS))
-    cut = round(len(topics) * HELD_OUT)
+    cut = round(len(topics) * TEST_FRACTION)
     return _rows(topics[cut:], rng), _rows(topics[:cut], rng)
 
 
@@ -52,7 +52,7 @@ def _rows(topics: list[str], rng: random.Random) -> list[dict[str, Any]]:
 
 def _prompt(topic: str, letter: str) -> list[dict[str, str]]:
     turns: list[dict[str, str]] = []
-    for about, first, sentence in SHOWN:
+    for about, first, sentence in FEW_SHOT:
         turns += [{"role": "user", "content": _request(about, first)}, {"role": "assistant", "content": sentence}]
     return [*turns, {"role": "user", "content": _request(topic, letter)}]
 

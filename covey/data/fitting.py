@@ -22,7 +22,7 @@ class FittedPrompts(NamedTuple):
     truncated: int = 0
 
 
-def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, most: int, policy: str) -> FittedPrompts:
+def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, max_tokens: int, policy: str) -> FittedPrompts:
     """Return `rows` with prompts of at most `most` tokens; unchanged under the policy `error` (the sampler refuses).
 
     Raises:
@@ -32,18 +32,21 @@ def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, most: int, policy: st
         return FittedPrompts(rows)
 
     def short(prompt: Prompt) -> bool:
-        return len(tokenizer.encode_prompt(prompt)) <= most
+        return len(tokenizer.encode_prompt(prompt)) <= max_tokens
 
     if policy == "drop":
         kept = [row for row in rows if short(row["prompt"])]
         if rows and not kept:
-            raise DataError(f"every prompt has more than {most} tokens", fix="a larger rollout.max_prompt_length")
+            raise DataError(f"every prompt has more than {max_tokens} tokens", fix="a larger rollout.max_prompt_length")
         return FittedPrompts(kept, dropped=len(rows) - len(kept))
-    fitted = [row if short(row["prompt"]) else row | {"prompt": cut(row["prompt"], tokenizer, most)} for row in rows]
+    fitted = [
+        row if short(row["prompt"]) else row | {"prompt": truncate_prompt(row["prompt"], tokenizer, max_tokens)}
+        for row in rows
+    ]
     return FittedPrompts(fitted, truncated=sum(a is not b for a, b in zip(rows, fitted, strict=True)))
 
 
-def cut(prompt: Prompt, tokenizer: Tokenizer, most: int) -> Prompt:
+def truncate_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int) -> Prompt:
     """Truncate the beginning of `prompt` so that it has at most `most` tokens.
 
     Raises:
@@ -51,23 +54,23 @@ def cut(prompt: Prompt, tokenizer: Tokenizer, most: int) -> Prompt:
     """
     longest = 0 if isinstance(prompt, str) else max(range(len(prompt)), key=lambda i: len(prompt[i]["content"]))
 
-    def keeping(characters: int) -> Prompt:
+    def keep_last(characters: int) -> Prompt:
         if isinstance(prompt, str):
             return prompt[len(prompt) - characters :]
         text = prompt[longest]["content"]
         message = {**prompt[longest], "content": text[len(text) - characters :]}
         return [*prompt[:longest], message, *prompt[longest + 1 :]]
 
-    fits, too_many = 0, len(prompt if isinstance(prompt, str) else prompt[longest]["content"])
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        short = len(tokenizer.encode_prompt(keeping(middle))) <= most
-        fits, too_many = (middle, too_many) if short else (fits, middle)
-    found = keeping(fits)
+    fits, too_long = 0, len(prompt if isinstance(prompt, str) else prompt[longest]["content"])
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        short = len(tokenizer.encode_prompt(keep_last(middle))) <= max_tokens
+        fits, too_long = (middle, too_long) if short else (fits, middle)
+    found = keep_last(fits)
     text = found if isinstance(found, str) else found[longest]["content"]
     if not text.strip():
         raise DataError(
-            f"nothing would be left of a prompt cut to {most} tokens: {str(prompt)[:60]!r}",
+            f"nothing would be left of a prompt cut to {max_tokens} tokens: {str(prompt)[:60]!r}",
             fix="a larger rollout.max_prompt_length, or training.too_long drop",
         )
     return found

@@ -33,25 +33,25 @@ class Form(NamedTuple):
     """
 
     columns: tuple[str, ...]
-    holds: str
-    more: tuple[str, ...] = ()
-    chat: Callable[[Mapping[str, Any], str], Any] | None = None
+    description: str
+    optional: tuple[str, ...] = ()
+    to_chat: Callable[[Mapping[str, Any], str], Any] | None = None
 
 
-def form_of(row: Mapping[str, Any]) -> Form | None:
+def find_form(row: Mapping[str, Any]) -> Form | None:
     """Return the first form whose columns `row` has; `PAIR` is skipped, since its columns may have other names."""
     return next((form for form in FORMS if form is not PAIR and all(name in row for name in form.columns)), None)
 
 
-def chat_form_of(row: Mapping[str, Any]) -> Form | None:
+def find_chat_form(row: Mapping[str, Any]) -> Form | None:
     """Return the chat form of a row; its completion may be missing."""
-    return next((form for form in FORMS if form.chat and form.columns[0] in row), None)
+    return next((form for form in FORMS if form.to_chat and form.columns[0] in row), None)
 
 
-def lines() -> str:
+def format_forms() -> str:
     """Format the forms for a terminal, one per line."""
     width = max(len(", ".join(form.columns)) for form in FORMS)
-    return "\n".join(f"{', '.join(form.columns):{width}}  {form.holds}" for form in FORMS)
+    return "\n".join(f"{', '.join(form.columns):{width}}  {form.description}" for form in FORMS)
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Any:
@@ -89,26 +89,26 @@ def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-PAIR = Form(("prompt", "completion"), "text, or chat messages; the completion is text or one assistant's message")
+PAIR = Form(("prompt", "completion"), "text, or chat messages; the completion is text or one message of the assistant")
 
 FORMS = (
     PAIR,
-    Form(("messages",), "chat messages that end with the assistant's", chat=_messages),
+    Form(("messages",), "chat messages, the last of which is the assistant's", to_chat=_messages),
     Form(
         ("conversations",),
-        "ShareGPT: turns `from` human and gpt with a `value`; a column `system` comes before them",
+        "ShareGPT: turns `from` human and gpt with a `value`; the text of a column `system` is placed before them",
         ("system",),
         _conversations,
     ),
     Form(
         ("instruction", "output"),
-        "Alpaca: the user's message, with a column `input` below it, and the answer",
+        "Alpaca: the user's message, followed by the text of a column `input`, and the answer",
         ("input", "system"),
         _instruction,
     ),
-    Form(("text",), "plain text, all of it learnt"),
+    Form(("text",), "plain text, all of which is learnt"),
 )
 """All forms. A row that has the columns of several is read by the first of them."""
 
-LISTED = "; or ".join(" and ".join(form.columns) for form in FORMS)
+FORM_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS)
 """Columns of all forms in one line, for errors."""

@@ -6,25 +6,25 @@ from typing import Any
 from covey.errors import DataError
 
 COLUMNS = ("question", "answer")
-WANTED = (
+EXPECTED_FILES = (
     "GSM8K's folder, with train.jsonl and test.jsonl or Kaggle's main_train.csv and main_test.csv; "
     "or hf:openai/gsm8k; or tfds:gsm8k"
 )
 
-REASONING = (
+REASONING_SYSTEM = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
     "then the answer, one number, between <answer> and </answer>."
 )
 """System message for the reward functions that read tags: `rewards/format.py`, `answer_ratio`, `answer_number`."""
 
-MARKER = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
+MARKER_SYSTEM = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
 """System message for `exact_answer`; set it as `data.system`."""
 
 
-def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
+def as_row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
     """Convert a record to a row with `prompt`, `question` and `answer`: the text after `####`, or None without `####`.
 
-    >>> row({"question": "2+2?", "answer": "2+2 = 4\\n#### 4"})
+    >>> as_row({"question": "2+2?", "answer": "2+2 = 4\\n#### 4"})
     {'prompt': '2+2?', 'question': '2+2?', 'answer': '4'}
 
     Raises:
@@ -37,18 +37,18 @@ def row(record: dict[str, Any], where: str = "") -> dict[str, Any]:
     return {"prompt": question, "question": question, "answer": final_answer(solution)}
 
 
-def example(record: dict[str, Any], system: str, where: str = "") -> dict[str, Any]:
+def as_example(record: dict[str, Any], system: str, where: str = "") -> dict[str, Any]:
     """Convert a record to a row with the completion to learn: the worked solution without calculator annotations.
 
     The completion ends in `####` and the answer if `system` mentions `####`; otherwise it has tags.
 
-    >>> example({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4\\n#### 4"}, MARKER)["completion"]
+    >>> as_example({"question": "2+2?", "answer": "2+2 = <<2+2=4>>4\\n#### 4"}, MARKER_SYSTEM)["completion"]
     '2+2 = 4\\n#### 4'
 
     Raises:
         DataError: the solution has no final answer.
     """
-    asked, steps = row(record, where), _ANNOTATION.sub("", record["answer"]).partition("####")[0].strip()
+    asked, steps = as_row(record, where), _ANNOTATION.sub("", record["answer"]).partition("####")[0].strip()
     if asked["answer"] is None:
         raise DataError(f"a solution has no #### and answer: {record['answer']!r:.80}", where=where)
     tagged = f"<reasoning>\n{steps}\n</reasoning>\n<answer>{asked['answer']}</answer>"

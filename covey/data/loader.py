@@ -14,7 +14,7 @@ from typing import Any
 from covey.data.rows import Row, as_rows
 from covey.errors import DataError, ResumeError
 
-State = dict[str, Any]
+LoaderState = dict[str, Any]
 """State of a loader, JSON-serializable: `position` in rows, and `fingerprint`."""
 
 
@@ -71,7 +71,7 @@ class PromptLoader:
         self.position = stop
         return batch
 
-    def state(self) -> State:
+    def state(self) -> LoaderState:
         """Return the state of the stream, for a checkpoint."""
         return {"position": self.position, "fingerprint": dict(self.fingerprint)}
 
@@ -86,9 +86,9 @@ class PromptLoader:
             raise ResumeError(f"the data position {dict(state)!r:.200} cannot be read")
         other = {name: saved.get(name) for name, now in self.fingerprint.items() if saved.get(name) != now}
         if other:
-            told = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
+            changes = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
             fix = f"give the run the data, seed and {self.unit} it was started with, or start a new one"
-            raise ResumeError(f"the data does not go on where it stopped: {told}", fix=fix)
+            raise ResumeError(f"the data does not go on where it stopped: {changes}", fix=fix)
         self.position = position
 
     @cached_property

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.config.schema import HUBS, DataConfig
-from covey.data.rows import plain
+from covey.data.rows import plain_value
 from covey.errors import DataError, nearest
-from covey.extras import install
+from covey.extras import install_command
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
-Columns = Sequence[str | tuple[str, ...]]
+RequiredColumns = Sequence[str | tuple[str, ...]]
 """Columns that each record must have; of a tuple it needs one."""
-LAYOUTS = (
+FOLDER_LAYOUTS = (
     ("train.jsonl", "test.jsonl"),
     ("train.json", "test.json"),
     ("train.parquet", "test.parquet"),
@@ -34,18 +34,20 @@ LAYOUTS = (
     ("main_train.csv", "main_test.csv"),
 )
 """File names of the training and the test set in a folder."""
-HELD_OUT = ("test", "validation")
+TEST_SPLITS = ("test", "validation")
 """Names that the test split of a hub may have."""
 
 
-class Part(NamedTuple):
+class Records(NamedTuple):
     """Records, and the name of their source in errors."""
 
     name: str
     records: list[Record]
 
 
-def read(config: DataConfig, columns: Columns, wanted: str, hub_config: str | None = None) -> tuple[Part, Part | None]:
+def read_records(
+    config: DataConfig, columns: RequiredColumns, wanted: str, hub_config: str | None = None
+) -> tuple[Records, Records | None]:
     """Read the training records and, if there are any, the test records at `config.path`.
 
     Args:
@@ -57,17 +59,17 @@ def read(config: DataConfig, columns: Columns, wanted: str, hub_config: str | No
         DataError: the path does not exist, cannot be read or is empty, or a record is malformed.
     """
     if not (config.path or "").startswith(HUBS):
-        train, test = _files(config, wanted)
-        return _file(train, columns), None if test is None else _file(test, columns)
+        train, test = _find_files(config, wanted)
+        return _read_file(train, columns), None if test is None else _read_file(test, columns)
     path = str(config.path)
     if config.test_path:
         what = f"data.test_path is set, and {path} has its own test split"
         raise DataError(what, want="data.test_path beside a file", fix="leave it out", where="data.test_path")
-    splits = (_hub if path.startswith("hf:") else _tfds)(path, hub_config)
-    return _split(path, "train", splits, columns), _test_split(path, splits, columns)
+    splits = (_load_hub if path.startswith("hf:") else _load_tfds)(path, hub_config)
+    return _read_split(path, "train", splits, columns), _read_test_split(path, splits, columns)
 
 
-def read_jsonl(path: Path, columns: Columns) -> list[Record]:
+def read_jsonl(path: Path, columns: RequiredColumns) -> list[Record]:
     """Read the objects of a JSON Lines file; blank lines are skipped.
 
     Raises:
@@ -80,10 +82,10 @@ def read_jsonl(path: Path, columns: Columns) -> list[Record]:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
     if not lines:
         raise DataError("the file is empty", want="one JSON object a line", where=str(path))
-    return [_checked(_object(line, where), columns, where) for where, line in lines]
+    return [_check_columns(_parse_object(line, where), columns, where) for where, line in lines]
 
 
-def read_csv(path: Path, columns: Columns) -> list[Record]:
+def read_csv(path: Path, columns: RequiredColumns) -> list[Record]:
     """Read the rows of a CSV file; its first line has the column names.
 
     Raises:
@@ -103,10 +105,10 @@ def read_csv(path: Path, columns: Columns) -> list[Record]:
     for where, row in rows:
         if None in row or None in row.values():
             raise DataError("has not as many fields as there are columns", want=", ".join(names), where=where)
-    return [_checked(row, columns, where) for where, row in rows]
+    return [_check_columns(row, columns, where) for where, row in rows]
 
 
-def read_json(path: Path, columns: Columns) -> list[Record]:
+def read_json(path: Path, columns: RequiredColumns) -> list[Record]:
     """Read the objects of a JSON list; a file that is not a list is read as JSON Lines.
 
     Raises:
@@ -118,20 +120,22 @@ def read_json(path: Path, columns: Columns) -> list[Record]:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
     if not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return read_jsonl(path, columns)
-    found = _parsed(text, str(path), want="a list of JSON objects")
+    found = _parse_json(text, str(path), want="a list of JSON objects")
     if not found:
         raise DataError("the file is empty", want="a list of JSON objects", where=str(path))
     places = [(f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1)]
-    return [_checked(_mapping(entry, where, "a list of JSON objects"), columns, where) for where, entry in places]
+    return [
+        _check_columns(_check_object(entry, where, "a list of JSON objects"), columns, where) for where, entry in places
+    ]
 
 
-def read_parquet(path: Path, columns: Columns) -> list[Record]:
+def read_parquet(path: Path, columns: RequiredColumns) -> list[Record]:
     """Read the rows of a Parquet file, through pyarrow.
 
     Raises:
         DataError: pyarrow is not installed, the file cannot be read or is empty, or a row lacks `columns`.
     """
-    parquet = _package("pyarrow.parquet", install("hub"), str(path))
+    parquet = _import_package("pyarrow.parquet", install_command("hub"), str(path))
     try:
         rows = parquet.ParquetFile(path).read().to_pylist()
     except Exception as error:  # whatever Arrow raises for an untrusted file
@@ -140,28 +144,28 @@ def read_parquet(path: Path, columns: Columns) -> list[Record]:
         raise DataError(what, where=str(path)) from None
     if not rows:
         raise DataError("the file is empty", want="a Parquet file with rows", where=str(path))
-    return [_checked(row, columns, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    return [_check_columns(row, columns, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
 
 
-def _object(line: bytes, where: str) -> Record:
+def _parse_object(line: bytes, where: str) -> Record:
     want = "one JSON object a line"
-    return _mapping(_parsed(line, where, want), where, want)
+    return _check_object(_parse_json(line, where, want), where, want)
 
 
-def _parsed(text: bytes, where: str, want: str) -> Any:
+def _parse_json(text: bytes, where: str, want: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON: {error}", want=want, where=where) from None
 
 
-def _mapping(row: Any, where: str, want: str) -> Record:
+def _check_object(row: Any, where: str, want: str) -> Record:
     if not isinstance(row, dict):
         raise DataError(f"is a JSON {type(row).__name__}, not an object", want=want, where=where)
     return row
 
 
-def _checked(row: Record, columns: Columns, where: str) -> Record:
+def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
     for column in columns:
         names = (column,) if isinstance(column, str) else column
         if not any(name in row for name in names):
@@ -174,15 +178,15 @@ def _checked(row: Record, columns: Columns, where: str) -> Record:
 # --- files
 
 
-def _file(path: Path, columns: Columns) -> Part:
-    return Part(str(path), FILES.get(path.suffix.lower(), read_jsonl)(path, columns))
+def _read_file(path: Path, columns: RequiredColumns) -> Records:
+    return Records(str(path), READERS.get(path.suffix.lower(), read_jsonl)(path, columns))
 
 
-def _files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
-    path = _existing(config.path, "data.path", wanted)
+def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
+    path = _existing_path(config.path, "data.path", wanted)
     if not path.is_dir():
-        return path, _existing(config.test_path, "data.test_path", wanted) if config.test_path else None
-    layouts = [(path / train, path / test) for train, test in LAYOUTS]
+        return path, _existing_path(config.test_path, "data.test_path", wanted) if config.test_path else None
+    layouts = [(path / train, path / test) for train, test in FOLDER_LAYOUTS]
     train, test = next((pair for pair in layouts if any(file.is_file() for file in pair)), layouts[0])
     for file in (train, test):
         if not file.is_file():
@@ -191,7 +195,7 @@ def _files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
     return train, test
 
 
-def _existing(given: str | None, key: str, wanted: str) -> Path:
+def _existing_path(given: str | None, key: str, wanted: str) -> Path:
     option = "--" + key.replace("_", "-")
     if not given:
         raise DataError(f"{key} is not set", want=wanted, fix=f"{option} PATH", where=key)
@@ -206,57 +210,57 @@ def _existing(given: str | None, key: str, wanted: str) -> Path:
 # --- hubs
 
 
-def _hub(path: str, config: str | None) -> Splits:
+def _load_hub(path: str, config: str | None) -> Splits:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
     if not match:
         raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
-    datasets = _package("datasets", install("hub"), path)
+    datasets = _import_package("datasets", install_command("hub"), path)
     try:
         splits: Splits = datasets.load_dataset(match[1], match[2] or config, revision=match[3])
         return splits
     except Exception as error:  # whatever the package raises is shown to the user
         fix = "look at its name and config, and at the network; a gated data set wants a login: hf auth login"
-        raise _unreadable(path, error, fix) from error
+        raise _unreadable_error(path, error, fix) from error
 
 
-def _tfds(path: str, config: str | None) -> Splits:
+def _load_tfds(path: str, config: str | None) -> Splits:
     """Load a data set through TFDS's random access, which needs no TensorFlow."""
-    tfds = _package("tensorflow_datasets", install("tfds"), path)
+    tfds = _import_package("tensorflow_datasets", install_command("tfds"), path)
     try:
         splits: Splits = tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
         return splits
     except Exception as error:  # as above
-        raise _unreadable(path, error, "look at its name, at the network and at the free disk") from error
+        raise _unreadable_error(path, error, "look at its name, at the network and at the free disk") from error
 
 
-def _package(name: str, fix: str, path: str) -> Any:
+def _import_package(name: str, fix: str, path: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
         raise DataError(f"{path} needs the package {name}: {error}", fix=fix, where="data.path") from None
 
 
-def _unreadable(path: str, error: Exception, fix: str) -> DataError:
+def _unreadable_error(path: str, error: Exception, fix: str) -> DataError:
     reason = next(iter(str(error).splitlines()), "")
     return DataError(f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path")
 
 
-def _test_split(path: str, splits: Mapping[str, Any], columns: Columns) -> Part | None:
-    name = next((name for name in HELD_OUT if name in splits), None)
-    return None if name is None else _split(path, name, splits, columns)
+def _read_test_split(path: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records | None:
+    name = next((name for name in TEST_SPLITS if name in splits), None)
+    return None if name is None else _read_split(path, name, splits, columns)
 
 
-def _split(path: str, name: str, splits: Mapping[str, Any], columns: Columns) -> Part:
+def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records:
     where = f"{path}, {name}"
     if name not in splits:
         raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
-    records = [{key: plain(value) for key, value in record.items()} for record in splits[name]]
-    if not records:
+    rows = [{key: plain_value(value) for key, value in record.items()} for record in splits[name]]
+    if not rows:
         raise DataError("the split is empty", where=where)
-    return Part(where, [_checked(row, columns, f"{where}, row {number}") for number, row in enumerate(records, 1)])
+    return Records(where, [_check_columns(row, columns, f"{where}, row {i}") for i, row in enumerate(rows, 1)])
 
 
-FILES: dict[str, Callable[[Path, Columns], list[Record]]] = {
+READERS: dict[str, Callable[[Path, RequiredColumns], list[Record]]] = {
     ".json": read_json,
     ".csv": read_csv,
     ".parquet": read_parquet,

@@ -9,14 +9,14 @@ message at its end becomes the column `completion`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from covey.data.forms import FORMS, chat_form_of
+from covey.data.forms import FORMS, find_chat_form
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 
 Row = dict[str, Any]
 """One example: `prompt` (text or chat messages) and columns for the reward functions (`answer`, ...)."""
 
-MOST_ROWS = 10_000_000
+MAX_ROWS = 10_000_000
 """Largest number of rows; a data set with more is taken to be endless."""
 
 PROMPT_NAMES = ("prompt", "prompts")
@@ -41,7 +41,7 @@ def as_rows(data: Any) -> list[Row]:
     if isinstance(data, Mapping):
         rows = _from_columns(data, _prompt_name(data, "the data"), "the data")
     else:
-        rows = [row for number, item in enumerate(items(data)) for row in _from_item(item, f"item {number}")]
+        rows = [row for number, item in enumerate(iter_items(data)) for row in _from_item(item, f"item {number}")]
     if not rows:
         raise DataError("the data set is empty", want="at least one row with a prompt")
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -54,7 +54,7 @@ def as_prompt(value: Any, where: str) -> Prompt:
     Raises:
         DataError: `value` is neither, or is empty.
     """
-    value = plain(value)
+    value = plain_value(value)
     if isinstance(value, str) and value.strip():
         return value
     messages = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
@@ -65,24 +65,24 @@ def as_prompt(value: Any, where: str) -> Prompt:
     raise DataError(what, want="text, or chat messages with a role and a content, not empty", where=where)
 
 
-def as_asked(row: Mapping[str, Any], where: str) -> Row:
+def as_chat_row(row: Mapping[str, Any], where: str) -> Row:
     """Convert a row of a chat form: the chat becomes `prompt`, an assistant's message at its end `completion`.
 
     Raises:
         DataError: the chat is malformed, or has only an assistant's message.
     """
-    form = chat_form_of(row)
+    form = find_chat_form(row)
     assert form is not None
-    assert form.chat is not None
-    turns = as_prompt(form.chat(row, where), where)
-    used = {*PROMPT_NAMES, *form.columns, *form.more}
-    columns = {name: plain(value) for name, value in row.items() if name not in used}
+    assert form.to_chat is not None
+    turns = as_prompt(form.to_chat(row, where), where)
+    used = {*PROMPT_NAMES, *form.columns, *form.optional}
+    columns = {name: plain_value(value) for name, value in row.items() if name not in used}
     if isinstance(turns, str) or turns[-1]["role"] != "assistant":
         return {"prompt": turns, **columns}
     return {"prompt": as_prompt(turns[:-1], where), **columns, "completion": turns[-1]["content"]}
 
 
-def items(data: Any) -> Iterator[Any]:
+def iter_items(data: Any) -> Iterator[Any]:
     """Iterate over the items of a data set, or over the rows of a table.
 
     Raises:
@@ -91,22 +91,22 @@ def items(data: Any) -> Iterator[Any]:
     if isinstance(data, (str, bytes)):
         fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
         raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
-    if _length(data) > MOST_ROWS:
-        raise _endless()
+    if _length(data) > MAX_ROWS:
+        raise _endless_error()
     try:
-        table = _table(data)
+        table = _table_rows(data)
         parts = iter(data if table is None else table)
     except TypeError:
         what = f"the data is a {type(data).__name__}, which has no rows to go through"
         raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
-    for number, item in enumerate(row for part in parts for row in _table(part) or (part,)):
-        if number > MOST_ROWS:
-            raise _endless()
+    for number, item in enumerate(row for part in parts for row in _table_rows(part) or (part,)):
+        if number > MAX_ROWS:
+            raise _endless_error()
         _refuse_part_of_table(item, number, data)
         yield item
 
 
-def _table(data: Any) -> list[Any] | None:
+def _table_rows(data: Any) -> list[Any] | None:
     """Return the rows of an Arrow, Polars or pandas table as dicts; None if `data` is not a table."""
     for to_rows in ("to_pylist", "to_dicts"):
         if hasattr(data, to_rows):
@@ -137,8 +137,8 @@ def _length(data: Any) -> int:
         return 0
 
 
-def _endless() -> DataError:
-    what = f"the data set has more than {MOST_ROWS} rows, or does not end"
+def _endless_error() -> DataError:
+    what = f"the data set has more than {MAX_ROWS} rows, or does not end"
     return DataError(what, fix="pass it before repeat(): Covey repeats and shuffles it")
 
 
@@ -152,8 +152,8 @@ def _from_item(item: Any, where: str) -> list[Row]:
 
 def _row(item: Mapping[str, Any], name: str, where: str) -> Row:
     if name not in PROMPT_NAMES:
-        return as_asked(item, where)
-    columns = {key: plain(value) for key, value in item.items() if key not in PROMPT_NAMES}
+        return as_chat_row(item, where)
+    columns = {key: plain_value(value) for key, value in item.items() if key not in PROMPT_NAMES}
     return {"prompt": as_prompt(item[name], where), **columns}
 
 
@@ -180,7 +180,7 @@ def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
     for name in PROMPT_NAMES:
         if name in columns:
             return name
-    if (form := chat_form_of(columns)) is not None:
+    if (form := find_chat_form(columns)) is not None:
         return form.columns[0]
     if "train" in columns:
         raise DataError("these are several splits", want="one data set", fix="pass data['train']", where=where)
@@ -189,7 +189,7 @@ def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
 
 
 def _is_one_prompt(value: Any, name: str) -> bool:
-    value = plain(value)
+    value = plain_value(value)
     if isinstance(value, str):
         return True
     first = value[0] if isinstance(value, Sequence) and len(value) > 0 else None
@@ -210,7 +210,7 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Sequence) else None
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Convert NumPy scalars and arrays to Python values, and bytes to text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -222,5 +222,5 @@ def plain(value: Any) -> Any:
     return value
 
 
-_CHATS = " or ".join(form.columns[0] for form in FORMS if form.chat)
+_CHATS = " or ".join(form.columns[0] for form in FORMS if form.to_chat)
 """Names of the columns that hold a chat, for errors."""

@@ -11,7 +11,7 @@ from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, gsm8k, readers, sums
 from covey.data.examples import as_example
 from covey.data.forms import FORMS
-from covey.data.rows import Row, as_asked, as_prompt
+from covey.data.rows import Row, as_chat_row, as_prompt
 from covey.errors import DataError, nearest
 from covey.types import Message
 
@@ -43,9 +43,9 @@ def load(config: DataConfig) -> Dataset:
         DataError: the task is unknown, the path does not exist, a line is malformed (with file and line), a column is
             missing, or the set is empty.
     """
-    read, own_system = _task(config)
+    read, own_system = _find_task(config)
     train, test = read(config)
-    return _prepared(config, train, test, own_system)
+    return _prepare(config, train, test, own_system)
 
 
 def load_examples(config: SFTDataConfig) -> Dataset:
@@ -54,12 +54,12 @@ def load_examples(config: SFTDataConfig) -> Dataset:
     Raises:
         DataError: as in `load`, and if the task has no worked answers.
     """
-    _, own_system = _task(config)
+    _, own_system = _find_task(config)
     train, test = EXAMPLES[config.task](config)
-    return _prepared(config, train, test, own_system)
+    return _prepare(config, train, test, own_system)
 
 
-def _task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
+def _find_task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
     if config.task not in TASKS:
         raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
     for problem in config.unread_settings():
@@ -67,53 +67,53 @@ def _task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | Non
     return TASKS[config.task]
 
 
-def _prepared(config: DataConfig, train: list[Row], test: list[Row], own_system: str | None) -> Dataset:
+def _prepare(config: DataConfig, train: list[Row], test: list[Row], own_system: str | None) -> Dataset:
     random.Random(config.seed).shuffle(train)
     train = train[: max(1, int(len(train) * config.train_fraction))]
     system = (own_system if config.system is None else config.system) or None
-    return Dataset(config.task, _under(system, train), _under(system, test), system)
+    return Dataset(config.task, _add_system(system, train), _add_system(system, test), system)
 
 
 def _first_letter(config: DataConfig) -> Splits:
-    return first_letter.make(config.seed)
+    return first_letter.make_rows(config.seed)
 
 
 def _arithmetic(config: DataConfig) -> Splits:
-    return arithmetic.make(config.seed)
+    return arithmetic.make_rows(config.seed)
 
 
 def _sums(config: DataConfig) -> Splits:
-    return sums.make(config.seed)
+    return sums.make_rows(config.seed)
 
 
 def _gsm8k(config: DataConfig) -> Splits:
-    return _gsm8k_rows(config, lambda record, where: gsm8k.row(record, where))
+    return _gsm8k_rows(config, lambda record, where: gsm8k.as_row(record, where))
 
 
 def _jsonl(config: DataConfig) -> Splits:
     column = config.prompt_column
-    chats = tuple(form.columns[0] for form in FORMS if form.chat) if column == DataConfig.prompt_column else ()
-    return _rows(config, [(column, *chats)], JSONL, lambda record, where: _prompted(record, column, where))
+    chats = tuple(form.columns[0] for form in FORMS if form.to_chat) if column == DataConfig.prompt_column else ()
+    return _read_rows(config, [(column, *chats)], JSONL, lambda record, where: _prompt_row(record, column, where))
 
 
 def _arithmetic_examples(config: SFTDataConfig) -> Splits:
-    train, test = arithmetic.make(config.seed)
-    return [arithmetic.example(row) for row in train], [arithmetic.example(row) for row in test]
+    train, test = arithmetic.make_rows(config.seed)
+    return [arithmetic.add_completion(row) for row in train], [arithmetic.add_completion(row) for row in test]
 
 
 def _sums_examples(config: SFTDataConfig) -> Splits:
-    train, test = sums.make(config.seed)
-    return [sums.example(row) for row in train], [sums.example(row) for row in test]
+    train, test = sums.make_rows(config.seed)
+    return [sums.add_completion(row) for row in train], [sums.add_completion(row) for row in test]
 
 
 def _gsm8k_examples(config: SFTDataConfig) -> Splits:
-    system = gsm8k.REASONING if config.system is None else config.system
-    return _gsm8k_rows(config, lambda record, where: gsm8k.example(record, system, where))
+    system = gsm8k.REASONING_SYSTEM if config.system is None else config.system
+    return _gsm8k_rows(config, lambda record, where: gsm8k.as_example(record, system, where))
 
 
 def _jsonl_examples(config: SFTDataConfig) -> Splits:
     names = config.prompt_column, config.completion_column
-    return _rows(config, (), JSONL, lambda record, where: as_example(record, where, *names))
+    return _read_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names))
 
 
 def _no_examples(config: SFTDataConfig) -> Splits:
@@ -124,29 +124,29 @@ def _no_examples(config: SFTDataConfig) -> Splits:
     )
 
 
-def _prompted(record: Row, column: str, where: str) -> Row:
+def _prompt_row(record: Row, column: str, where: str) -> Row:
     if column not in record:
-        return as_asked(record, where)
+        return as_chat_row(record, where)
     prompt = as_prompt(record[column], f"{where}, column {column!r}")
     return {**{name: value for name, value in record.items() if name != column}, "prompt": prompt}
 
 
 def _gsm8k_rows(config: DataConfig, row: Callable[[Row, str], Row]) -> Splits:
-    return _rows(config, gsm8k.COLUMNS, gsm8k.WANTED, row, hub_config="main")
+    return _read_rows(config, gsm8k.COLUMNS, gsm8k.EXPECTED_FILES, row, hub_config="main")
 
 
-def _rows(
+def _read_rows(
     config: DataConfig,
-    columns: readers.Columns,
+    columns: readers.RequiredColumns,
     wanted: str,
     row: Callable[[Row, str], Row],
     hub_config: str | None = None,
 ) -> Splits:
     """Return the records at `config.path` as rows; without test records the last tenth is the test set."""
-    train, test = readers.read(config, columns, wanted, hub_config)
-    rows = _each(train, row)
+    train, test = readers.read_records(config, columns, wanted, hub_config)
+    rows = _convert_records(train, row)
     if test is not None:
-        return rows, _each(test, row)
+        return rows, _convert_records(test, row)
     count = max(1, len(rows) // 10)
     if count == len(rows):
         what = "one row cannot be both trained on and held out"
@@ -154,21 +154,21 @@ def _rows(
     return rows[:-count], rows[-count:]
 
 
-def _each(part: readers.Part, row: Callable[[Row, str], Row]) -> list[Row]:
+def _convert_records(part: readers.Records, row: Callable[[Row, str], Row]) -> list[Row]:
     return [row(record, f"{part.name}, row {number}") for number, record in enumerate(part.records, 1)]
 
 
-def _under(system: str | None, rows: Sequence[Row]) -> list[Row]:
+def _add_system(system: str | None, rows: Sequence[Row]) -> list[Row]:
     """Return the rows with a system message before each prompt; it replaces one that is already there."""
     if system is None:
         return list(rows)
     if any(row["prompt"] == "" for row in rows):
         raise DataError("plain text has no place for a system message", fix="no data.system", where="data.system")
     first: Message = {"role": "system", "content": system}
-    return [{**row, "prompt": [first, *_turns(row["prompt"])]} for row in rows]
+    return [{**row, "prompt": [first, *_without_system(row["prompt"])]} for row in rows]
 
 
-def _turns(prompt: str | Sequence[Message]) -> list[Message]:
+def _without_system(prompt: str | Sequence[Message]) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [message for message in prompt if message["role"] != "system"]
@@ -180,7 +180,7 @@ TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
     "first-letter": (_first_letter, first_letter.SYSTEM),
     "arithmetic": (_arithmetic, arithmetic.SYSTEM),
     "sums": (_sums, None),
-    "gsm8k": (_gsm8k, gsm8k.REASONING),
+    "gsm8k": (_gsm8k, gsm8k.REASONING_SYSTEM),
     "jsonl": (_jsonl, None),
 }
 """For each task the function that reads or makes its rows, and the task's own system message."""

@@ -11,25 +11,25 @@ from typing import Any
 NUMBERS = range(10, 90)
 """Numbers that are added."""
 
-BELOW = 100
+SUM_LIMIT = 100
 """Exclusive upper bound of the sums."""
 
-HELD_OUT = 1 / 5
+TEST_FRACTION = 1 / 5
 """Share of the pairs that only the test set has."""
 
 
-def make(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return training and test rows (`prompt`, `answer`); the seed picks which pairs are held out."""
     rng = random.Random(seed)
-    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b and a + b < BELOW]
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b and a + b < SUM_LIMIT]
     rng.shuffle(pairs)
-    cut = round(len(pairs) * HELD_OUT)
+    cut = round(len(pairs) * TEST_FRACTION)
     test, train = ([row for pair in part for row in _both_orders(*pair)] for part in (pairs[:cut], pairs[cut:]))
     rng.shuffle(test)
     return train, test
 
 
-def example(row: dict[str, Any]) -> dict[str, Any]:
+def add_completion(row: dict[str, Any]) -> dict[str, Any]:
     """Return `row` with the completion to learn: the sum alone."""
     return {**row, "completion": row["answer"]}
 

@@ -1,6 +1,6 @@
 """Device meshes, the sharding of arrays over them, and transfers of arrays between them."""
 
-from covey.parallel.mesh import make_mesh, mesh_for
+from covey.parallel.mesh import make_mesh, mesh_from_config
 from covey.parallel.reshard import Transfer, flatten, mesh_of, reshard
 from covey.parallel.sharding import DEFAULT_RULES, logical_axes, row_count, row_sharding, shardings
 
@@ -10,7 +10,7 @@ __all__ = [
     "flatten",
     "logical_axes",
     "make_mesh",
-    "mesh_for",
+    "mesh_from_config",
     "mesh_of",
     "reshard",
     "row_count",

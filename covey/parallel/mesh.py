@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError, nearest
 
-AXES = ("data", "fsdp", "tp")
+MESH_AXES = ("data", "fsdp", "tp")
 
 
 def make_mesh(
@@ -28,7 +28,7 @@ def make_mesh(
 
     Args:
         shape: number of devices along each axis. If not set, the mesh has only the first device.
-        axes: names out of `AXES`, one for each number of `shape`.
+        axes: names out of `MESH_AXES`, one for each number of `shape`.
         devices: devices to use; all of this process if not set.
 
     Raises:
@@ -41,7 +41,7 @@ def make_mesh(
     devices = list(jax.local_devices() if devices is None else devices)
     if math.prod(shape) != len(devices):
         raise RecipeError(
-            f"a mesh of {_product(shape)} devices, and there are {len(devices)}",
+            f"a mesh of {_format_product(shape)} devices, and there are {len(devices)}",
             want=f"numbers that multiply to {len(devices)}",
             fix="on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual devices",
             where="mesh",
@@ -49,18 +49,18 @@ def make_mesh(
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
-def automatic(mesh: Mesh) -> Mesh:
+def with_auto_axes(mesh: Mesh) -> Mesh:
     """Return `mesh` with automatic axes, as `make_mesh` makes them: the same devices, names and order."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def mesh_for(config: MeshConfig) -> Mesh | None:
+def mesh_from_config(config: MeshConfig) -> Mesh | None:
     """Make the mesh that a recipe sets, over the first devices of this process; None for one device.
 
     Raises:
         RecipeError: this process has fewer devices.
     """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     if sizes["data"] == 1:
         del sizes["data"]
     count = math.prod(sizes.values())
@@ -68,9 +68,9 @@ def mesh_for(config: MeshConfig) -> Mesh | None:
 
 
 def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
-    unknown = [axis for axis in axes if axis not in AXES]
+    unknown = [axis for axis in axes if axis not in MESH_AXES]
     if unknown:
-        raise RecipeError(f"unknown mesh axis {unknown[0]!r}", fix=nearest(str(unknown[0]), AXES), where="mesh")
+        raise RecipeError(f"unknown mesh axis {unknown[0]!r}", fix=nearest(str(unknown[0]), MESH_AXES), where="mesh")
     if len(set(axes)) != len(axes):
         raise RecipeError(f"mesh axes {axes} name one twice", want="each axis once", where="mesh")
     if len(shape) != len(axes) or not all(isinstance(n, int) and n > 0 for n in shape):
@@ -79,6 +79,6 @@ def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         )
 
 
-def _product(shape: tuple[int, ...]) -> str:
+def _format_product(shape: tuple[int, ...]) -> str:
     """Format `(2, 4)` as `2 x 4 = 8`."""
     return f"{' x '.join(map(str, shape))} = {math.prod(shape)}" if len(shape) > 1 else str(math.prod(shape))

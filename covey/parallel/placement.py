@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from covey.parallel.mesh import automatic
+from covey.parallel.mesh import with_auto_axes
 from covey.parallel.reshard import mesh_of, reshard
 from covey.parallel.sharding import row_count, row_sharding, shardings
 
@@ -22,12 +22,12 @@ def num_row_shards(mesh: Mesh | None) -> int:
 
 def weight_shardings(params: Any, mesh: Mesh | None) -> Any:
     """Return a sharding per weight: by the rules on `mesh`; without one its current sharding, with automatic axes."""
-    return jax.tree.map(lambda x: _automatic(x.sharding), params) if mesh is None else shardings(params, mesh)
+    return jax.tree.map(lambda x: _with_auto_axes(x.sharding), params) if mesh is None else shardings(params, mesh)
 
 
-def _automatic(sharding: Sharding) -> Sharding:
+def _with_auto_axes(sharding: Sharding) -> Sharding:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return NamedSharding(automatic(sharding.mesh), sharding.spec)
+        return NamedSharding(with_auto_axes(sharding.mesh), sharding.spec)
     return sharding
 
 

@@ -63,14 +63,15 @@ def reshard(
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     try:
         target = _shardings(tree, target_shardings)
-        source = jax.tree.map(lambda x, to: x if _apart(x, to) else jnp.copy(x), tree, target) if copy else tree
-        moved = _mover()(source, target, donate=donate)
+        keep_or_copy = lambda x, to: x if _leaves_devices(x, to) else jnp.copy(x)  # noqa: E731
+        source = jax.tree.map(keep_or_copy, tree, target) if copy else tree
+        moved = _choose_resharder()(source, target, donate=donate)
     except Exception as error:
         if on_done is not None:
-            _from_a_thread(on_done, Transfer(time.perf_counter() - started, size, error))
+            _run_in_thread(on_done, Transfer(time.perf_counter() - started, size, error))
         raise
     if on_done is not None:
-        _from_a_thread(_watch, moved, started, size, on_done)
+        _run_in_thread(_report_outcome, moved, started, size, on_done)
     return moved
 
 
@@ -85,14 +86,14 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = dotted(path)
+        name = dotted_path(path)
         if name in flat:
             raise CoveyError(f"two leaves of a tree are called {name!r}", want="keys without dots")
         flat[name] = leaf
     return flat
 
 
-def dotted(path: tuple[Any, ...]) -> str:
+def dotted_path(path: tuple[Any, ...]) -> str:
     """Convert a key path of JAX to text; the `.value` that `nnx.Variable` puts at its end is left out."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
@@ -136,7 +137,7 @@ def _shardings(tree: PyTree, target: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
-def _apart(x: jax.Array, to: Sharding) -> bool:
+def _leaves_devices(x: jax.Array, to: Sharding) -> bool:
     """Return whether `x` leaves all of its devices, and so cannot share a buffer with the result."""
     return x.sharding.device_set.isdisjoint(to.device_set)
 
@@ -146,27 +147,27 @@ def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
     # and frees nothing if they do not. Nor does may_alias=False always copy: one of several replicas is still shared.
     moved = jax.device_put(tree, target)
     for leaf, to in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
-        if donate and _apart(leaf, to):
+        if donate and _leaves_devices(leaf, to):
             leaf.delete()
     return moved
 
 
-def _from_a_thread(call: Callable[..., None], *args: Any) -> None:
+def _run_in_thread(call: Callable[..., None], *args: Any) -> None:
     """Run `call` in a thread, so that it cannot block the caller or raise there."""
     threading.Thread(target=call, args=args, name="reshard").start()
 
 
-def _watch(moved: PyTree, started: float, size: int, report: Callable[[Transfer], None]) -> None:
+def _report_outcome(moved: PyTree, started: float, size: int, report: Callable[[Transfer], None]) -> None:
     error = None
     try:
         for leaf in jax.tree.leaves(moved):
-            _arrived(leaf)
+            _wait_for(leaf)
     except Exception as failure:
         error = failure
     report(Transfer(time.perf_counter() - started, size, error))
 
 
-def _arrived(leaf: jax.Array) -> None:
+def _wait_for(leaf: jax.Array) -> None:
     """Wait for `leaf`. If it was donated in the meantime, it has been used, and so had arrived."""
     try:
         leaf.block_until_ready()
@@ -175,7 +176,7 @@ def _arrived(leaf: jax.Array) -> None:
             raise
 
 
-def _mover() -> Callable[..., PyTree]:
+def _choose_resharder() -> Callable[..., PyTree]:
     """Return Pathways' resharder if it is installed and in use, else `_device_put`."""
     if find_spec("pathwaysutils") is None or not import_module("pathwaysutils").is_pathways_backend_used():
         return _device_put

@@ -17,8 +17,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from covey.parallel.mesh import automatic
-from covey.parallel.reshard import dotted
+from covey.parallel.mesh import with_auto_axes
+from covey.parallel.reshard import dotted_path
 
 Rules = Mapping[str, tuple[str, ...]]
 """Mesh axes that split each logical axis, outermost first; axes that a mesh does not have are skipped."""
@@ -34,7 +34,7 @@ DEFAULT_RULES: Rules = {
     "layer": (),
 }
 
-_MODULES = {
+_MODULE_AXES = {
     "embed": ("vocab", "embed"),
     "head": ("vocab", "embed"),
     "q_proj": ("embed", "heads"),
@@ -73,9 +73,9 @@ def _parameter_axes(names: list[str]) -> tuple[str | None, ...]:
         modules, leaf = modules[:-1], "kernel"
     if leaf == "scale":
         return (None,)
-    if not modules or modules[-1] not in _MODULES:
+    if not modules or modules[-1] not in _MODULE_AXES:
         return ()
-    first, last = _MODULES[modules[-1]]
+    first, last = _MODULE_AXES[modules[-1]]
     by_leaf: dict[str, tuple[str | None, ...]] = {
         "embedding": (first, last),
         "kernel": (first, last),
@@ -102,20 +102,20 @@ def shardings(
     Returns:
         A tree like `tree`, of `NamedSharding`.
     """
-    kept_whole: dict[str, list[str]] = {}
-    mesh = automatic(mesh)
+    replicated: dict[str, list[str]] = {}
+    mesh = with_auto_axes(mesh)
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = dotted(path)
-        spec, why = _spec(logical_axes(name, leaf.shape), leaf.shape, mesh, rules)
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = dotted_path(path)
+        spec, why = _partition_spec(logical_axes(name, leaf.shape), leaf.shape, mesh, rules)
         for reason in why:
-            kept_whole.setdefault(reason, []).append(name)
+            replicated.setdefault(reason, []).append(name)
         return NamedSharding(mesh, spec)
 
-    placed = jax.tree_util.tree_map_with_path(place, tree)
-    for reason, names in kept_whole.items():
+    result = jax.tree_util.tree_map_with_path(sharding_of, tree)
+    for reason, names in replicated.items():
         (report or logging.getLogger(__name__).debug)(f"{reason}: kept whole in {len(names)} arrays ({names[0]}, ...)")
-    return placed
+    return result
 
 
 def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
@@ -136,7 +136,7 @@ def _mesh_axes(logical: str | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]
     return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
 
 
-def _spec(
+def _partition_spec(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, rules: Rules
 ) -> tuple[PartitionSpec, list[str]]:
     """Return the partition of an array, and the reasons why dimensions were not split."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from covey.errors import RecipeError, nearest
-from covey.extras import install
+from covey.extras import install_command
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.call import RewardFn, safe_format
 from covey.rewards.exits import block_exit
@@ -44,7 +44,7 @@ def _check_package(name: str) -> None:
     module, extra = PACKAGES.get(name, ("covey", ""))
     if find_spec(module) is None:
         what = f"the reward function {name!r} needs the package {module.replace('_', '-')}"
-        raise RecipeError(what, fix=install(extra), where="rewards")
+        raise RecipeError(what, fix=install_command(extra), where="rewards")
 
 
 def _import_module(module_name: str, name: str) -> ModuleType:

@@ -12,7 +12,7 @@ from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import distributed
-from covey.parallel.mesh import AXES
+from covey.parallel.mesh import MESH_AXES
 from covey.parallel.placement import Model, place_model
 
 
@@ -65,6 +65,6 @@ class ClusterConfig(Config):
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each mesh with an axis along which nothing is split."""
         for role, mesh in self.role_to_mesh.items():
-            if unknown := set(mesh.axis_names) - set(AXES):
+            if unknown := set(mesh.axis_names) - set(MESH_AXES):
                 what = f"the mesh of {role} has the axis {sorted(map(str, unknown))[0]!r}, along which nothing is split"
-                yield Problem("role_to_mesh", what, "axes out of " + ", ".join(AXES))
+                yield Problem("role_to_mesh", what, "axes out of " + ", ".join(MESH_AXES))

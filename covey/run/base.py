@@ -25,7 +25,7 @@ from covey.data import Dataset
 from covey.data.loader import PromptLoader
 from covey.display import show_log
 from covey.errors import Stopped
-from covey.parallel import distributed, mesh_for
+from covey.parallel import distributed, mesh_from_config
 from covey.run.compile_counter import CompileCounter
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.load_model import refuse_other_weights
@@ -160,7 +160,7 @@ class Run(ABC, Generic[RecipeT]):
     def _load_inputs(cls, recipe: RecipeT) -> tuple[Dataset, Mesh | None]:
         """Return data and mesh; what is wrong with them is found before a folder is made."""
         distributed.refuse_differences("recipe", lambda: to_yaml(recipe), "the same command for all")
-        mesh = mesh_for(recipe.model.mesh)
+        mesh = mesh_from_config(recipe.model.mesh)
         return cls.load_data(recipe), mesh
 
     @classmethod

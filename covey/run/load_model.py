@@ -22,7 +22,7 @@ from covey.models.loading import digests, peft, weights
 from covey.models.loading.sources import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
-from covey.parallel import mesh_for, reshard, shardings
+from covey.parallel import mesh_from_config, reshard, shardings
 from covey.run.folder import CHECKPOINTS
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -63,7 +63,7 @@ def mesh_at_hand(config: MeshConfig) -> Mesh | None:
     """
     wanted, there = config.data * config.fsdp * config.tp, len(jax.local_devices())
     if wanted <= there:
-        return mesh_for(config)
+        return mesh_from_config(config)
     log.warning(f"model.mesh asks for {wanted} devices, and there are {there}: the model is on one of them")
     return None
 

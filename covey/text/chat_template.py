@@ -21,7 +21,7 @@ from typing import Any
 
 from covey.errors import DataError, WeightsError
 
-MAX_TEMPLATE = 100_000
+MAX_TEMPLATE_LENGTH = 100_000
 """Largest length of a template, in characters."""
 MAX_SECONDS = 1.0
 """Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""
@@ -40,10 +40,12 @@ def parse(source: str) -> Template:
     Raises:
         WeightsError: the template is too long, or does not compile within the limits.
     """
-    if len(source) > MAX_TEMPLATE:
-        raise WeightsError(f"the model's chat template has {len(source)} characters", want=f"{MAX_TEMPLATE} at most")
+    if len(source) > MAX_TEMPLATE_LENGTH:
+        raise WeightsError(
+            f"the model's chat template has {len(source)} characters", want=f"{MAX_TEMPLATE_LENGTH} at most"
+        )
     try:
-        answer = _child.asked({"source": source, "mark": "", "controls": [], "values": None})
+        answer = _process.request({"source": source, "mark": "", "controls": [], "values": None})
     except ChildProcessError as error:
         raise WeightsError(f"the model's chat template does not compile: it {error}") from error
     if "refused" in answer:
@@ -67,28 +69,28 @@ def render(template: Template, values: Mapping[str, Any], *, mark: str = "", con
     """
     request = {"source": template.source, "mark": mark, "controls": list(controls), "values": dict(values)}
     try:
-        answer = _child.asked(request)
+        answer = _process.request(request)
     except ChildProcessError as error:
-        raise DataError(f"the model's chat template {error}", fix=SHORTER) from error
+        raise DataError(f"the model's chat template {error}", fix=FIX_LENGTH) from error
     if "refused" in answer:
         what = f"the model's chat template refused these messages: {answer['refused']}"
-        raise DataError(what, fix=SHORTER if answer["limit"] else OTHER_ROLES)
+        raise DataError(what, fix=FIX_LENGTH if answer["limit"] else FIX_ROLES)
     text: str = answer["text"]
     return text
 
 
-SHORTER = "use another template, or shorter messages"
-OTHER_ROLES = "check the roles and their order; many models want user and assistant in turn, some take no system"
+FIX_LENGTH = "use another template, or shorter messages"
+FIX_ROLES = "check the roles and their order; many models want user and assistant in turn, some take no system"
 
 
-class _Child:
+class _RenderProcess:
     """The rendering process, started on first use and restarted after it has ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send `request` to the process and return its response.
 
         Raises:
@@ -98,9 +100,9 @@ class _Child:
         with self._lock:
             if self._process is None or self._process.poll() is not None:  # not yet started, or killed from outside
                 self._end()
-                self._process = self._started()
+                self._process = self._start()
             try:
-                answer = self._exchanged(self._process, line)
+                answer = self._exchange(self._process, line)
             except BaseException:  # a late response would be taken for that of the next request
                 self._end()
                 raise
@@ -118,7 +120,7 @@ class _Child:
         with self._lock:
             self._end()
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> "subprocess.Popen[bytes]":
         path = os.pathsep.join(filter(None, sys.path))
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "covey.text.template_child", str(MAX_SECONDS)],
@@ -128,7 +130,7 @@ class _Child:
             env={**os.environ, "PYTHONPATH": path},
         )
 
-    def _exchanged(self, process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
+    def _exchange(self, process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended: reading returns nothing
@@ -147,14 +149,14 @@ class _Child:
                 pipe.close()
 
 
-_child = _Child()
-atexit.register(lambda: _child.end())
+_process = _RenderProcess()
+atexit.register(lambda: _process.end())
 
 
-def _renew() -> None:
+def _reset_after_fork() -> None:
     """Give a forked process a child of its own: two cannot share one pair of pipes, or one lock."""
-    global _child
-    _child = _Child()
+    global _process
+    _process = _RenderProcess()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -9,7 +9,7 @@ USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "
 """Roles from which a template may build a control token: `'<|' + role + '|>'`."""
 
 
-def checked(messages: Sequence[Message]) -> list[dict[str, str]]:
+def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Convert messages to plain dicts of text, so that a template in the sandbox gets nothing else."""
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
@@ -19,27 +19,27 @@ def checked(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{str(key): str(value) for key, value in message.items()} for message in messages]
 
 
-def system_in_turn(messages: Sequence[Message]) -> list[dict[str, str]] | None:
+def fold_system_message(messages: Sequence[Message]) -> list[dict[str, str]] | None:
     """Move the system message to the start of the user's first message; None if the chat begins otherwise."""
     if [message["role"] for message in messages[:2]] != ["system", "user"]:
         return None
-    system, user, *rest = checked(messages)
+    system, user, *rest = check_messages(messages)
     return [user | {"content": f"{system['content'].strip()}\n\n{user['content']}"}, *rest]
 
 
 def unused_mark(messages: Sequence[Message]) -> str:
     """Return a Unicode noncharacter that none of the messages contains."""
-    used = set("".join(value for message in checked(messages) for value in message.values()))
+    used = set("".join(value for message in check_messages(messages) for value in message.values()))
     free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
     if not free:
         raise DataError("a message contains every one of Unicode's noncharacters", want="text")
     return free[0]
 
 
-def harmless(messages: Sequence[Message]) -> list[dict[str, str]]:
+def neutralise(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Replace texts other than usual roles by a neutral word, so that none can become a control token."""
 
     def usual(key: str, value: str) -> bool:
         return not value.strip() or (key == "role" and value in USUAL_ROLES)
 
-    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in checked(messages)]
+    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in check_messages(messages)]

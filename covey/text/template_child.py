@@ -29,11 +29,11 @@ MAX_SECONDS = 1.0
 """Limit of the CPU seconds per request. A long chat takes some hundredths."""
 MAX_MEMORY = 1 << 29
 """Limit of this process's memory, in bytes."""
-MEMORY = f"it takes more than {MAX_MEMORY >> 20} MiB of memory"
+MEMORY_ERROR = f"it takes more than {MAX_MEMORY >> 20} MiB of memory"
 """Error text for a template that needs more memory."""
-MAX_RENDERED = 1_000_000
+MAX_RENDERED_LENGTH = 1_000_000
 """Largest length of a rendered prompt, in characters."""
-MAX_REASON = 500
+MAX_REASON_LENGTH = 500
 """Largest length of an error text, in characters: a template may raise with a text of any length."""
 TODAY = datetime(2024, 7, 26)
 """Date for templates: Llama 3's own fallback. With the real date, a run resumed tomorrow would have other prompts."""
@@ -47,13 +47,13 @@ def main(seconds: float = MAX_SECONDS) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        answer = answered(line)
+        answer = handle_request(line)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 
 
-def answered(line: bytes) -> bytes:
+def handle_request(line: bytes) -> bytes:
     """Return the response to a request: `text`, or `refused` with the reason.
 
     With `refused` come the template's `line`, if known, and whether it exceeded a `limit`.
@@ -61,19 +61,19 @@ def answered(line: bytes) -> bytes:
     request = json.loads(line)
     found: dict[str, Any] = {}
     try:
-        template = compiled(request["source"], request["mark"], tuple(request["controls"]))
+        template = compile_template(request["source"], request["mark"], tuple(request["controls"]))
         if request["values"] is not None:
-            found = {"text": rendered(template, request["values"])}
+            found = {"text": render_template(template, request["values"])}
     except Exception as error:  # untrusted code may raise anything: report it
         lineno = error.lineno if isinstance(error, TemplateSyntaxError) else None
-        reason = MEMORY if isinstance(error, MemoryError) else str(error) or type(error).__name__
+        reason = MEMORY_ERROR if isinstance(error, MemoryError) else str(error) or type(error).__name__
         limit = isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError)
-        found = {"refused": reason[:MAX_REASON], "line": lineno, "limit": limit}
+        found = {"refused": reason[:MAX_REASON_LENGTH], "line": lineno, "limit": limit}
     return json.dumps(found).encode()
 
 
 @lru_cache(maxsize=64)
-def compiled(source: str, mark: str, controls: Sequence[str]) -> Template:
+def compile_template(source: str, mark: str, controls: Sequence[str]) -> Template:
     """Compile a template, with `mark` put on both sides of every control token that its own text contains."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     if mark and controls:
@@ -82,7 +82,7 @@ def compiled(source: str, mark: str, controls: Sequence[str]) -> Template:
     del environment.globals["lipsum"]  # draws at random
     environment.filters["tojson"] = _to_json
     environment.globals |= {
-        "raise_exception": _raise,
+        "raise_exception": _raise_exception,
         "strftime_now": TODAY.strftime,
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
         "namespace": _Namespace,
@@ -90,18 +90,18 @@ def compiled(source: str, mark: str, controls: Sequence[str]) -> Template:
     return environment.from_string(source)
 
 
-def rendered(template: Template, values: Mapping[str, Any]) -> str:
+def render_template(template: Template, values: Mapping[str, Any]) -> str:
     """Render a template for `values`; equal values always give equal text."""
     random.seed(0)  # for the filter `random`
-    return _capped(template.generate(values))
+    return _join_limited(template.generate(values))
 
 
-def _capped(pieces: Iterable[str]) -> str:
+def _join_limited(pieces: Iterable[str]) -> str:
     out, size = [], 0
     for piece in pieces:
         size += len(piece)
-        if size > MAX_RENDERED:
-            raise SecurityError(f"what it writes is longer than {MAX_RENDERED} characters")
+        if size > MAX_RENDERED_LENGTH:
+            raise SecurityError(f"what it writes is longer than {MAX_RENDERED_LENGTH} characters")
         out.append(piece)
     return "".join(out)
 
@@ -127,15 +127,15 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be used as a keyword, as in jinja2
         for name in dict(*args[1:], **kwargs):
-            _public(name)
+            _check_public_name(name)
         Namespace.__init__(*args, **kwargs)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _public(name)
+        _check_public_name(name)
         Namespace.__setitem__(self, name, value)
 
 
-def _public(name: str) -> None:
+def _check_public_name(name: str) -> None:
     if name.startswith("_"):
         raise SecurityError(f"a namespace may not hold {name!r}")
 
@@ -155,7 +155,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _raise(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 

@@ -26,9 +26,9 @@ import numpy as np
 import tokenizers
 
 from covey.errors import DataError, WeightsError
-from covey.files import check_given
+from covey.files import check_file
 from covey.text import chat_template
-from covey.text.messages import checked, harmless, system_in_turn, unused_mark
+from covey.text.messages import check_messages, fold_system_message, neutralise, unused_mark
 from covey.text.tokenizers_library import library_errors, switch_dropout_off, unknown_id
 from covey.types import Message, Prompt
 
@@ -71,7 +71,7 @@ class Tokenizer:
         self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
         ends = {i for i, text in self._special.items() if text in END_TOKENS}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
-        self.pad_id = self._pick_pad(pad_id)
+        self.pad_id = self._choose_pad_id(pad_id)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -85,7 +85,7 @@ class Tokenizer:
         settings = read_json(folder / "tokenizer_config.json", missing={})
         configs = [read_json(folder / name, missing={}) for name in ("generation_config.json", "config.json")]
         bos, eos, pad = (_special_id(inner, settings, configs, role) for role in ("bos", "eos", "pad"))
-        stops = [i for c in configs for i in _ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
+        stops = [i for c in configs for i in _valid_ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
         if not stops:
             raise WeightsError("no file names the end-of-text token", want="eos_token_id", where=str(folder))
         return cls(
@@ -94,7 +94,7 @@ class Tokenizer:
             stop_ids=stops,
             bos_id=bos,
             pad_id=pad,
-            add_bos=_wants_bos(inner, settings, bos),
+            add_bos=_adds_bos(inner, settings, bos),
             chat_template=_read_template(folder, settings),
         )
 
@@ -124,7 +124,7 @@ class Tokenizer:
             doubled = tokens.size > 0 and tokens[0] == self.bos_id
             return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
         mark = unused_mark(prompt)
-        return self._guarded(lambda chat: self._rendered(chat, add_generation_prompt, mark), prompt, mark)
+        return self._encode_guarded(lambda chat: self._render(chat, add_generation_prompt, mark), prompt, mark)
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
         """Encode a completion to int32 [n]: the tokens to learn after `encode_prompt(prompt)`, with the stop token.
@@ -144,14 +144,16 @@ class Tokenizer:
         mark = unused_mark(chat)
 
         def finished(chat: Sequence[Message]) -> str:
-            return self._rendered(chat, False, mark)
+            return self._render(chat, False, mark)
 
         def written(chat: Sequence[Message]) -> str:
-            asked, whole = self._rendered(chat[:-1], True, mark), finished(chat)
+            asked, whole = self._render(chat[:-1], True, mark), finished(chat)
             # The template may render a finished turn differently from its generation prompt: then learn the content.
             return whole.removeprefix(asked) if whole.startswith(asked) else chat[-1]["content"]
 
-        return self._through_stop(self._guarded(written, chat, mark), lambda: self._guarded(finished, chat, mark))
+        return self._through_stop(
+            self._encode_guarded(written, chat, mark), lambda: self._encode_guarded(finished, chat, mark)
+        )
 
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""
@@ -175,20 +177,20 @@ class Tokenizer:
             DataError: messages are malformed, or the template refuses them.
             WeightsError: the model has no template, or its template is too long or does not parse.
         """
-        return self._rendered(messages, add_generation_prompt, "", variables)
+        return self._render(messages, add_generation_prompt, "", variables)
 
-    def _rendered(
+    def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
     ) -> str:
         """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
-        ends = {"bos_token": self._marked(self.bos_id, mark), "eos_token": self._marked(self.eos_id, mark)}
+        ends = {"bos_token": self._mark_token(self.bos_id, mark), "eos_token": self._mark_token(self.eos_id, mark)}
         given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
             return chat_template.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)
 
-        chat, folded = checked(messages), system_in_turn(messages)
+        chat, folded = check_messages(messages), fold_system_message(messages)
         if folded is None:
             return shown(chat)
         try:
@@ -206,45 +208,48 @@ class Tokenizer:
             )
         return chat_template.parse(self.chat_template)
 
-    def _guarded(self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str) -> np.ndarray:
+    def _encode_guarded(
+        self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str
+    ) -> np.ndarray:
         """Encode the text that `shown` renders from `chat`, and make sure that no control token comes from the data.
 
         Raises:
             DataError: one does, and cannot be encoded as ordinary text.
         """
-        pieces, own, tokens = self._read(shown(chat), mark)
-        if self._spoken(tokens) == own:
+        pieces, own, tokens = self._split_at_controls(shown(chat), mark)
+        if self._control_tokens(tokens) == own:
             return tokens
-        _, usual_own, usual = self._read(shown(harmless(chat)), mark)
-        if self._spoken(usual) != usual_own:  # the template builds control tokens from pieces
-            if self._spoken(tokens) == self._spoken(usual):
+        _, usual_own, usual = self._split_at_controls(shown(neutralise(chat)), mark)
+        if self._control_tokens(usual) != usual_own:  # the template builds control tokens from pieces
+            if self._control_tokens(tokens) == self._control_tokens(usual):
                 return tokens
-        elif self._spoken(literal := self._literally(pieces)) == own:
+        elif self._control_tokens(literal := self._encode_literally(pieces)) == own:
             return literal
         raise DataError(
             "text in these messages becomes a control token in the model's chat template",
-            want="messages that spell none of: " + ", ".join(sorted({self._controls[i] for i in self._spoken(tokens)})),
+            want="messages that spell none of: "
+            + ", ".join(sorted({self._controls[i] for i in self._control_tokens(tokens)})),
             fix="remove it from the row, or leave the row out",
         )
 
-    def _read(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
+    def _split_at_controls(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
         """Split `text` at marked control tokens; return the pieces (every second a token), those ids and all ids."""
         pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
         return pieces, [self._control_ids[piece] for piece in pieces[1::2]], self.encode("".join(pieces))
 
-    def _literally(self, pieces: Sequence[str]) -> np.ndarray:
+    def _encode_literally(self, pieces: Sequence[str]) -> np.ndarray:
         """Encode `pieces` (see `_read`): every second one as a control token, the others as ordinary text."""
         ids = [
-            [self._control_ids[piece]] if odd else self._encode_with(self._literal, piece)
+            [self._control_ids[piece]] if odd else self._encode_with(self._literal_tokenizer, piece)
             for odd, piece in zip(cycle([False, True]), pieces, strict=False)
         ]
         return np.concatenate(ids).astype(np.int32)
 
-    def _spoken(self, tokens: np.ndarray) -> list[int]:
+    def _control_tokens(self, tokens: np.ndarray) -> list[int]:
         """Return the control tokens among `tokens`, in order."""
         return [token for token in tokens.tolist() if token in self._controls]
 
-    def _marked(self, token: int | None, mark: str) -> str:
+    def _mark_token(self, token: int | None, mark: str) -> str:
         return f"{mark}{self._text(token)}{mark}" if token in self._controls else self._text(token)
 
     @cached_property
@@ -267,7 +272,7 @@ class Tokenizer:
         return "|".join(map(re.escape, sorted(self._controls.values(), key=len, reverse=True))) or r"(?!)"
 
     @cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
+    def _literal_tokenizer(self) -> tokenizers.Tokenizer:
         """Copy of the tokenizer that encodes control tokens as ordinary text."""
         saved = json.loads(self.inner.to_str())
         for token in saved["added_tokens"]:
@@ -289,7 +294,7 @@ class Tokenizer:
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.inner.id_to_token(token) or ""
 
-    def _pick_pad(self, declared: int | None) -> int:
+    def _choose_pad_id(self, declared: int | None) -> int:
         """Return the declared padding token, or another if that is a stop token: a padding mask would hide the stop."""
         usual = [self.inner.token_to_id(text) for text in PAD_TOKENS]
         spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
@@ -314,7 +319,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
 
 
 def _read_text(path: Path) -> str:
-    check_given(path)
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -326,13 +331,13 @@ def _read_text(path: Path) -> str:
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise _no_tokenizer(path.parent)
-    check_given(path)
+        raise _no_tokenizer_error(path.parent)
+    check_file(path)
     with library_errors("not a tokenizer", where=str(path)):
         return tokenizers.Tokenizer.from_file(str(path))
 
 
-def _no_tokenizer(folder: Path) -> WeightsError:
+def _no_tokenizer_error(folder: Path) -> WeightsError:
     what, needs = "no tokenizer.json in this folder", "transformers"
     if (folder / "tokenizer.model").is_file():
         what += ", only a sentencepiece vocabulary (tokenizer.model), which is not read"
@@ -349,16 +354,16 @@ def _special_id(
     text = value.get("content") if isinstance(value, dict) else value
     if isinstance(text, str) and (token := inner.token_to_id(text)) is not None:
         return token
-    return next((i for config in configs for i in _ids(config.get(f"{role}_token_id"))), None)
+    return next((i for config in configs for i in _valid_ids(config.get(f"{role}_token_id"))), None)
 
 
-def _ids(value: Any) -> list[int]:
+def _valid_ids(value: Any) -> list[int]:
     """Return the integers in `value` that can be ids: some published files have -1 for "none"."""
     listed = value if isinstance(value, list) else [value]
     return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
 
 
-def _wants_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
+def _adds_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
     """Return `add_bos_token` of the config; if not set, whether the tokenizer puts BOS before an empty text."""
     said = settings.get("add_bos_token")
     if isinstance(said, bool):

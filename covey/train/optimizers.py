@@ -27,7 +27,7 @@ from jaxtyping import ArrayLike, Int, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError, nearest
-from covey.parallel.reshard import dotted
+from covey.parallel.reshard import dotted_path
 
 
 def make_optimizer(
@@ -130,7 +130,7 @@ def decayed(params: PyTree) -> PyTree:
 
 def kind_of(path: tuple[Any, ...], leaf: jax.Array) -> str:
     """Return which of `KINDS` the parameter at a key path is; adapters count as matrices."""
-    *modules, name = dotted(path).split(".")
+    *modules, name = dotted_path(path).split(".")
     if leaf.ndim < 2 or name in ("bias", "scale"):
         return VECTOR
     if name != "embedding":

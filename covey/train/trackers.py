@@ -19,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.display import masked
-from covey.extras import install
+from covey.display import mask_secrets
+from covey.extras import install_command
 
 PROJECT = "covey"
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Trackers:
     """
 
     def __init__(self, names: Iterable[str], run: Tracked):
-        self.run = Tracked(run.folder, masked(run.settings), run.resume_at)
+        self.run = Tracked(run.folder, mask_secrets(run.settings), run.resume_at)
         self._open: dict[str, Tracker] = {}
         for name in names:
             self._attempt(name, partial(self._start, name))
@@ -95,8 +95,8 @@ class Trackers:
             act()
         except Exception as error:  # a failure of an external service must not stop a run
             self._open.pop(name, None)
-            reason = masked(next(iter(str(error).splitlines()), ""))
-            fix = f"; {install('track')} brings it" if isinstance(error, ImportError) else ""
+            reason = mask_secrets(next(iter(str(error).splitlines()), ""))
+            fix = f"; {install_command('track')} brings it" if isinstance(error, ImportError) else ""
             log.warning(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
 
     def __enter__(self) -> "Trackers":

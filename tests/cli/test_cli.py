@@ -323,9 +323,9 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
 
 def test_the_command_that_installs_an_extra_names_this_clone():
     """No index has Covey, so `pip install 'covey[hub]'` fails. The path is whole: any folder may be the working one."""
-    words = shlex.split(extras.install("hub"))
+    words = shlex.split(extras.install_command("hub"))
     assert words == ["pip", "install", "-e", f"{ROOT}[hub]"]
-    assert shlex.split(extras.install()) == ["pip", "install", "-e", str(ROOT)]
+    assert shlex.split(extras.install_command()) == ["pip", "install", "-e", str(ROOT)]
 
 
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):

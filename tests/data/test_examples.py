@@ -13,7 +13,7 @@ from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, load_examples
 from covey.data.examples import as_example, as_examples
 from covey.data.forms import FORMS
-from covey.data.gsm8k import MARKER
+from covey.data.gsm8k import MARKER_SYSTEM
 from covey.errors import DataError
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.format import format_exact
@@ -115,10 +115,10 @@ def test_one_table_of_forms_serves_errors_help_and_docs(capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Rows with answers")[2]
     assert re.findall(r"^\| (`.*`) \| (.*) \|$", page.partition("\n## ")[0], re.M) == [
-        (re.sub(r"(\w+)", r"`\1`", named), form.holds) for named, form in zip(columns, FORMS, strict=True)
+        (re.sub(r"(\w+)", r"`\1`", named), form.description) for named, form in zip(columns, FORMS, strict=True)
     ]
     for named, form in zip(columns, FORMS, strict=True):
-        assert re.search(rf"^  {named} +{re.escape(form.holds)}$", shown, re.M)
+        assert re.search(rf"^  {named} +{re.escape(form.description)}$", shown, re.M)
 
 
 def test_nothing_else_lists_the_forms() -> None:
@@ -195,7 +195,7 @@ def test_gsm8k_is_answered_in_the_layout_that_is_asked_for(tmp_path: Path) -> No
     """The trap: a system message of one layout, and answers in another."""
     write(tmp_path / "train.jsonl", GSM[:30])
     write(tmp_path / "test.jsonl", GSM[30:])
-    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path), system=MARKER))
+    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path), system=MARKER_SYSTEM))
     completions, answers = [row["completion"] for row in data.test], [row["answer"] for row in data.test]
     assert set(exact_answer([], completions, answers)) == {1.0}
     assert completions[0] == "Add: 1260.\n#### 1,260"

@@ -234,7 +234,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     install: Install, package: str, path: str, extra: str
 ) -> None:
     install(package, None)
-    with pytest.raises(DataError, match=rf"{package}[\s\S]*fix: {re.escape(extras.install(extra))}"):
+    with pytest.raises(DataError, match=rf"{package}[\s\S]*fix: {re.escape(extras.install_command(extra))}"):
         gsm8k(path)
 
 

@@ -222,7 +222,7 @@ def test_our_own_data_set_is_told_to_pass_a_part():
 def test_endless_data_is_refused(monkeypatch):
     with pytest.raises(DataError, match="before repeat"):
         as_rows(grain.MapDataset.source(ROWS).repeat())
-    monkeypatch.setattr(rows_module, "MOST_ROWS", 100)
+    monkeypatch.setattr(rows_module, "MAX_ROWS", 100)
     with pytest.raises(DataError, match="before repeat"):
         as_rows(itertools.cycle(ROWS))
 

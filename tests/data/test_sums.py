@@ -19,12 +19,12 @@ def numbers(prompt: Prompt) -> tuple[int, int]:
 
 @given(st.integers(0, 2**31 - 1))
 def test_no_problem_of_the_test_is_trained_in_either_order(seed: int) -> None:
-    train, test = ([numbers(row["prompt"]) for row in part] for part in sums.make(seed))
+    train, test = ([numbers(row["prompt"]) for row in part] for part in sums.make_rows(seed))
     assert not {frozenset(pair) for pair in train} & {frozenset(pair) for pair in test}
     every = sorted([*train, *test])
     low, high = sums.NUMBERS.start, sums.NUMBERS.stop
-    assert every == [(a, b) for a in range(low, high) for b in range(low, high) if a + b < sums.BELOW]
-    assert abs(len(test) / len(every) - sums.HELD_OUT) < 0.01
+    assert every == [(a, b) for a in range(low, high) for b in range(low, high) if a + b < sums.SUM_LIMIT]
+    assert abs(len(test) / len(every) - sums.TEST_FRACTION) < 0.01
 
 
 def test_answers_are_right_and_the_seed_picks_what_is_held_out() -> None:

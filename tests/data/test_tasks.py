@@ -21,14 +21,14 @@ def question(row):
 
 @given(SEEDS)
 def test_no_topic_of_the_test_is_in_training(seed):
-    train, test = first_letter.make(seed)
+    train, test = first_letter.make_rows(seed)
     assert not {row["topic"] for row in train} & {row["topic"] for row in test}
     assert not pairs(train) & pairs(test)
     assert pairs(train) | pairs(test) == {(t, c) for t in first_letter.TOPICS for c in first_letter.LETTERS}
 
 
 def test_first_letter_has_room_for_a_test_of_a_hundred_prompts():
-    train, test = first_letter.make(42)
+    train, test = first_letter.make_rows(42)
     assert len(train) == len(pairs(train)) == 1296
     assert len(test) == len(pairs(test)) == 432
     first = test[:100]
@@ -38,13 +38,13 @@ def test_first_letter_has_room_for_a_test_of_a_hundred_prompts():
 
 def test_the_topics_are_plain_and_different():
     assert 60 <= len(first_letter.TOPICS) == len(set(first_letter.TOPICS)) <= 100
-    shown = {topic for topic, _, _ in first_letter.SHOWN}
+    shown = {topic for topic, _, _ in first_letter.FEW_SHOT}
     assert not shown & set(first_letter.TOPICS)
     assert all(topic == topic.lower() and len(topic.split()) <= 2 for topic in first_letter.TOPICS)
 
 
 def test_the_request_names_topic_and_letter():
-    row = first_letter.make(0)[0][0]
+    row = first_letter.make_rows(0)[0][0]
     assert question(row) == (
         f"Write one short sentence about {row['topic']} that starts with the letter {row['letter']}."
     )
@@ -53,13 +53,13 @@ def test_the_request_names_topic_and_letter():
 
 @given(SEEDS, st.sampled_from(list(arithmetic.LEVELS)))
 def test_no_problem_of_the_test_is_trained_in_either_order(seed, level):
-    train, test = arithmetic.make(seed, level)
+    train, test = arithmetic.make_rows(seed, level)
 
     def problems(rows):
         words = [question(row).rstrip("?").split() for row in rows]
         return {(w[3], *sorted((int(w[2]), int(w[4])))) for w in words}
 
-    shown = {(operation, *sorted(p)) for operation, *p in arithmetic.SHOWN}
+    shown = {(operation, *sorted(p)) for operation, *p in arithmetic.FEW_SHOT}
     assert not problems(train) & problems(test)
     assert not shown & (problems(train) | problems(test))
     assert train
@@ -68,13 +68,13 @@ def test_no_problem_of_the_test_is_trained_in_either_order(seed, level):
 
 @pytest.mark.parametrize(("level", "count"), [("sums", 229), ("products", 98), ("mixed", 327)])
 def test_every_problem_is_there_once_in_each_order(level, count):
-    train, test = arithmetic.make(7, level)
+    train, test = arithmetic.make_rows(7, level)
     questions = [question(row) for row in [*train, *test]]
     assert len(questions) == len(set(questions)) == count
 
 
 def test_arithmetic_answers_are_right_and_within_the_level():
-    train, test = arithmetic.make(0)
+    train, test = arithmetic.make_rows(0)
     assert len(test) >= 100
     for row in [*train, *test]:
         _, _, a, operation, b = question(row).rstrip("?").split()

@@ -28,7 +28,7 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import sources
 from covey.data.rows import as_rows
-from covey.display import in_markdown, printable
+from covey.display import escape_markdown, printable
 from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
 from covey.rewards import REWARDS, score
@@ -378,6 +378,6 @@ def reported(group: Group) -> None:
             for c, r in zip(group.completions, group.rewards, strict=True)
         ]
         progress.step({"step": 1, "reward": 0.0}, shown)
-        progress.message(in_markdown(group.completions[0].text))
+        progress.message(escape_markdown(group.completions[0].text))
     assert "\x1b" not in out.getvalue()
     assert "\ud800" not in out.getvalue()

@@ -12,7 +12,7 @@ import pytest
 from covey import run
 from covey.config import recipe
 from covey.config.schema import RolloutConfig
-from covey.data.fitting import cut, fit_prompts
+from covey.data.fitting import fit_prompts, truncate_prompt
 from covey.errors import DataError
 from covey.run.advice import PATIENCE
 from covey.sampling.lengths import check_length
@@ -222,7 +222,7 @@ def test_too_long_is_an_error_dropped_or_cut(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("prompt", ["x" * 50, chat("Be.", "why?")])
 def test_a_prompt_of_which_nothing_would_be_left(tokenizer: Tokenizer, prompt: Any) -> None:
     with pytest.raises(DataError, match="nothing would be left"):
-        cut(prompt, tokenizer, 0 if isinstance(prompt, str) else 10)
+        truncate_prompt(prompt, tokenizer, 0 if isinstance(prompt, str) else 10)
     with pytest.raises(DataError, match="every prompt has more than"):
         fit_prompts([{"prompt": prompt}], tokenizer, 0, "drop")
 

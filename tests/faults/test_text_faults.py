@@ -18,7 +18,7 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.config import recipe
-from covey.display import echo, in_markdown, masked, printable, refuse_secrets, show_log
+from covey.display import echo, escape_markdown, mask_secrets, printable, refuse_secrets, show_log
 from covey.errors import RecipeError
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
@@ -203,11 +203,11 @@ def test_a_model_card_has_no_links_but_that_of_its_base(link: str, tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["# x", "- x", "1. x", "+ x", "--- ", "~~~", "=== ", "> x", "    x"])
 def test_a_line_of_markdown_begins_no_block(text: str) -> None:
-    assert re.match(r"[\\&x]|1\\", in_markdown(text))
+    assert re.match(r"[\\&x]|1\\", escape_markdown(text))
 
 
 def test_markdown_means_nothing() -> None:
-    assert in_markdown("[a](b) ![x](y) | `c` * <i>") == r"\[a\](b) !\[x\](y) \| \`c\` \* &lt;i&gt;"
+    assert escape_markdown("[a](b) ![x](y) | `c` * <i>") == r"\[a\](b) !\[x\](y) \| \`c\` \* &lt;i&gt;"
 
 
 # --- secrets
@@ -230,7 +230,7 @@ def test_secrets_are_shown_nowhere(secret: str, tmp_path: Path) -> None:
         progress.step({"step": 1, "reward": 1.0}, [SampleLine(secret, secret[::-1], 1.0)])
     assert secret not in out.getvalue()
     assert secret[::-1] not in out.getvalue()
-    assert masked({"a": [secret, (f"x{secret}", 1)]}) == {"a": ["***", ["x***", 1]]}
+    assert mask_secrets({"a": [secret, (f"x{secret}", 1)]}) == {"a": ["***", ["x***", 1]]}
     assert printable(f"{PACKAGE} false") == f"{PACKAGE} false"  # paths and short words are no secrets
 
 

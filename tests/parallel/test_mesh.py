@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError
-from covey.parallel import make_mesh, mesh_for
+from covey.parallel import make_mesh, mesh_from_config
 
 
 def test_without_a_shape_it_is_one_device() -> None:
@@ -66,13 +66,13 @@ def test_mistakes_are_explained(shape: tuple[int, ...], axes: tuple[str, ...], s
     ],
 )
 def test_the_mesh_of_a_recipe_takes_the_first_devices(config: MeshConfig, axes: dict[str, int]) -> None:
-    mesh = mesh_for(config)
+    mesh = mesh_from_config(config)
     assert mesh is not None
     assert dict(mesh.shape) == axes
     assert list(mesh.devices.flat) == jax.devices()[: mesh.size]
 
 
 def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
-    assert mesh_for(MeshConfig()) is None
+    assert mesh_from_config(MeshConfig()) is None
     with pytest.raises(RecipeError, match="1 x 8 = 8 devices, and there are 4"):
-        mesh_for(MeshConfig(tp=8))
+        mesh_from_config(MeshConfig(tp=8))

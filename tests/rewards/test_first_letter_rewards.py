@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.data.first_letter import SHOWN, TOPICS
+from covey.data.first_letter import FEW_SHOT, TOPICS
 from covey.rewards.first_letter import RULES, broken_rules, first_letter, sentence, starts_with_letter
 
 LETTER = [
@@ -53,7 +53,7 @@ def test_an_honest_sentence_breaks_no_rule(text, topic):
     assert starts_with_letter(["p"], [text], letter=[text[0]], topic=[topic]) == [1.0]
 
 
-@pytest.mark.parametrize(("topic", "letter", "text"), SHOWN)
+@pytest.mark.parametrize(("topic", "letter", "text"), FEW_SHOT)
 def test_the_examples_in_the_prompt_are_right_themselves(topic, letter, text):
     assert starts_with_letter(["p"], [text], letter=[letter], topic=[topic]) == [1.0]
 

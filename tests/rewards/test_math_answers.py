@@ -11,7 +11,7 @@ import pytest
 from covey.cli.main import main
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.extras import install
+from covey.extras import install_command
 from covey.rewards import RewardRunner, resolve, score
 from covey.rewards import math_answers as module
 from covey.rewards.math_answers import final_answer, math_verify
@@ -100,7 +100,7 @@ def test_a_missing_package_is_told_with_what_installs_it(
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RecipeError, match="needs the package math-verify") as caught:
         resolve("math_verify")
-    assert caught.value.fix == install("math")
+    assert caught.value.fix == install_command("math")
     assert main(["train", "quickstart", "--rewards", "math_verify", "--out", "never"]) == 2
     said = capsys.readouterr()
     assert "needs the package math-verify" in said.err

@@ -161,17 +161,17 @@ def test_a_limit_is_told_as_one_and_not_as_a_matter_of_roles(source: str, why: s
 
 
 @pytest.fixture(scope="module")
-def brief_child() -> Iterator[chat_template._Child]:
-    child = chat_template._Child()
+def brief_child() -> Iterator[chat_template._RenderProcess]:
+    child = chat_template._RenderProcess()
     yield child
     child.end()
 
 
 @pytest.fixture
-def brief(brief_child: chat_template._Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(brief_child: chat_template._RenderProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the computing time, so that the tests take a tenth of theirs."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", chat_template.MAX_SECONDS / 10)
-    monkeypatch.setattr(chat_template, "_child", brief_child)
+    monkeypatch.setattr(chat_template, "_process", brief_child)
 
 
 def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
@@ -186,7 +186,7 @@ def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
 
 def test_a_process_that_died_is_replaced():
     assert render("a") == "a"
-    process = chat_template._child._process
+    process = chat_template._process._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

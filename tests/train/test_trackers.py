@@ -114,7 +114,7 @@ def test_a_missing_package_is_said_once_with_what_brings_it(
             trackers.log(step, ROW)
     assert len(said) == 1
     assert f"not tracked by {name}: " in said[0]
-    assert extras.install("track") in said[0]
+    assert extras.install_command("track") in said[0]
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import WeightsError
-from covey.extras import install
-from covey.files import check_given
+from covey.extras import install_command
+from covey.files import check_file
 
 
 def import_gguf() -> Any:
@@ -23,7 +23,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise WeightsError("GGUF files need the package gguf", fix=install()) from error
+        raise WeightsError("GGUF files need the package gguf", fix=install_command()) from error
     return gguf
 
 
@@ -34,7 +34,7 @@ def open_reader(path: Path) -> Any:
         WeightsError: the package is not installed, or the file is truncated or declares more than it holds.
     """
     gguf = import_gguf()
-    check_given(path)
+    check_file(path)
 
     class Reader(gguf.GGUFReader):  # type: ignore[name-defined, misc]
         """Reader that takes nothing beyond the file's end, and an array of numbers as one slice.

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
-from covey.extras import install
+from covey.extras import install_command
 from covey.models.loading import wheels
 from covey.models.loading.wheels import Wheel
 
@@ -218,7 +218,7 @@ def _import_hub() -> Any:
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError as error:
-        raise WeightsError("hf: sources need the package huggingface_hub", fix=install("hub")) from error
+        raise WeightsError("hf: sources need the package huggingface_hub", fix=install_command("hub")) from error
     return huggingface_hub
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.errors import WeightsError
-from covey.files import check_given
+from covey.files import check_file
 from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
@@ -298,11 +298,11 @@ def open_safetensors(file: Path) -> Any:
     """Open a safetensors file as a context manager, without reading its tensors.
 
     Raises:
-        WeightsError: the file is incomplete; see also `files.check_given`.
+        WeightsError: the file is incomplete; see also `files.check_file`.
     """
     import safetensors
 
-    check_given(file)
+    check_file(file)
     try:
         return safetensors.safe_open(file, "numpy")
     except (OSError, safetensors.SafetensorError) as error:

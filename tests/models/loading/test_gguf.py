@@ -19,7 +19,7 @@ import safetensors.numpy
 from tokenizers import pre_tokenizers
 
 from covey.errors import WeightsError
-from covey.extras import install
+from covey.extras import install_command
 from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import gguf as gguf_file
@@ -480,7 +480,7 @@ def test_divisors_of_another_length_are_refused(tmp_path: Path):
 def test_the_missing_package_is_named(make, monkeypatch: pytest.MonkeyPatch):
     path = make()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(WeightsError, match=f"the package gguf\\n  fix: {re.escape(install())}"):
+    with pytest.raises(WeightsError, match=f"the package gguf\\n  fix: {re.escape(install_command())}"):
         GGUFCheckpoint(path)
 
 

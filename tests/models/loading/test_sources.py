@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.errors import WeightsError
-from covey.extras import install
+from covey.extras import install_command
 from covey.models.loading import sources
 from covey.models.loading.sources import NamedModel
 from covey.models.loading.wheels import Wheel
@@ -185,5 +185,5 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: 
 
 def test_hub_sources_need_the_hub_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(WeightsError, match=re.escape(install("hub"))):
+    with pytest.raises(WeightsError, match=re.escape(install_command("hub"))):
         sources.resolve_source("hf:org/model")
