@@ -17,7 +17,7 @@ from covey import __version__
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.display import in_markdown, printable
+from covey.display import escape_markdown, printable
 from covey.models.loading import sources
 from covey.train.metrics import SUMMARY
 
@@ -84,7 +84,7 @@ class Markdown(str):
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        finalize=lambda value: value if isinstance(value, Markdown) else in_markdown(str(value)),
+        finalize=lambda value: value if isinstance(value, Markdown) else escape_markdown(str(value)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
