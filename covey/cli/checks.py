@@ -8,8 +8,6 @@ from covey.config import strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
 from covey.config.schema import HUBS
 from covey.errors import CoveyError, DataError, WeightsError
-from covey.models.loading import sources
-from covey.train import checksums
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
@@ -38,6 +36,8 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 
 def _check_stages(recipe: Recipe) -> tuple[str, ...]:
     """Check the settings that only an RL run has; return the names of its reward functions."""
+    from covey.models.loading import sources  # late, here and below: importing it takes as long as reading a recipe
+
     for source in filter(None, (recipe.critic, recipe.reward_model)):
         sources.check_source(source)
 
@@ -49,6 +49,8 @@ def _check_stages(recipe: Recipe) -> tuple[str, ...]:
 
 def check_source(source: str) -> None:
     """Refuse a source that is neither a model nor a run with a checkpoint."""
+    from covey.models.loading import sources
+
     if not is_run(source):
         if not Path(source).exists() and (command := _maker(source)):
             raise WeightsError("this run is not there yet", fix=command, where=source)
@@ -101,6 +103,8 @@ def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
     Raises:
         CoveyError: something is already there, or the folder cannot be created.
     """
+    from covey.train import checksums
+
     out = new_run_folder(recipe)
     while not (made := checksums.make(out.absolute())) and recipe.out is None:
         out = new_run_folder(recipe)

@@ -3,16 +3,15 @@
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions
 from covey.config import recipe, strict_yaml
 from covey.config.base import Config, classes_in, defaults, describe, without_check
 from covey.config.explanations import explanations
+
+if TYPE_CHECKING:
+    from rich.console import Console  # late in what follows: mistakes are answered without it
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
@@ -129,10 +128,12 @@ def overview() -> str:
 
 def show(command: str, words: Sequence[str] = ()) -> int:
     """Print the help of `command`, with the values of a built-in recipe if `words` names one."""
+    from rich.console import Console
+
     text, settings = PAGES[command]
     print(_with_forms(text) if command == "sft" else text, end="")
     if settings:
-        choices = recipe.names(settings) if issubclass(settings, recipe.AnyRecipe) else []
+        choices = recipe.names(settings) if words and issubclass(settings, recipe.AnyRecipe) else []
         named = next((word for word in words if word in choices), "")
         print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
         shown = strict_yaml.build(settings, _read(named)) if named else settings()
@@ -148,6 +149,10 @@ def _with_forms(text: str) -> str:
 
 def show_recipes() -> int:
     """Print the table of built-in recipes."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold")
     for heading in ("recipe", "what", "needs", "expect"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
@@ -166,8 +171,10 @@ def _read(name: str) -> strict_yaml.Item:
     return strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
 
 
-def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> None:
+def _show_settings(console: "Console", settings: Config, prefix: str, title: str) -> None:
     """Print the settings directly in a dataclass instance, then those of each section in it."""
+    from rich.markup import escape
+
     cls = type(settings)
     fields, docs = cls.kinds, explanations(cls)
     sections = [name for name, kind in fields.items() if classes_in(kind)]
@@ -178,7 +185,7 @@ def _show_settings(console: Console, settings: Any, prefix: str, title: str) -> 
         if len(flag) >= COLUMN and lines[0]:
             lines.insert(0, "")
         for left, line in zip_longest([flag], lines, fillvalue=""):
-            console.print(f"{left:{COLUMN}}{line}".rstrip(), markup=False, highlight=False, soft_wrap=True)
+            print(f"{left:{COLUMN}}{line}".rstrip())
     for name in sections:
         _show_settings(console, _whole(fields[name], getattr(settings, name)), f"{prefix}{name}.", prefix + name)
 

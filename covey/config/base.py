@@ -8,6 +8,7 @@ NumPy scalars are valid as numbers, lists as tuples, and paths as text. This mod
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Signature, signature
 from numbers import Number
@@ -26,8 +27,8 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, ErrorDetails
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
 
 from covey.config import suggestions
 from covey.errors import RecipeError, nearest, raise_together
@@ -155,8 +156,15 @@ class Config:
     @classmethod
     def _validator(cls) -> Any:
         if "_validates" not in vars(cls):  # late: most classes of settings are never used in a run
+            token = _building.set(cls)
             cls._validates = TypeAdapter(cls).validator
+            _building.reset(token)
         return cls._validates
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of this class, or of a field that holds an object of it, which has checked itself."""
+        return handler(source) if _building.get() is cls else core_schema.is_instance_schema(cls)
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each setting that contradicts another of this object."""
@@ -276,5 +284,7 @@ def _plain(value: Any) -> Any:
         return value
 
 
+_building: ContextVar[type | None] = ContextVar("building", default=None)
+"""Class whose validator is being built."""
 _LIMITS = (Ge, Gt, Le, Lt)
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}

@@ -231,6 +231,11 @@ def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         what = f"data.task {recipe.data.task} needs data.path, which is not set"
         yield Problem("data.task", what, DATA_PATHS[recipe.data.task])
     yield from (one._replace(key=f"data.{one.key}") for one in recipe.data.unread_settings())
+    needed = recipe.rollout.max_prompt_length + recipe.rollout.max_new_tokens
+    if recipe.rollout.kv_cache_size is not None and recipe.rollout.kv_cache_size < needed:
+        what = f"rollout.kv_cache_size is {recipe.rollout.kv_cache_size}, and a sample may have {needed} tokens"
+        want = f"null, or at least max_prompt_length + max_new_tokens = {needed}"
+        yield Problem("rollout.kv_cache_size", what, want)
     yield from (one._replace(key=f"model.lora.{one.key}") for one in recipe.model.lora.unknown_targets())
     yield from _unknown_metrics(recipe)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from covey.config.schema import EvalConfig, RolloutConfig
+from covey.config.schema import EvalConfig, RolloutConfig, SamplingConfig
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import FinishReason, Group
@@ -165,9 +165,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def evaluation_rollout(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
     """Return the rollout's settings overridden by the evaluation's preset (the first when "all"), or by its own."""
     preset = next(iter(PRESETS)) if config.preset == "all" else config.preset
-    named = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
-    own = {name: value for name, value in named.items() if value is not None}
-    return replace(rollout, **(PRESETS[preset] if preset else own))
+    chosen = vars(PRESETS[preset] if preset else config)
+    names = [setting.name for setting in dataclasses.fields(SamplingConfig)]
+    return replace(rollout, **{name: chosen[name] for name in names if chosen[name] is not None})
 
 
 def during_training(config: EvalConfig) -> EvalConfig:
@@ -194,9 +194,9 @@ def _find_correct(groups: Sequence[Group], name: str, runner: RewardRunner | Non
     return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name], runner=runner) if g.rewards is not None]
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 1e-4, "top_k": 1, "top_p": 1.0},
-    "standard": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
-    "liberal": {"temperature": 0.85, "top_k": 2000, "top_p": 1.0},
+PRESETS = {
+    "greedy": SamplingConfig(temperature=1e-4, top_k=1),
+    "standard": SamplingConfig(temperature=0.7, top_k=50, top_p=0.95),
+    "liberal": SamplingConfig(temperature=0.85, top_k=2000),
 }
 """Sampling settings by preset."""

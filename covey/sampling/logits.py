@@ -5,30 +5,26 @@ threshold by bisection, and the draw walks a two-level cumulative sum. The order
 over what top-k left, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from covey.config.schema import RolloutConfig
+from covey.config.schema import SamplingConfig
 
 BLOCK = 128
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(SamplingConfig):
     """Settings of the sampling distribution; hashable, with one compiled program for each. Temperature 0 is greedy."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> "SamplingParams":
-        return cls(float(config.temperature), float(config.top_p), int(config.top_k))
+    def from_config(cls, config: SamplingConfig) -> "SamplingParams":
+        """Return the settings of the distribution that `config` has among others."""
+        return cls(**{setting.name: getattr(config, setting.name) for setting in fields(cls)})
 
     @property
     def scale(self) -> float:

@@ -206,12 +206,6 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
         (covey.RLTrainingConfig, {"show": ("klll",)}, "training.show names 'klll'", "did you mean 'kl'?"),
         (covey.RLTrainingConfig, {"max_steps": 10**5000}, "training.max_steps is a number of thousands", "2147483647"),
         (covey.GRPOConfig, {"num_generations": 2**31}, "grpo.num_generations is 2147483648", "at most 2147483647"),
-        (
-            covey.RolloutConfig,
-            {"kv_cache_size": 3},
-            "rollout.kv_cache_size is 3",
-            "at least max_prompt_length",
-        ),
         (covey.EvalConfig, {"preset": "greedy", "top_p": 0.5}, "evaluation.top_p is set", "null for one of the two"),
         (covey.ModelOptions, {"quantize": "nf4"}, "model.quantize is nf4 without adapters", "lora.rank above 0"),
     ],

@@ -225,6 +225,14 @@ def test_a_reference_on_its_own_mesh(cluster: Callable, step: Any, lora: int) ->
 
 
 @pytest.mark.slow
+def test_a_mesh_with_an_axis_along_which_nothing_is_split_is_refused() -> None:
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    with pytest.raises(
+        RecipeError, match=r"the mesh of actor has the axis 'model'.*\n  wanted: axes out of data, fsdp, tp"
+    ):
+        ClusterConfig(role_to_mesh={Role.ACTOR: mesh})
+
+
 def test_a_mesh_that_jax_made_trains(decoder: Callable) -> None:
     """`jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes."""
     mesh, records = jax.make_mesh((2, 2), ("fsdp", "tp")), []

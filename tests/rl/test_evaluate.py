@@ -175,11 +175,11 @@ def test_the_order_of_the_samples_moves_the_plain_count_alone(outcomes: list[boo
 
 
 def test_the_presets_are_greedy_standard_and_liberal() -> None:
-    named = {name: (p["temperature"], p["top_k"], p["top_p"]) for name, p in PRESETS.items()}
+    named = {name: (p.temperature, p.top_k, p.top_p) for name, p in PRESETS.items()}
     assert named == {"greedy": (1e-4, 1, 1.0), "standard": (0.7, 50, 0.95), "liberal": (0.85, 2000, 1.0)}
     for name, preset in PRESETS.items():
         found = evaluation_rollout(EvalConfig(preset=name), ROLLOUT)  # type: ignore[arg-type]
-        assert found == dataclasses.replace(ROLLOUT, **preset)
+        assert found == dataclasses.replace(ROLLOUT, **vars(preset))
 
 
 def test_under_all_presets_the_first_leads_and_the_others_stand_beside() -> None:

@@ -1,9 +1,8 @@
 """Settings of the section `rollout`: how completions are sampled."""
 
-from collections.abc import Iterator
 from typing import Literal
 
-from covey.config.base import Int, PositiveInt, Problem, without_check
+from covey.config.base import Int, PositiveInt, without_check
 from covey.config.schema.sampling import SamplingConfig
 
 CALCULATOR_MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
@@ -30,13 +29,6 @@ class RolloutConfig(SamplingConfig, section="rollout"):
     """
     tool_markers: tuple[str, ...] = CALCULATOR_MARKERS
     """Four control tokens of the tokenizer: begin and end of a question, begin and end of its answer."""
-
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem if a sample may be longer than its cache."""
-        needed = self.max_prompt_length + self.max_new_tokens
-        if self.kv_cache_size is not None and self.kv_cache_size < needed:
-            what = f"rollout.kv_cache_size is {self.kv_cache_size}, and a sample may have {needed} tokens"
-            yield Problem("kv_cache_size", what, f"null, or at least max_prompt_length + max_new_tokens = {needed}")
 
     def with_seed(self, seed: int) -> "RolloutConfig":
         """Return these settings with another seed."""

@@ -4,11 +4,11 @@ from covey.config.base import Config, Fraction, NonNegativeFloat, NonNegativeInt
 
 
 class SamplingConfig(Config):
-    """Temperature and truncation of the next-token distribution, applied in this order."""
+    """Temperature and truncation of the next-token distribution."""
 
     temperature: NonNegativeFloat = 1.0
     """Divides the logits; 0 is greedy."""
-    top_k: NonNegativeInt = 0
-    """Number of most likely tokens to keep; 0 is off."""
     top_p: Fraction = 1.0
     """Keep the smallest set of most likely tokens whose probabilities add up to at least this; 1 is off."""
+    top_k: NonNegativeInt = 0
+    """Number of most likely tokens to keep; 0 is off."""
