@@ -23,7 +23,7 @@ ORACLE := -e '.[parity]'
 RELEASE := build mypy twine
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install test test-quick coverage mutants lint bench bench-peers parity golden-families release-check clean
+.PHONY: help quickstart tiny install schema test test-quick coverage mutants lint bench bench-peers parity golden-families release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ tiny: .venv/ready ## install, then teach a model made from scratch to add, and l
 	$(BIN)/covey train arithmetic-tiny --model.source "$$out/sft" --out "$$out/rl" $(ARGS)
 
 install: .venv/ready ## make .venv with Covey in it (jax for CPU)
+
+schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, from the settings
+	$(BIN)/python tools/recipe_schema.py
 
 test: lint ## lint, then the whole test suite
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

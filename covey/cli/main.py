@@ -171,7 +171,7 @@ def recipes(words: Sequence[str]) -> Action:
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
     if names:
-        return partial(_say, printable(strict_yaml.text_of(recipe.find(names[0]), names[0]), keep="\n\t"))
+        return partial(_say, printable(recipe.text_to_copy(names[0]), keep="\n\t"))
     return help.show_recipes
 
 

@@ -173,6 +173,14 @@ def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     return _kind(*_text(source))
 
 
+def text_to_copy(source: str | Path) -> str:
+    """Return the text of a recipe for another folder: its first line names the JSON Schema by an absolute path."""
+    path = find(source)
+    text = strict_yaml.text_of(path, str(source))
+    relative = re.match(r"# yaml-language-server: \$schema=(\.\S+)", text)
+    return text.replace(relative[1], str((path.parent / relative[1]).resolve()), 1) if relative else text
+
+
 def _text(source: str | Path) -> tuple[str, str]:
     """Read the text of a recipe; return it with the recipe's name in errors."""
     path = find(source)

@@ -143,7 +143,9 @@ def test_recipes_lists_all_and_prints_one(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in recipe.names())
     assert cli.main(["recipes", "quickstart"]) == 0
-    assert capsys.readouterr().out == recipe.find("quickstart").read_text()
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert rest == recipe.find("quickstart").read_text().partition("\n")[2]
+    assert Path(first.partition("$schema=")[2]) == ROOT / "docs" / "recipe.schema.json"
 
 
 def test_a_printed_recipe_runs(calls, capsys):
