@@ -82,6 +82,7 @@ class RLCluster(Keywords):
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
         self._prepared_for: tuple[GRPOConfig, int] | None = None
+        self._reference_moves = False
 
     @classmethod
     def load(
@@ -124,9 +125,14 @@ class RLCluster(Keywords):
         Raises:
             RecipeError: the cluster was already prepared for another algorithm or length.
         """
-        if self._prepared_for is not None:
-            self._refuse_another(config, total_steps)
+        if self._prepared_for == (config, total_steps):
             return
+        if self._prepared_for is not None:
+            raise RecipeError(
+                "this cluster has been prepared already, with another loss or schedule",
+                want="one learner a cluster",
+                fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
+            )
         self._prepared_for = config, total_steps
         algorithm, training = algorithm_of(config), self.config.training_config
         if algorithm.beta:
@@ -289,8 +295,8 @@ class RLCluster(Keywords):
             reference = self.inference.model(Role.REFERENCE)
         else:
             reference = self.config.place(initial_reference(self._actor, config), Role.REFERENCE)
-        moves = bool(config.reference_every_n_updates)
-        self.inference.host(Role.REFERENCE, own_arrays(reference, self._actor, moves))
+        self._reference_moves = bool(config.reference_every_n_updates)
+        self.inference.host(Role.REFERENCE, own_arrays(reference, self._actor, self._reference_moves))
 
     def _host_critic(self) -> ValueModel:
         """Return the critic that was given or a new one; the inference worker hosts it."""
@@ -299,16 +305,3 @@ class RLCluster(Keywords):
             self.inference.host(Role.CRITIC, new)
         critic: ValueModel = self.inference.model(Role.CRITIC)
         return critic
-
-    @property
-    def _reference_moves(self) -> bool:
-        config = self._prepared_for and self._prepared_for[0]
-        return bool(config and config.reference_every_n_updates and self.inference.has(Role.REFERENCE))
-
-    def _refuse_another(self, config: GRPOConfig, total_steps: int) -> None:
-        if self._prepared_for != (config, total_steps):
-            raise RecipeError(
-                "this cluster has been prepared already, with another loss or schedule",
-                want="one learner a cluster",
-                fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
-            )

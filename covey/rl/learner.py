@@ -125,7 +125,9 @@ class Learner(Keywords, ABC):
             with builder.clock("sync"):
                 self.cluster.sync_weights()
             self.step, self._prompts = self.step + len(updates), loader.position
-            self._report(self._record(builder, updates, total), held_out)
+            record = self._record(builder, updates, total)
+            self._adapt_to_kl(record)
+            self._report(record, held_out)
         return self.cluster
 
     def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
@@ -152,12 +154,11 @@ class Learner(Keywords, ABC):
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
-        failed = dict(self.runner.failed)
         return {
             "beta": self.beta,
             "prompts": self._prompts,
             "skipped": self._nonfinite_guard.skipped,
-            "failed": failed,
+            "failed": dict(self.runner.failed),
         }
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
@@ -255,14 +256,13 @@ class Learner(Keywords, ABC):
         distributed.refuse_differences("state of weights and optimizer", held, fix)
 
     def _record(self, builder: ExperienceBuilder, updates: list[Metrics], total: int) -> StepRecord:
-        """Return the record of a step of all processes, after adapting β and the reference to it."""
+        """Return the record of a step of all processes."""
         log, clock = gather_step_log(builder.log, builder.clock)
-        record = StepRecord(self.step, len(updates), total, self._metrics(updates, total, log, clock), log.groups)
-        self._adapt_to_kl(record)
-        return record
+        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, log, clock), log.groups)
 
     def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
-        training = self.cluster.config.training_config
+        training, trainer = self.cluster.config.training_config, self.cluster.trainer
+        assert trainer is not None, "the cluster is prepared before the first step"
         dynamic = self.algorithm.max_sampling_rounds > 1
         return {
             "step": self.step,
@@ -271,7 +271,7 @@ class Learner(Keywords, ABC):
             **combine_updates(updates),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
-            "learning_rate": last_learning_rate(training.actor_optimizer, total, self.step),
+            "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),
             **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
         }
 
