@@ -1,4 +1,4 @@
-"""`python -m benchmarks [part] [options]`: measures one part or all; each ends in one line of JSON.
+"""`python -m benchmarks [part] [options]`: measure one part or all; each ends in one line of JSON.
 
 Where the size is a recipe, further words are settings put over it, as for `covey train`.
 """
@@ -16,7 +16,7 @@ from covey.errors import CoveyError
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measures what `words` (the command line by default) ask for."""
+    """Measure the parts that `words` (the command line by default) name."""
     asked, overrides = _parser().parse_known_args(words)
     try:
         shape = size_of(asked.size, overrides)
@@ -86,7 +86,7 @@ PARTS: dict[str, Callable[[Settings], None]] = {
 }
 
 USUAL = ("decode", "rollout", "logprobs", "update", "step")
-"""What `all` measures. Starting processes and drawing curves take long."""
+"""Parts that `all` measures: not those that start processes or draw curves, which take long."""
 
 if __name__ == "__main__":
     sys.exit(main())

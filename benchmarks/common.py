@@ -1,4 +1,4 @@
-"""What the parts share: sizes, random work, fair timing, and how results are told.
+"""Code that the parts share: sizes, random work, fair timing, and the output of results.
 
 Variants run in turn in one process, round after round and every other round backwards, so that whatever else the
 machine does falls on all of them. A speed-up is the median of the rounds' own ratios, not a ratio of medians.
@@ -29,12 +29,14 @@ from covey.types import Completion, FinishReason, Group
 Name = TypeVar("Name", bound=Hashable)
 
 STILL = OptimizerConfig(learning_rate=1e-9, schedule="constant", warmup_ratio=0.0)
-"""An optimizer that moves next to nothing, so that every repetition does the same work on the same tokens."""
+"""Settings of an optimizer that barely changes the weights, so that every repetition does the same work on the same
+tokens.
+"""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for on the command line.
+    """Settings from the command line.
 
     Attributes:
         size: a name of `sizes.SIZES`, or a recipe; `shape` is what it stands for.
@@ -56,12 +58,12 @@ class Settings:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What the line of JSON says of it."""
+        """Return the entries of this run in the line of JSON."""
         named = {name: getattr(self, name) for name in ("size", "ragged", "lora", "repeat", "dtype")}
         return named | ({"settings": list(self.overrides)} if self.overrides else {})
 
     def chosen(self, variants: Iterable[str]) -> list[str]:
-        """Those that were asked for.
+        """Return the variants that were asked for.
 
         Raises:
             CoveyError: none of them was.
@@ -74,14 +76,16 @@ class Settings:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens of the random model. Its draws are close to uniform, so lengths come out geometric, cut at the
-        most; with `--fixed` the one stop token lies outside the vocabulary and never comes."""
+        """Return the stop tokens of the random model. Its draws are close to uniform, so lengths come out geometric,
+        cut at the most; with `--fixed` the one stop token lies outside the vocabulary and never comes.
+        """
         vocab = self.shape.model.vocab_size
         return tuple(range(max(1, vocab // self.shape.mean_length))) if self.ragged else (vocab,)
 
     def model(self, **switches: Any) -> Decoder:
-        """Always the same random weights, in arrays of their own: a trainer takes them over. Put on the device by
-        choice, as a cluster does: else the first update would hand back others in kind, and all be compiled anew.
+        """Return the model with the same random weights each time, in new arrays, because a trainer takes them over.
+        Put on the device by choice, as a cluster does: else the first update would hand back others in kind, and all be
+        compiled anew.
         """
         model = Decoder(
             self.shape.model, rngs=nnx.Rngs(0), param_dtype=self.dtype, compute_dtype=self.dtype, **switches
@@ -90,13 +94,13 @@ class Settings:
         return nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
 
     def prompts(self) -> list[np.ndarray]:
-        """Random prompts, as long as `prompt_length`, or from half of that when ragged."""
+        """Return random prompts of `prompt_length` tokens, or of half of that or more when ragged."""
         rng, longest = np.random.default_rng(1), self.shape.prompt_length
         sizes = rng.integers(max(1, longest // 2) if self.ragged else longest, longest + 1, self.shape.prompts)
         return [self._tokens(rng, size) for size in sizes]
 
     def groups(self) -> list[Group]:
-        """Random completions of the lengths that the rollout part draws: geometric and cut, or all of the greatest."""
+        """Return random completions with the lengths of the rollout part: geometric and cut, or all maximal."""
         rng, shape = np.random.default_rng(2), self.shape
         sizes = np.full((shape.prompts, shape.samples), shape.max_new_tokens)
         if self.ragged:
@@ -116,7 +120,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What a part measured.
+    """Measurements of a part.
 
     Attributes:
         seconds: for each variant, one number a round; the first variant is what the others are compared with.
@@ -135,7 +139,7 @@ class Result:
 
 
 def interleaved(variants: Mapping[Name, Callable[[], Any]], repeat: int) -> dict[Name, list[float]]:
-    """Seconds of each variant in each round. They ran once before: their programs are compiled."""
+    """Seconds of each variant in each round, after a first run that compiles the programs."""
     seconds: dict[Name, list[float]] = {name: [] for name in variants}
     for number in range(repeat):
         for name in list(variants)[:: 1 if number % 2 == 0 else -1]:
@@ -146,24 +150,24 @@ def interleaved(variants: Mapping[Name, Callable[[], Any]], repeat: int) -> dict
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Return the median, the minimum and the maximum."""
     return {"median": short(np.median(values)), "low": short(min(values)), "high": short(max(values))}
 
 
 def megabytes(compiled: Any) -> float:
-    """Memory a compiled program needs beside its arguments and results, by its own account."""
+    """Return the memory that a compiled program reports to need beside its arguments and results."""
     return round(compiled.memory_analysis().temp_size_in_bytes / 1e6, 1)
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """Largest difference between two trees of arrays, in units of the largest number in the second."""
+    """Return the largest difference between two trees of arrays, in units of the largest number in the second."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     largest = max(float(np.abs(y).max()) for _, y in pairs)
     return short(max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs) / largest)
 
 
 def tell(result: Result, part: str, settings: Settings) -> None:
-    """Prints the table and, last, the line of JSON."""
+    """Print the table and, last, the line of JSON."""
     base = next(iter(result.seconds.values()))
     variants = {name: _figures(result, name, base) for name in result.seconds}
     asked, tokens = settings.asked, f"; {result.tokens} completion tokens" if result.tokens else ""
@@ -174,7 +178,7 @@ def tell(result: Result, part: str, settings: Settings) -> None:
 
 
 def tell_json(part: str, settings: Settings, found: Mapping[str, Any]) -> None:
-    """The line of JSON: what was asked, what was found, on which machine and with what."""
+    """Print the line of JSON: settings, measurements, machine and versions."""
     told = {"part": part, **settings.asked, **found, "machine": machine(), "versions": versions()}
     print(json.dumps(told), flush=True)
 
@@ -208,7 +212,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, and how busy it is: the load average of the last 1 and 5 minutes, this process included."""
+    """Describe the hardware and its load: the load averages of 1 and 5 minutes, this process included."""
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = [round(x, 1) for x in os.getloadavg()[:2]]
@@ -216,7 +220,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Return the versions of the packages that the figures depend on."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     return {"python": platform.python_version(), **packages}
 
@@ -228,5 +232,5 @@ def _cpu() -> str:
 
 
 def short(value: Any) -> float:
-    """Four digits: what the timing supports at most."""
+    """Round to four digits, the most that the timing supports."""
     return float(f"{float(value):.4g}")

@@ -1,4 +1,4 @@
-"""The work that no way of computing can leave out: flops and bytes of real tokens, counted from the model's shape.
+"""Count the work that every implementation must do: flops and bytes of real tokens, from the model's shape.
 
 A multiplication with its addition is two flops, and only products are counted: norms, softmax, rotations and the
 optimizer are not. Every real token goes through every layer, a prompt once for its group; attention counts the pairs
@@ -15,11 +15,11 @@ from covey.models.config import ModelConfig
 from covey.types import Group
 
 Span = tuple[int, int]
-"""Tokens fed one behind the other: the position of the first, and how many."""
+"""Consecutive tokens that are fed: the position of the first, and their number."""
 
 
 class Flops(NamedTuple):
-    """Of a forward pass."""
+    """Flops of a forward pass."""
 
     projections: float
     adapters: float
@@ -28,7 +28,7 @@ class Flops(NamedTuple):
 
 
 def kernels(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each projection of a layer."""
+    """Return the inputs and outputs of each projection of a layer."""
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     table = {
         "q_proj": (c.hidden_size, queries),
@@ -42,8 +42,8 @@ def kernels(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def spans(groups: Iterable[Group]) -> Iterator[Span]:
-    """What must be fed to score all completions of `groups`: each prompt once, and each completion but its last
-    token.
+    """Return the tokens that must be fed to score all completions of `groups`: each prompt once, and each completion
+    but its last token.
     """
     for group in groups:
         prompt = len(group.prompt_tokens)
@@ -52,20 +52,20 @@ def spans(groups: Iterable[Group]) -> Iterator[Span]:
 
 
 def forward(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> Flops:
-    """Log-probs of every completion, with adapters of `rank` on all projections if there are any."""
+    """Return the flops of the log-probs of every completion, with adapters of `rank` on all projections, if any."""
     tokens = sum(count for _, count in spans(groups))
     scored = sum(len(completion.tokens) for group in groups for completion in group.completions)
     return _flops(c, list(spans(groups)), tokens, scored, rank)
 
 
 def prefill(c: ModelConfig, prompts: Iterable[int], rank: int = 0) -> float:
-    """Flops of feeding prompts of these lengths, and of the logits behind each."""
+    """Return the flops of feeding prompts of these lengths, and of the logits after each."""
     fed = [(0, length) for length in prompts]
     return sum(_flops(c, fed, sum(length for _, length in fed), len(fed), rank))
 
 
 def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
-    """Flops of the forward and the backward pass.
+    """Return the flops of the forward and the backward pass.
 
     A product whose both operands want a gradient costs twice as much backward. The base under adapters wants none:
     its kernels cost once, and of the first layer's inputs nobody asks the gradient.
@@ -80,7 +80,7 @@ def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
 
 
 def decoding(c: ModelConfig, fed: Sequence[Span], batch: int, rank: int = 0, itemsize: int = 4) -> tuple[float, float]:
-    """Flops and bytes read to decode token after token, `batch` at a time.
+    """Return the flops and the bytes read to decode token after token, `batch` at a time.
 
     A step reads all weights once, and of the cache what its tokens may see.
     """
@@ -91,7 +91,7 @@ def decoding(c: ModelConfig, fed: Sequence[Span], batch: int, rank: int = 0, ite
 
 
 def weights_in_products(c: ModelConfig, rank: int = 0) -> int:
-    """Numbers in the layers' kernels, adapters and the head: what one token is multiplied with."""
+    """Return the number of weights that one token is multiplied with: kernels, adapters and head."""
     return c.num_layers * (_in_kernels(c) + _in_adapters(c, rank)) + c.vocab_size * c.hidden_size
 
 
@@ -113,7 +113,7 @@ def _in_adapters(c: ModelConfig, rank: int) -> int:
 
 
 def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
-    """Query and key that may see each other, over all layers."""
+    """Return the number of pairs of query and key that attend to each other, over all layers."""
     seen = np.concatenate([np.arange(start + 1, start + count + 1) for start, count in fed] or [np.zeros(0, int)])
     windows = [c.window(layer) for layer in range(c.num_layers)]
     return sum(int((seen if window is None else np.minimum(seen, window)).sum()) for window in windows)

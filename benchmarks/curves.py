@@ -1,4 +1,4 @@
-"""How cost grows: seconds per real token of rollout, log-probs and update while one thing doubles and all else stays.
+"""Growth of the cost: seconds per real token of rollout, log-probs and update while one quantity doubles.
 
 Real tokens are each prompt once and every completion; padding is none. The log-probs are the forward pass alone, as the
 reference is asked for them. A second table takes the whole step through the learner while the maximum lengths in the
@@ -28,11 +28,11 @@ from covey.models.config import ModelConfig
 from covey.sampling.engine import Request, Sampler
 
 FACTORS = (0.5, 1, 2)
-"""Of the size, along each axis."""
+"""Factors of the size along each axis."""
 MAXIMA = (1, 2, 4)
-"""Of the longest prompt and completion there are."""
+"""Multiples of the longest prompt and completion."""
 PLENTY = 16
-"""Times the mean length: e^-16 of the completions would be longer."""
+"""Maximum length as a multiple of the mean: e^-16 of the completions would be longer."""
 PARTS = ("rollout", "logprobs", "update")
 
 Curve = list[dict[str, Any]]
@@ -40,7 +40,7 @@ Curve = list[dict[str, Any]]
 
 
 def main(settings: Settings) -> None:
-    """Measures, draws and tells.
+    """Measure, draw and print.
 
     Raises:
         CoveyError: there is no matplotlib to draw with; nothing was measured then.
@@ -53,7 +53,7 @@ def main(settings: Settings) -> None:
 
 
 def measure(settings: Settings) -> dict[str, Curve]:
-    """The curve of each axis; all points take turns. The base is one point, and in every curve."""
+    """Measure the curve of each axis; all points take turns. The base is one point, and in every curve."""
     points = {(axis, factor): _scaled(settings, axis, factor) for axis in AXES for factor in FACTORS}
     models: dict[ModelConfig, _Model] = {}
     works: dict[Size, _Point] = {}
@@ -74,7 +74,8 @@ def measure(settings: Settings) -> dict[str, Curve]:
 
 
 def longer_maxima(settings: Settings) -> Curve:
-    """The whole step at maxima just long enough, and at multiples of them; `same` says that the tokens were the same.
+    """Measure the whole step at maxima that just suffice, and at multiples of them; `same` says that the tokens were
+    the same.
 
     Always ragged: what never stops would make use of a higher maximum.
     """
@@ -100,7 +101,7 @@ def longer_maxima(settings: Settings) -> Curve:
 
 
 class _Model:
-    """A model's trainer, and what uses its weights: programs are shared by all points that have the same shapes."""
+    """Trainer of a model and the users of its weights: programs are shared by all points that have the same shapes."""
 
     def __init__(self, settings: Settings):
         self.trainer = trainer_of(settings, remat=True)
@@ -116,7 +117,7 @@ class _Model:
 
 
 class _Point:
-    """One size's work, each part run once: `runs` do it again, for `tokens` real tokens each."""
+    """Work of one size, each part run once: `runs` repeat it, for `tokens` real tokens each."""
 
     def __init__(self, settings: Settings, model: _Model):
         self.settings, self.model, groups = settings, model, settings.groups()
@@ -149,7 +150,7 @@ def _microseconds(seconds: Sequence[float], tokens: int) -> dict[str, float]:
 
 
 def _note(text: str) -> None:
-    """What is done now goes to standard error: all of it takes minutes."""
+    """Print the progress to standard error, because everything takes minutes."""
     print(f"curves: {text}", file=sys.stderr, flush=True)
 
 
@@ -158,7 +159,7 @@ def _lengths(record: Any) -> list[int]:
 
 
 def tell(curves: Mapping[str, Curve], maxima: Curve, settings: Settings) -> None:
-    """Prints the tables and, last, the line of JSON."""
+    """Print the tables and, last, the line of JSON."""
     print("\ncurves: microseconds per real token, median (least-greatest)")
     for axis, points in curves.items():
         print(f"{axis:20}" + "".join(f"{part:>28}" for part in PARTS))
@@ -178,7 +179,7 @@ def _cell(spread: Mapping[str, float]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], file: Path) -> None:
-    """A panel for each axis, with the spread as bars."""
+    """Draw a panel for each axis, with the spread as bars."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -223,4 +224,4 @@ AXES: dict[str, tuple[Callable[[Size], int], Callable[[Size, float], Size]]] = {
     "vocabulary": (lambda s: s.model.vocab_size, _wider),
     "prompts per step": (lambda s: s.prompts, lambda s, n: replace(s, prompts=_times(s.prompts, n))),
 }
-"""What doubles: how large it is, and the size with that times a factor."""
+"""Axes by name: the current value, and the function that returns the size with that value times a factor."""

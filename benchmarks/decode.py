@@ -1,4 +1,5 @@
-"""Decoding alone: the sampler's decode program with every slot busy, against what reading the weights allows.
+"""Benchmark of decoding alone: the sampler's decode program with every slot busy, against what reading the weights
+allows.
 
 All slots are as far as the middle of a completion, and begin there again at each chunk, so every step is the same work.
 A step must read all weights and what its tokens may see of the cache, and must make their products; the longer of the
@@ -23,20 +24,20 @@ from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams
 
 BATCHES = (8, 32)
-"""Decoded beside as many as the size has slots."""
+"""Batch sizes that are decoded besides the number of slots of the size."""
 CHUNKS = 4
-"""Of the largest batch; smaller ones make more, so that all decode the same number of tokens."""
+"""Number of chunks of the largest batch; smaller ones make more, so that all decode as many tokens."""
 
 
 class Limits(NamedTuple):
-    """Seconds that decoding takes at least."""
+    """Lower bounds of the seconds that decoding takes."""
 
     reading: float
     products: float
 
 
 def measure(settings: Settings) -> Result:
-    """Decodes some chunks at each batch."""
+    """Decode some chunks at each batch size."""
     shape = settings.shape
     batches = sorted({*BATCHES, shape.slots})
     tokens, place = CHUNKS * shape.decode_chunk * max(batches), shape.prompt_length + shape.max_new_tokens // 2
@@ -54,7 +55,7 @@ def measure(settings: Settings) -> Result:
 
 
 def limits(settings: Settings, fed: list[Span], batch: int) -> Limits:
-    """Least time to decode `fed`, `batch` tokens at a time."""
+    """Return the least time to decode `fed`, `batch` tokens at a time."""
     model, dtype = settings.shape.model, settings.dtype
     flops, read = decoding(model, fed, batch, settings.lora, jnp.dtype(dtype).itemsize)
     rate = product_rate(batch, model.hidden_size, model.intermediate_size, dtype)
@@ -71,7 +72,7 @@ def _facts(found: Limits, seconds: float, chunks: int, size: int) -> dict[str, A
 
 
 class _Work:
-    """The decode program of the sampler at one batch, and the slots it runs on."""
+    """Decode program of the sampler at one batch size, and the slots it runs on."""
 
     def __init__(self, settings: Settings, batch: int, place: int):
         self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
@@ -83,7 +84,7 @@ class _Work:
         self.program = jax.jit(program, donate_argnums=(1,))
 
     def __call__(self, tokens: int) -> bool:
-        """Decodes `tokens` in all; whether every slot was busy in every step."""
+        """Decode `tokens` in all; return whether every slot was busy in every step."""
         made = 0
         for _ in range(tokens // (self.batch * self.chunk)):
             self.slots, _, valid, _ = self.program(self.params, self._fresh(self.slots))

@@ -1,4 +1,5 @@
-"""Log-probs, forward and backward: groups in rows against one sample a row, chunked head against plain logits.
+"""Benchmark of log-probs, forward and backward: groups in rows against one sample a row, chunked head against plain
+logits.
 
 The plain head is the textbook's: logits of every column at once, [R, M, V], log-softmax, gather. "dense, plain" is
 therefore the padded batch that most trainers compute.
@@ -25,7 +26,7 @@ from covey.types import Group
 
 
 def measure(settings: Settings) -> Result:
-    """Gradient of the sum of all log-probs, micro-batch by micro-batch, in each layout with each head."""
+    """Compute the gradient of the sum of all log-probs by micro-batches, in each layout with each head."""
     parts = split_trainable(settings.model())
     groups = settings.groups()
     ways = {
@@ -48,7 +49,7 @@ def measure(settings: Settings) -> Result:
 
 
 def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenLogps:
-    """The reference for `token_logps`: the same numbers by way of the whole [R, M, V] array."""
+    """Compute the same numbers as `token_logps` from the whole [R, M, V] array, as its reference."""
     model = nnx.merge(graph, params)
     hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows))
     picked = jnp.take_along_axis(hidden, rows.gather_index[..., None], axis=1)
@@ -76,7 +77,7 @@ class _Work:
         }
 
     def __call__(self) -> tuple[list[np.ndarray], Any]:
-        """Log-probs by completion, and the gradients."""
+        """Return the log-probs by completion, and the gradients."""
         grads, scores = self._all()
         logps = np.concatenate([np.asarray(s.logps) for s in scores])[: len(self.rows.tokens)]
         return unpack(self.rows, logps, self.lengths), jax.tree.map(np.asarray, grads)

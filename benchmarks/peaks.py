@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured once a process: products of one type of number, and reading.
+"""Peak rates of this machine, measured once per process: products of one type of number, and reading.
 
 Everything goes through JAX with the precision that the models use, so a peak is what JAX reaches here, not what a data
 sheet says. The best of some calls counts: other work on the machine can only take away.
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 
 CALLS = 8
 STREAMED = 256 * 2**20
-"""Bytes that are read: more than any cache holds."""
+"""Number of bytes that are read: more than any cache holds."""
 MOST_KERNELS = 96
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """flops/s of a large square product, bytes/s of reading."""
+    """Rates of a large square product in flops/s, and of reading in bytes/s."""
 
     matmul: float
     bandwidth: float
 
     def json(self) -> dict[str, float]:
-        """In GF/s and GB/s."""
+        """Return the rates in GF/s and GB/s."""
         return {name: float(f"{value / 1e9:.4g}") for name, value in asdict(self).items()}
 
 
 @cache
 def peaks(dtype: str = "float32") -> Peaks:
-    """Peaks of the default device, with operands of `dtype`."""
+    """Measure the peaks of the default device, with operands of `dtype`."""
     side = 2048 if jax.default_backend() == "cpu" else 8192
     square = jnp.ones((side, side), dtype)
     streamed, matrix = jnp.ones(STREAMED // 4), jnp.ones((1024, STREAMED // 4096))
@@ -43,8 +43,8 @@ def peaks(dtype: str = "float32") -> Peaks:
 
 @cache
 def product_rate(batch: int, width: int, inner: int, dtype: str = "float32") -> float:
-    """flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that wide, or many
-    with `inner` columns, whichever is faster.
+    """Measure the flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that
+    wide, or many with `inner` columns, whichever is faster.
     """
     vectors, columns = jnp.ones((batch, width), dtype), STREAMED // jnp.dtype(dtype).itemsize // width
     count = max(1, min(columns // inner, MOST_KERNELS))
@@ -63,7 +63,7 @@ def _products(vectors: Any, matrices: list[Any]) -> list[Any]:
 
 
 def _best(call: Callable[..., Any], *operands: Any) -> float:
-    """Seconds of the fastest call, the first, which compiles, left out."""
+    """Return the seconds of the fastest call, without the first, which compiles."""
     jax.block_until_ready(call(*operands))
     seconds = []
     for _ in range(CALLS):

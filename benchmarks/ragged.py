@@ -1,4 +1,5 @@
-"""`python -m benchmarks.ragged FOLDER [--steps N]`: what real questions of all lengths cost in padding and programs.
+"""`python -m benchmarks.ragged FOLDER [--steps N]`: measure what real questions of all lengths cost in padding and
+programs.
 
 Trains a random model of the size `tiny` on the questions of GSM8K (FOLDER has train.jsonl and test.jsonl), 8 × 8
 completions a step, which stop anywhere: 85 tokens in the mean, at most 256. A word is a token. Told are the shares of
@@ -22,7 +23,7 @@ from benchmarks.peers.work import SHAPES
 
 ROOT = Path(__file__).parents[1]
 MEAN, MOST = 90, 256
-"""Tokens of a completion before it is cut, and where it is."""
+"""Mean number of tokens of a completion before it is cut, and the number at which it is cut."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 SETTINGS = {
     "model.lora.rank": 16, "rollout.top-k": 0, "rollout.temperature": 1.0, "rollout.max-prompt-length": 1024,
@@ -31,7 +32,7 @@ SETTINGS = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Trains, and tells what was found as a table and as a line of JSON."""
+    """Train, and print the results as a table and as a line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ragged", description=__doc__)
     parser.add_argument("data", type=Path, metavar="FOLDER", help="GSM8K: train.jsonl and test.jsonl")
     parser.add_argument("--steps", type=int, default=30, metavar="N")
@@ -65,7 +66,7 @@ def _found(run: Path) -> dict[str, Any]:
 
 
 def tell(found: dict[str, Any], steps: int) -> None:
-    """Prints it, and last the line of JSON."""
+    """Print the table, and last the line of JSON."""
     for name, share in found["waste"].items():
         print(f"waste in {name}: {share['mean']:.1%} in the mean, {share['low']:.1%} to {share['high']:.1%}")
     print(f"programs in {steps} steps: {', '.join(f'{phase} {n}' for phase, n in found['programs'].items())}")

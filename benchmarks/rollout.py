@@ -1,4 +1,4 @@
-"""Rollout: slots refilled while others go on, against a padded batch that waits for its slowest member.
+"""Benchmark of rollout: slots refilled while others go on, against a padded batch that waits for its slowest member.
 
 The padded batch is the same sampler with one chunk as long as the longest completion: a slot that is finished then
 stands idle until all are, the cache has its full length from the start, and the batch never shrinks. Every variant
@@ -20,7 +20,7 @@ from covey.sampling.engine import Request, Sampler
 
 
 def measure(settings: Settings) -> Result:
-    """Samples P · G completions in each way."""
+    """Sample P · G completions with each variant."""
     (graph, params), configs = nnx.split(settings.model()), ways(settings.shape)
     requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
     sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
@@ -44,7 +44,7 @@ def measure(settings: Settings) -> Result:
 
 
 def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
-    """Seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
+    """Return the seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
     c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
     fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
     prefill = counting.prefill(c, prompts, settings.lora) / peaks(settings.dtype).matmul
@@ -52,7 +52,7 @@ def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
 
 
 def ways(shape: Size) -> dict[str, RolloutConfig]:
-    """The variants, by their settings."""
+    """Return the settings of each variant, by name."""
     config = partial(RolloutConfig, max_prompt_length=shape.prompt_length, max_new_tokens=shape.max_new_tokens, seed=3)
     everything = shape.prompts * shape.samples
     return {

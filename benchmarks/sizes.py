@@ -1,4 +1,4 @@
-"""Sizes: the shape of a model and the work of a step, by name or as a recipe has them."""
+"""Sizes of a benchmark: the shape of a model and the work of a step, by name or from a recipe."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from covey.models.config import ModelConfig
 from covey.models.loading import weights
 
 SHARE = 0.35
-"""Of the most new tokens: what a completion has in the mean, where a recipe cannot say."""
+"""Mean length of a completion, as a fraction of the maximum number of new tokens, where a recipe is the size."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Size:
 
 
 def size_of(name: str, overrides: Sequence[str] = ()) -> Size:
-    """The size `name`, or that of the recipe `name` with settings put over it.
+    """Return the size `name`, or that of the recipe `name` with overrides.
 
     Raises:
         CoveyError: it is neither; or the recipe's model is not there.
@@ -50,7 +50,7 @@ def size_of(name: str, overrides: Sequence[str] = ()) -> Size:
 
 
 def of_recipe(ready: Recipe) -> Size:
-    """What a step of `ready` is at most. Of the model only its shape is read."""
+    """Return the maximum size of a step of `ready`. Of the model only its shape is read."""
     rollout, training = ready.rollout, ready.training
     return Size(
         _config(ready.model.source),
@@ -79,7 +79,7 @@ def _recipe(name: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _config(source: str) -> ModelConfig:
-    """The shape of the model at `source`; a run's is that of the model it began with."""
+    """Return the shape of the model at `source`; a run's is that of the model it began with."""
     while is_run(source):
         source = load_any(source).model.source
     return weights.open_source(source)[1].config

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: a run that is left alone, and the same run killed at random moments and taken up again.
+"""`python -m benchmarks.soak`: compare a run that is left alone with the same run killed and resumed at random.
 
 Both are processes of their own, as a user starts them; what is read of them comes from /proc and from their folders.
 Told at the end, in one line of JSON: whether the two are equal bit for bit (weights, optimizer, metrics, completions),
@@ -23,12 +23,12 @@ import numpy as np
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 """Metrics that no two runs share."""
 WARM = 0.3
-"""Share of the steps that is not looked at: what was compiled in them stays."""
+"""Fraction of the first steps that is ignored, because compilation happens in them."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A process at one moment: steps written, resident memory in MB, threads, open files."""
+    """State of a process at one moment: steps written, resident memory in MB, threads, open files."""
 
     step: int
     memory: float
@@ -37,7 +37,7 @@ class Look:
 
 
 def left_alone(command: Sequence[str], folder: Path, environment: dict[str, str]) -> list[Look]:
-    """Runs `covey` with the words `command` to its end; what was seen of it meanwhile, once a step or a second."""
+    """Run `covey` with the words `command` to its end; return its states, one per step or second."""
     seen: list[Look] = []
     with _started(command, environment) as process:
         while process.poll() is None:
@@ -50,7 +50,7 @@ def left_alone(command: Sequence[str], folder: Path, environment: dict[str, str]
 
 
 def killed(command: Sequence[str], folder: Path, kills: Sequence[int], draw: random.Random, **how: Any) -> int:
-    """Runs `covey` with the words `command`, kills it by SIGKILL a random moment behind each of the steps `kills`,
+    """Run `covey` with the words `command`, kill it by SIGKILL a random moment behind each of the steps `kills`,
     takes it up again each time, and at last lets it end; how often it was killed.
 
     Args:
@@ -76,14 +76,14 @@ def killed(command: Sequence[str], folder: Path, kills: Sequence[int], draw: ran
 
 
 def steps_of(folder: Path) -> int:
-    """The steps that `metrics.jsonl` tells so far."""
+    """Return the number of steps in `metrics.jsonl` so far."""
     file = folder / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two run folders, bit for bit: weights and optimizer at the last step, metrics but for
-    clocks, completions with their rewards, the evaluations.
+    """Return the differences between two run folders, bit for bit: weights and optimizer at the last step, metrics but
+    for clocks, completions with their rewards, the evaluations.
     """
     found = [
         name for name in ("metrics.jsonl", "samples.jsonl", "after.jsonl") if _rows(one / name) != _rows(other / name)
@@ -95,7 +95,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def growth(seen: Sequence[Look]) -> dict[str, Any]:
-    """MB per 100 steps by least squares behind the warm-up; the fewest threads and files seen early and late."""
+    """Return MB per 100 steps by least squares after the warm-up, and the fewest threads and files early and late."""
     warm = [look for look in seen if look.step > WARM * seen[-1].step] or list(seen)
     steps, memory = (np.array([getattr(look, name) for look in warm], float) for name in ("step", "memory"))
     slope = 100 * float(np.polyfit(steps, memory, 1)[0]) if len(warm) > 1 else 0.0
@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def caching(folder: Path) -> str:
-    """Where compiled programs are kept, so that a process begun again does not compile anew."""
+    """Return the folder of compiled programs under `folder`, so that a resumed process does not compile anew."""
     return str(folder.absolute() / "compiled")
 
 
@@ -161,7 +161,7 @@ def _refuse_failure(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _look(process: int, step: int) -> Look | None:
-    """None where the process has just gone."""
+    """Return the state of the process; None if it has just ended."""
     place = Path(f"/proc/{process}")
     try:
         pages = int((place / "statm").read_text().split()[1])
@@ -184,7 +184,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of the last checkpoint, by name."""
+    """Return the arrays of the last checkpoint, by name."""
     import jax
 
     from covey.parallel import flatten

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.starting EVENTS WORDS`: `covey WORDS`, with a line in the file EVENTS for each program that JAX
-makes ready, and one for each of those that came from the cache. Run by `startup`.
+"""`python -m benchmarks.starting EVENTS WORDS`: run `covey WORDS`, with a line in the file EVENTS for each program that
+JAX makes ready, and one for each of those that came from the cache. Run by `startup`.
 """
 
 import json
@@ -12,7 +12,7 @@ FOUND = "/jax/compilation_cache/cache_hits"
 
 
 def main() -> int:
-    """Runs the command and writes what it compiles; its exit code."""
+    """Run the command and write the events of compilation; return its exit code."""
     import jax
 
     from covey.cli import main as cli

@@ -1,5 +1,5 @@
-"""Start-up: from the start of a process to the end of its first training step, with an empty cache of compiled programs
-and with the one that this left behind.
+"""Benchmark of start-up: from the start of a process to the end of its first training step, with an empty cache of
+compiled programs and with the one that this left behind.
 
 The process is `covey train`, with one held-out prompt in the evaluation before the first step. The programs that it
 compiles, and those that it finds in the cache, are counted by JAX (`starting` writes them down). A size becomes a
@@ -46,12 +46,12 @@ COMPILED = "compiled"
 
 
 class StartError(CoveyError):
-    """A process that ended before its first step, with the last that it said."""
+    """Error for a process that ended before its first step, with the end of its output."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one process took to the end of its first step: seconds, seconds of processor time, and programs."""
+    """Costs of one process to the end of its first step: seconds, seconds of processor time, and programs."""
 
     seconds: float
     processor: float
@@ -61,7 +61,7 @@ class Start:
 
 
 def measure(settings: Settings) -> Result:
-    """Starts each twice a round: cold, then warm."""
+    """Start each twice per round: cold, then warm."""
     starts: dict[str, list[Start]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory(prefix="startup-") as held:
         words = _words(settings, Path(held))
@@ -74,7 +74,7 @@ def measure(settings: Settings) -> Result:
 
 
 def start(words: Sequence[str], out: Path, cache: Path) -> Start:
-    """Trains in a fresh process until the first step is written down, and ends it there.
+    """Train in a new process until the first step is written, and end it there.
 
     Raises:
         StartError: it ended before that.
@@ -95,7 +95,7 @@ def start(words: Sequence[str], out: Path, cache: Path) -> Start:
 
 @contextmanager
 def _process(words: Sequence[str], events: Path, log: Path, cache: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`covey` with these words, in a group of processes of its own that ends with the block."""
+    """Run `covey` with these words, in a process group of its own that ends with the block."""
     known = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     path = os.pathsep.join(filter(None, [str(ROOT), known.get("PYTHONPATH")]))
     environment = known | {"COVEY_CACHE": str(cache), "PYTHONPATH": path}
@@ -111,7 +111,7 @@ def _process(words: Sequence[str], events: Path, log: Path, cache: Path) -> Iter
 
 
 def _processor() -> float:
-    """Seconds of processor time, on all cores, of the child processes that have ended."""
+    """Return the processor seconds, on all cores, of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -126,8 +126,8 @@ def _facts(made: Sequence[Start]) -> dict[str, Any]:
 
 
 def _cache(folder: Path) -> Path:
-    """A cache folder like the user's, but without compiled programs: models are found in it. Files are copied, since a
-    checkpoint that is a link out of its folder is refused.
+    """Make a cache folder like the user's, but without compiled programs: models are found in it. Files are copied,
+    since a checkpoint that is a link out of its folder is refused.
     """
     folder.mkdir()
     for there in cache_folder().iterdir() if cache_folder().is_dir() else ():
@@ -139,7 +139,7 @@ def _cache(folder: Path) -> Path:
 
 
 def _words(settings: Settings, folder: Path) -> list[str]:
-    """A recipe and settings over it, as `covey train` takes them."""
+    """Return a recipe and overrides, as `covey train` takes them."""
     if settings.size not in SIZES:
         return [settings.size, "--evaluation.prompts", "1", "--lora.rank", str(settings.lora), *settings.overrides]
     model, data, file = folder / "model", folder / "data.jsonl", folder / "recipe.yaml"
@@ -165,7 +165,7 @@ def _recipe(settings: Settings, model: Path, data: Path) -> Recipe:
 
 
 def _described(c: ModelConfig) -> dict[str, Any]:
-    """The shape of a Llama under the names of its config.json."""
+    """Return the shape of a Llama under the names of its config.json."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,

@@ -1,4 +1,5 @@
-"""A whole GRPO step through `RLCluster` and `GRPOLearner`, phase by phase, and the same with everything padded.
+"""Benchmark of a whole GRPO step through `RLCluster` and `GRPOLearner`, phase by phase, and the same with everything
+padded.
 
 Padded means the padded rollout of `benchmarks.rollout` and one sample a row; all else is the same code. The model is
 random and words are numbers, so the reward (a share of even tokens) means nothing; only time does. Each repetition is
@@ -24,7 +25,7 @@ PHASES = ("rollout", "reward", "logps", "update", "sync")
 
 
 def measure(settings: Settings) -> Result:
-    """Takes the same step in both ways."""
+    """Take the same step with both variants."""
     words, whole = prompts(settings), {"decode_chunk": settings.shape.max_new_tokens}
     ways = {"padded, dense": Way(settings, whole, {"packing": "dense"}), "refilled, groups": Way(settings)}
     runs = {name: partial(way.step, words) for name, way in ways.items()}
@@ -40,17 +41,17 @@ def measure(settings: Settings) -> Result:
 
 
 def prompts(settings: Settings) -> list[dict[str, str]]:
-    """The prompts as data: words are numbers."""
+    """Return the prompts as data: words are numbers."""
     return [{"prompt": " ".join(map(str, prompt))} for prompt in settings.prompts()]
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Share of even token ids."""
+    """Return the fraction of even token ids."""
     return [float(np.mean([token % 2 == 0 for token in ids])) for ids in completion_ids]
 
 
 def number_words(settings: Settings) -> Tokenizer:
-    """A tokenizer whose word for token n is the number n; one word more than the model has tokens."""
+    """Return a tokenizer whose word for token n is the number n; it has one word more than the model has tokens."""
     vocab = {str(n): n for n in range(settings.shape.model.vocab_size + 1)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -58,7 +59,7 @@ def number_words(settings: Settings) -> Tokenizer:
 
 
 class Way:
-    """A cluster and its learner, which can take the first step again and again.
+    """Cluster and learner that can take the first step repeatedly.
 
     Args:
         settings: model and work.
@@ -93,11 +94,11 @@ class Way:
         )
 
     def step(self, words: list[dict[str, str]]) -> StepRecord:
-        """Step 0, on these prompts in this order; without a loader of its own each call would go on in the data."""
+        """Take step 0 on these prompts in this order; without a new loader each call would go on in the data."""
         self.learner.step = 0
         self.learner.train(PromptLoader(words, len(words), shuffle=False))
         return self.records[-1]
 
     def phases(self) -> dict[str, Any]:
-        """Seconds of each phase of the steps in `records`."""
+        """Return the seconds of each phase of the steps in `records`."""
         return {p: spread_of([float(r.metrics[f"time/{p}"]) for r in self.records]) for p in PHASES}

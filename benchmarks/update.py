@@ -1,4 +1,4 @@
-"""The update: one optimizer step on a whole batch.
+"""Benchmark of the update: one optimizer step on a whole batch.
 
 Groups in rows against one sample a row, each with layers recomputed in the backward pass (remat) and not.
 """
@@ -33,7 +33,7 @@ from covey.types import Group
 
 
 def measure(settings: Settings) -> Result:
-    """Updates a trainer with remat and one without on both layouts of the same groups."""
+    """Update a trainer with remat and one without on both layouts of the same groups."""
     groups = settings.groups()
     batches = {packing: micro_batched(groups, packing, settings.shape) for packing in ("dense", "groups")}
     trainers = {name: trainer_of(settings, remat) for name, remat in (("remat", True), ("no remat", False))}
@@ -49,13 +49,13 @@ def measure(settings: Settings) -> Result:
 
 
 def trainer_of(settings: Settings, remat: bool) -> Trainer:
-    """A trainer of the random model."""
+    """Return a trainer of the random model."""
     policy = policy_loss_fn(algorithm_of(GRPOConfig("grpo")), 1.0)
     return Trainer(settings.model(remat=remat), make_optimizer(STILL, 1), policy)
 
 
 def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBatch]:
-    """A step's groups as the trainer takes them, with random advantages."""
+    """Return a step's groups as the trainer takes them, with random advantages."""
     rows = pack(groups, size.row_length, packing=packing, max_tokens=size.micro_batch)
     together = rows_at_a_time(rows, None, size.micro_batch)
     pieces = list(split_micro_batches(RowBatch(rows, _inputs(rows, groups)), together))

@@ -1,1 +1,3 @@
-"""The same GRPO step through Covey and through its peers, taken in turn. Run it with `python -m benchmarks.peers`."""
+"""Comparison of the same GRPO step in Covey and in its peers, which take turns. Run it with `python -m
+benchmarks.peers`.
+"""

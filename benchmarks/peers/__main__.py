@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers [options]`: the same GRPO steps through Covey, google-tunix and TRL, in turn.
+"""`python -m benchmarks.peers [options]`: take the same GRPO steps in Covey, google-tunix and TRL, in turn.
 
 Each library runs in a process and an environment of its own (`make bench-peers` makes them), on the same checkpoint. In
 every round each takes one step, and every other round they go backwards, so that whatever else the machine does falls
@@ -30,7 +30,7 @@ OURS = "covey"
 
 @dataclass(frozen=True)
 class Peer:
-    """One row of the table: a worker, the interpreter it runs in (from the repository's root), and what it is told."""
+    """One row of the table: a worker, the interpreter it runs in (from the repository's root), and its options."""
 
     worker: str
     python: str
@@ -68,12 +68,12 @@ class Runner:
         self.facts = self._answer(asked)
 
     def step(self) -> dict[str, Any]:
-        """Has it take a step, and returns what it measured; `steps` gathers them."""
+        """Let it take a step, and return its measurements; `steps` gathers them."""
         self.steps.append(self._answer("step"))
         return self.steps[-1]
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         with suppress(BrokenPipeError):
             self._pipe(self._process.stdin).close()
         try:
@@ -99,7 +99,7 @@ class Runner:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measures what `words` (the command line by default) ask for."""
+    """Measure the parts that `words` (the command line by default) name."""
     asked = _parser().parse_args(words)
     work = Work.of(asked.size, asked.mode, asked.lengths)
     pythons = {name: getattr(asked, f"{PEERS[name].python}_python") for name in asked.peers}
@@ -112,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def compare(work: Work, shape: Mapping[str, Any], rounds: int, pythons: Mapping[str, str]) -> dict[str, Any]:
-    """The figures of each peer, by name.
+    """Return the figures of each peer, by name.
 
     Args:
         work: what a step is.
@@ -153,7 +153,7 @@ def _check(name: str, python: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Without a cache of compiled programs: a first step compiles, in every library."""
+    """Return the environment without a cache of compiled programs: a first step compiles, in every library."""
     return {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"JAX_PLATFORMS": "cpu"}
 
 
@@ -197,12 +197,12 @@ def _per_token(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _net(step: Mapping[str, Any]) -> float:
-    """Seconds without those of compiling."""
+    """Return the seconds without those of compiling."""
     return step["seconds"] - step["compile_seconds"]
 
 
 def tell(results: Mapping[str, Mapping[str, Any]], work: Work) -> None:
-    """Prints the table, and last the line of JSON."""
+    """Print the table, and last the line of JSON."""
     print(
         f"\npeers: {work.size}, {work.mode}, {work.lengths}: {work.prompts} prompts × {work.samples}, prompts of "
         f"{work.prompt_length} tokens, at most {work.max_new_tokens} new ones"
@@ -247,7 +247,7 @@ PYTHONS = {
     "tunix": str(ROOT / ".venv-tunix/bin/python"),
     "trl": str(ROOT / ".venv-parity/bin/python"),
 }
-"""Environment → its interpreter."""
+"""Interpreter of each environment."""
 
 PEERS = {
     "covey": Peer("covey_worker", "covey", {}),
@@ -257,8 +257,8 @@ PEERS = {
     "covey-bf16": Peer("covey_worker", "covey", {"model": {"compute_dtype": "bfloat16"}}),
     "trl-bf16": Peer("trl_worker", "trl", {"bf16": True}),
 }
-"""tunix-exact is told the prompts' exact length as their maximum, which a user seldom knows. Of those with bf16 the
-weights are float32 and the operands of products bfloat16.
+"""Peers by name. tunix-exact has the prompts' exact length as its maximum, which a user seldom knows. Of those with
+bf16 the weights are float32 and the operands of products bfloat16.
 """
 
 DEFAULT = ("covey", "tunix", "tunix-exact", "trl")

@@ -1,4 +1,4 @@
-"""A random Llama as a Hugging Face folder, whose stop token comes with the probability that is asked for.
+"""Write a random Llama as a Hugging Face folder, whose stop token has a given probability.
 
 All libraries load the same folder, and none of their code is touched: that lengths are ragged is the model's doing.
 Dimension 0 of the residual stream is the same large number for every token. Layers neither read nor write it (their
@@ -20,15 +20,15 @@ from safetensors.numpy import save_file
 from benchmarks.peers.work import PAD, STOP
 
 LOUD = 64.0
-"""Dimension 0 of every token's embedding."""
+"""Value of dimension 0 of every token's embedding."""
 BEHIND_NORM = 0.4
-"""The same behind the final norm, about."""
+"""Approximate value of the same dimension after the final norm."""
 SPREAD = 0.02
 """Standard deviation of all other weights."""
 
 
 def write(folder: Path, shape: Mapping[str, Any], stop_probability: float, unknown: str = "<pad>") -> None:
-    """Writes config.json, model.safetensors and a tokenizer of one token a word. Probability 0: the stop token never
+    """Write config.json, model.safetensors and a tokenizer of one token per word. Probability 0: the stop token never
     comes.
 
     Args:
@@ -66,7 +66,9 @@ def _weights(c: Mapping[str, Any], stop_probability: float) -> dict[str, np.ndar
 
 
 def _embedding(table: np.ndarray, stop_probability: float) -> np.ndarray:
-    """Tied, so the head's too: the stop token's logit stands out against the log-sum of all others' by its log-odds."""
+    """Return the tied embedding, in which the stop token's logit stands out against the log-sum of all others' by its
+    log-odds.
+    """
     table[:, 0] = LOUD
     table[[PAD, STOP]] = 0.0
     table[[PAD, STOP], 0] = -LOUD

@@ -1,4 +1,4 @@
-"""Covey: as its documentation has a user write it, with the settings that a recipe has when it names none."""
+"""Worker of Covey, as its documentation tells a user to write it, with a recipe's default settings."""
 
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +21,7 @@ STEPS_OF_DATA = 64
 
 
 def main() -> None:
-    """Sets up and trains until the driver says no more."""
+    """Set up, and train until the driver ends the process."""
     steps = Steps()
     jax.monitoring.register_event_duration_secs_listener(steps.heard)
     work = steps.work
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def settings(work: Work, options: dict[str, Any]) -> ClusterConfig:
-    """The work's numbers; everything else is Covey's default, unless a variant's options say otherwise."""
+    """Return the settings of the work; all others are Covey's defaults, unless a variant's options set them."""
     optimizer = OptimizerConfig(
         learning_rate=work.learning_rate,
         b1=work.b1,

@@ -1,4 +1,4 @@
-"""TRL: its GRPOTrainer with `generate` of transformers, since its faster engine (vLLM) wants an accelerator.
+"""Worker of TRL: its GRPOTrainer with `generate` of transformers, since its faster engine (vLLM) wants an accelerator.
 
 Activations are kept (its default recomputes them, which is slower), and everything is in float32 (its default is
 bfloat16). It pads a step to the longest prompt and completion that it has.
@@ -54,7 +54,7 @@ class _Turns(TrainerCallback):
 
 
 def main() -> None:
-    """Sets up and trains until the driver says no more."""
+    """Set up, and train until the driver ends the process."""
     _Trainer.steps = steps = Steps()
     work = steps.work
     rows = [text for batch in islice(work.batches(), STEPS_OF_DATA) for text in batch]

@@ -1,4 +1,4 @@
-"""google-tunix: its own GRPO learner and sampler on one device, as its examples set them up.
+"""Worker of google-tunix: its own GRPO learner and sampler on one device, as its examples set them up.
 
 Roles share one mesh, the reference is the adapters' base (or a second copy), and layers keep their activations, which
 is its default and the faster way. It pads every prompt to the maximum it is told and every completion to the most.
@@ -32,7 +32,7 @@ LINEAR = ".*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 def main() -> None:
-    """Sets up and trains until the driver says no more."""
+    """Set up, and train until the driver ends the process."""
     steps = Steps()
     jax.monitoring.register_event_duration_secs_listener(steps.heard)
     work = steps.work
@@ -81,7 +81,7 @@ def _with_lora(base: Any, work: Work, mesh: Mesh) -> Any:
 
 
 def _settings(work: Work, mesh: Mesh, options: dict[str, Any]) -> rl.ClusterConfig:
-    """Micro-batches of the optimizer and of the log-probs alike; all samples are drawn at once."""
+    """Return the configuration: micro-batches for the optimizer and the log-probs; all samples are drawn at once."""
     longest = options.get("max_prompt_length", work.max_prompt_length)
     adamw = optax.adamw(work.learning_rate, b1=work.b1, b2=work.b2, weight_decay=work.weight_decay)
     training = rl.RLTrainingConfig(

@@ -1,4 +1,4 @@
-"""The work that all take the same: the model's shape, prompts, lengths and the settings of a step.
+"""Work that is the same for all peers: the model's shape, prompts, lengths and the settings of a step.
 
 Plain data. Workers read it in environments of their own, so nothing is imported that one of them may lack.
 """
@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 PAD, STOP = 0, 1
-"""Tokens of their own in every vocabulary; the others are words `w2`, `w3`, ..."""
+"""Special tokens of every vocabulary; the others are words `w2`, `w3`, ..."""
 
 SHARE = 0.35
-"""Of the most new tokens: what a ragged completion has in the mean."""
+"""Mean length of a ragged completion, as a fraction of the maximum number of new tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Work:
 
     @classmethod
     def of(cls, size: str, mode: str, lengths: str) -> "Work":
-        """The work that the three names stand for."""
+        """Return the work that the three names describe."""
         return cls(
             size,
             mode,
@@ -65,11 +65,11 @@ class Work:
 
     @property
     def stop_probability(self) -> float:
-        """Of the stop token at every step, so that completions have `SHARE` of their most in the mean; 0 if fixed."""
+        """Return the stop token's probability at each step, with which completions have the mean length; 0 if fixed."""
         return stop_probability(SHARE * self.max_new_tokens, self.max_new_tokens) if self.lengths == "ragged" else 0.0
 
     def batches(self) -> Iterator[list[str]]:
-        """The prompts of each step, without end: words drawn at random, one token a word."""
+        """Yield the prompts of each step, endlessly: words drawn at random, one token per word."""
         rng = random.Random(1)
         while True:
             yield [" ".join(f"w{n}" for n in self._words(rng)) for _ in range(self.prompts)]
@@ -78,12 +78,12 @@ class Work:
         return [rng.randrange(STOP + 1, self.vocabulary) for _ in range(self.prompt_length)]
 
     def json(self) -> dict[str, Any]:
-        """The fields; `Work(**fields)` is the same work."""
+        """Return the fields; `Work(**fields)` is the same work."""
         return asdict(self)
 
 
 def stop_probability(mean: float, most: int) -> float:
-    """p for which min(Geometric(p), most) is `mean` on average: (1 − (1 − p)^most) / p, found by bisection."""
+    """Return the p for which min(Geometric(p), most) has the mean `mean`: (1 − (1 − p)^most) / p, found by bisection."""
     low, high = 1e-9, 1.0
     for _ in range(60):
         p = (low + high) / 2
@@ -92,7 +92,7 @@ def stop_probability(mean: float, most: int) -> float:
 
 
 def even_words(completions: Sequence[str], **_: Any) -> list[float]:
-    """The reward: the share of words with an even number. It means nothing and costs nothing."""
+    """Return the reward: the fraction of words with an even number. It means nothing and costs nothing."""
     numbers = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
     return [sum(n % 2 == 0 for n in each) / max(len(each), 1) for each in numbers]
 
@@ -107,6 +107,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 100_000.0,
     },
 }  # fmt: skip
-"""The shapes of `benchmarks.sizes`, under the names of a Llama's config.json."""
+"""Shapes of `benchmarks.sizes`, under the names of a Llama's config.json."""
 
 MICRO_PROMPTS = {"tiny": 8, "smollm2": 2}

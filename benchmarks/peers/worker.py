@@ -1,4 +1,4 @@
-"""What the workers share: the line to the driver and the clock of a step. Standard library alone.
+"""Code that the workers share: the line to the driver and the clock of a step. It uses the standard library alone.
 
 A worker is one process in its library's environment. It gets the work as a line of JSON, says when it is set up, and
 then takes a step for each line that comes; in between it waits and computes nothing. What its library prints goes to
@@ -18,11 +18,11 @@ from typing import Any
 from benchmarks.peers.work import Work
 
 COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
-"""What JAX tells about making a program: it is lowered, and compiled."""
+"""Events of JAX about a program: it is lowered, and compiled."""
 
 
 class Steps:
-    """Times the steps of a training loop that belongs to a library, and that calls `turn` between two of them.
+    """Clock of the steps of a library's own training loop, which calls `turn` between two of them.
 
     Attributes:
         work: what to do.
@@ -45,7 +45,7 @@ class Steps:
         self._at: dict[str, float] | None = None
 
     def ready(self, parameters: int, trainable: int, packages: Sequence[str]) -> None:
-        """Tells that the model is loaded and the next thing is a step."""
+        """Report that the model is loaded and a step follows."""
         self._tell(
             setup=round(time.perf_counter() - self._began, 2),
             parameters=parameters,
@@ -55,7 +55,7 @@ class Steps:
         )
 
     def turn(self) -> None:
-        """Between steps: tells about the one that is over, and waits for the word to take the next."""
+        """Report the step that is over, and wait for the command to take the next."""
         if self._at is not None:
             self._tell(**self._measured())
         if json.loads(sys.stdin.readline() or "null") != "step":
@@ -66,13 +66,13 @@ class Steps:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds what is done inside to a phase of the step."""
+        """Add the time of the block to a phase of the step."""
         start = time.perf_counter()
         yield
         self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def phased(self, name: str, function: Callable[..., Any], wait: Callable[[Any], Any] = lambda x: x) -> Any:
-        """`function` as one that counts as that phase; `wait` blocks until what it returned is there."""
+        """Return `function`, timed as that phase; `wait` blocks until its result is ready."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.phase(name):
@@ -81,7 +81,7 @@ class Steps:
         return timed
 
     def heard(self, event: str, seconds: float, **_: Any) -> None:
-        """A listener for `jax.monitoring`: notes what is compiled."""
+        """Note a compiled program: a listener for `jax.monitoring`."""
         if event in COMPILING:
             self.compile_seconds += seconds
             self.compiled += event == COMPILING[-1]
@@ -106,7 +106,7 @@ class Steps:
 
 
 def _clocks() -> dict[str, float]:
-    """Seconds: of the wall, of this process on all cores, and of everything on the machine (where that is told)."""
+    """Return seconds of wall time, of this process on all cores, and of the whole machine (where known)."""
     stat = Path("/proc/stat")
     times = [int(n) for n in stat.read_text().split("\n", 1)[0].split()[1:9]] if stat.is_file() else [0] * 8
     busy = (sum(times) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")
@@ -114,7 +114,7 @@ def _clocks() -> dict[str, float]:
 
 
 def peak_gib() -> float:
-    """The most memory that was resident since `forget_peak`; NaN where the system does not tell."""
+    """Return the peak resident memory since `forget_peak`; NaN where the system does not report it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):
@@ -123,6 +123,6 @@ def peak_gib() -> float:
 
 
 def forget_peak() -> None:
-    """Counts the peak from now on, so that each step has its own."""
+    """Restart the count of the peak, so that each step has its own."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
