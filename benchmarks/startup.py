@@ -38,7 +38,7 @@ from covey.config.schema import (
 )
 from covey.errors import CoveyError
 from covey.models.config import ModelConfig
-from covey.models.loading.sources import cache_folder
+from covey.models.loading.cache import cache_folder
 
 ROOT = Path(__file__).parents[1]
 COMPILED = "compiled"

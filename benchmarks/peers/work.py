@@ -83,7 +83,7 @@ class Work:
 
 
 def stop_probability(mean: float, most: int) -> float:
-    """Return the p for which min(Geometric(p), most) has the mean `mean`: (1 − (1 − p)^most) / p, found by bisection."""
+    """Return p for which min(Geometric(p), most) is `mean` on average: (1 − (1 − p)^most) / p, found by bisection."""
     low, high = 1e-9, 1.0
     for _ in range(60):
         p = (low + high) / 2

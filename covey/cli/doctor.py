@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from covey.extras import install_command, missing_packages
-from covey.models.loading.sources import cache_folder
+from covey.models.loading.cache import cache_folder
 
 GIGABYTE = 1e9
 

