@@ -52,14 +52,14 @@ def check_source(source: str) -> None:
     from covey.models.loading import sources
 
     if not is_run(source):
-        if not Path(source).exists() and (command := _maker(source)):
+        if not Path(source).exists() and (command := _command_for(source)):
             raise WeightsError("this run is not there yet", fix=command, where=source)
         sources.check_source(source)
     elif not has_checkpoint(source):
         raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)
 
 
-def _maker(source: str) -> str:
+def _command_for(source: str) -> str:
     """Return the command of the built-in recipe whose default run folder is `source`, or ""."""
     for name in names():
         written = strict_yaml.read(find(name).read_text(encoding="utf-8"), name).value
@@ -96,7 +96,7 @@ def new_run_folder(recipe: AnyRecipe) -> Path:
 
 
 @contextmanager
-def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
+def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
     """Create the folder that `new_run_folder` names, for the duration of the context. If the recipe sets no folder and
     another process has just taken the number, the next free one is used. An empty folder is removed at the end.
 
@@ -106,7 +106,7 @@ def made_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
     from covey.train import checksums
 
     out = new_run_folder(recipe)
-    while not (made := checksums.make(out.absolute())) and recipe.out is None:
+    while not (made := checksums.make_folder(out.absolute())) and recipe.out is None:
         out = new_run_folder(recipe)
     place = out.absolute()  # a reward function may change the working directory meanwhile
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from covey import __version__
 from covey.cli import help
-from covey.cli.checks import check_run, check_source, has_checkpoint, made_run_folder, new_run_folder, resume_command
+from covey.cli.checks import check_run, check_source, has_checkpoint, new_run_folder, reserve_run_folder, resume_command
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
@@ -62,22 +62,22 @@ def main(words: Sequence[str] | None = None) -> int:
         what = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved"
         print(f"\nstopped by {stopped.signal}; {what}", file=sys.stderr)
         code = 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
-        return _left(code) if words is None else code
+        return _end_process(code) if words is None else code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        return _left(130) if words is None else 130
+        return _end_process(130) if words is None else 130
     except BrokenPipeError:  # the pipe was closed, as in `covey recipes | head`; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         if error.errno not in OUTSIDE:
             raise
-        told = CoveyError(str(error.strerror), fix=OUTSIDE[error.errno], where=str(error.filename or ""))
-        print(printable(str(told), keep="\n"), file=sys.stderr)
+        shown = CoveyError(str(error.strerror), fix=OUTSIDE[error.errno], where=str(error.filename or ""))
+        print(printable(str(shown), keep="\n"), file=sys.stderr)
         return 2
 
 
-def _left(code: int) -> int:
+def _end_process(code: int) -> int:
     """End the process with `code` without interpreter shutdown: a program that JAX is compiling when a signal comes
     continues to compile in a thread, which would crash when JAX is torn down.
 
@@ -97,9 +97,9 @@ def parse(words: Sequence[str]) -> Action:
         CoveyError: an unknown command, recipe or setting, or a missing or extra argument.
     """
     if not words or words[0] in ("-h", "--help", "help"):
-        return partial(_say, help.overview())
+        return partial(_print, help.overview())
     if words[0] == "--version":
-        return partial(_say, f"covey {__version__}\n")
+        return partial(_print, f"covey {__version__}\n")
     name, rest = words[0], list(words[1:])
     if name not in COMMANDS:
         raise CoveyError(f"there is no command {name!r}", fix=nearest(name, COMMANDS))
@@ -111,15 +111,15 @@ def parse(words: Sequence[str]) -> Action:
 
 def train(words: Sequence[str]) -> Action:
     """Parse `covey train NAME_OR_YAML [settings]` and `covey train --resume RUN [settings]`."""
-    return _training(recipe.Recipe, words)
+    return _parse_training(recipe.Recipe, words)
 
 
 def sft(words: Sequence[str]) -> Action:
     """Parse `covey sft NAME_OR_YAML [settings]` and `covey sft --resume RUN [settings]`."""
-    return _training(recipe.SFTRecipe, words)
+    return _parse_training(recipe.SFTRecipe, words)
 
 
-def _training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
+def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
     names, pairs = split(words, 1)
     flags = dict(pairs)
     if "--resume" in flags:
@@ -128,7 +128,7 @@ def _training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
         return partial(_resume, kind, flags["--resume"], _tokens(pair for pair in pairs if pair[0] != "--resume"))
     if not names:
         usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
-        raise CoveyError("train as which recipe?", want=usage, fix=_choices(kind))
+        raise CoveyError("train as which recipe?", want=usage, fix=_built_in(kind))
     return partial(_train, recipe.load(names[0], _tokens(pairs), kind))
 
 
@@ -137,8 +137,8 @@ def evaluate(words: Sequence[str]) -> Action:
     (source,), pairs = _exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
     chosen = dict(pairs).get("--recipe")
     tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
-    ready = recipe.load_any(chosen, tokens) if chosen else None
-    return partial(_evaluate, source, ready, tokens)
+    settings = recipe.load_any(chosen, tokens) if chosen else None
+    return partial(_evaluate, source, settings, tokens)
 
 
 def generate(words: Sequence[str]) -> Action:
@@ -171,7 +171,7 @@ def recipes(words: Sequence[str]) -> Action:
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
     if names:
-        return partial(_say, printable(recipe.text_to_copy(names[0]), keep="\n\t"))
+        return partial(_print, printable(recipe.text_to_copy(names[0]), keep="\n\t"))
     return help.show_recipes
 
 
@@ -187,30 +187,30 @@ def doctor(words: Sequence[str]) -> Action:
     return examine
 
 
-def _train(ready: recipe.Recipe | recipe.SFTRecipe) -> int:
-    check_run(ready)
-    out, here = new_run_folder(ready), Path.cwd()
+def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
+    check_run(settings)
+    out, here = new_run_folder(settings), Path.cwd()
     from covey import run
     from covey.parallel import distributed
 
     try:
         with distributed.start(), ExitStack() as stack:
-            if isinstance(ready, recipe.SFTRecipe):
+            if isinstance(settings, recipe.SFTRecipe):
                 distributed.refuse_several("covey sft")
             if distributed.is_first():
-                out = stack.enter_context(made_run_folder(ready))
+                out = stack.enter_context(reserve_run_folder(settings))
             out = distributed.agreed(out, "run folder")
-            if isinstance(ready, recipe.SFTRecipe):
-                run.train_sft(ready, out)
+            if isinstance(settings, recipe.SFTRecipe):
+                run.train_sft(settings, out)
             else:
-                run.train(ready, out)
+                run.train(settings, out)
     except KeyboardInterrupt:
-        _tell_how_to_go_on(type(ready), out, here)
+        _print_resume_command(type(settings), out, here)
         raise
     return 0
 
 
-def _tell_how_to_go_on(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
+def _print_resume_command(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
     """Print the command that resumes `run`, with a path relative to `here`, the working directory at the start."""
     if has_checkpoint(here / run):
         command = f"{recipe.COMMANDS[kind.method]} --resume {run}"
@@ -236,23 +236,23 @@ def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> 
             else:
                 run.resume(Path(folder), changes)
     except KeyboardInterrupt:
-        _tell_how_to_go_on(kind, Path(folder), here)
+        _print_resume_command(kind, Path(folder), here)
         raise
     return 0
 
 
-def _evaluate(source: str, ready: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> int:
+def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> int:
     check_source(source)
-    if ready is None and not recipe.is_run(source):
-        raise CoveyError(f"evaluate {source} on what?", want="covey eval MODEL --recipe NAME", fix=_choices())
-    ready = ready or recipe.load_any(source, tokens)
-    check_run(ready)
+    if settings is None and not recipe.is_run(source):
+        raise CoveyError(f"evaluate {source} on what?", want="covey eval MODEL --recipe NAME", fix=_built_in())
+    settings = settings or recipe.load_any(source, tokens)
+    check_run(settings)
     from covey import run
 
-    if isinstance(ready, recipe.SFTRecipe):
-        run.evaluate_sft(source, ready)
+    if isinstance(settings, recipe.SFTRecipe):
+        run.evaluate_sft(source, settings)
     else:
-        run.evaluate(source, ready)
+        run.evaluate(source, settings)
     return 0
 
 
@@ -303,11 +303,11 @@ def _tokens(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{flag}={value}" for flag, value in pairs]
 
 
-def _choices(kind: type[recipe.AnyRecipe] = recipe.AnyRecipe) -> str:
+def _built_in(kind: type[recipe.AnyRecipe] = recipe.AnyRecipe) -> str:
     return "built-in recipes: " + ", ".join(recipe.names(kind))
 
 
-def _say(text: str) -> int:
+def _print(text: str) -> int:
     print(text, end="")
     return 0
 

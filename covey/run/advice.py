@@ -27,41 +27,42 @@ class ZeroAdvantageWarning:
     """
 
     def __init__(self) -> None:
-        self._before: deque[Mapping[str, float]] = deque(maxlen=2 * PATIENCE)
-        self._tied: list[StepRecord] = []
+        self._earlier: deque[Mapping[str, float]] = deque(maxlen=2 * PATIENCE)
+        self._without_signal: list[StepRecord] = []
 
     def __call__(self, record: StepRecord) -> None:
         if record.metrics.get("frac_reward_zero_std") != 1:
-            self._before.extend(one.metrics for one in (*self._tied, record))
-            self._tied.clear()
-        elif len(self._tied) < PATIENCE:
-            self._tied.append(record)
-            if len(self._tied) == PATIENCE:
-                seen, remedies = zip(*findings(self._tied, self._before), strict=True)
+            self._earlier.extend(one.metrics for one in (*self._without_signal, record))
+            self._without_signal.clear()
+        elif len(self._without_signal) < PATIENCE:
+            self._without_signal.append(record)
+            if len(self._without_signal) == PATIENCE:
+                seen, remedies = zip(*findings(self._without_signal, self._earlier), strict=True)
                 what = f"in {PATIENCE} steps all samples of every group scored alike, and nothing was learnt"
                 log.warning(f"step {record.step}: {what}. Seen: {'; '.join(seen)}. {' '.join(remedies)}")
 
 
-def findings(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> list[Finding]:
-    """Return findings about the steps `tied`, given the metrics `before` of earlier steps, some of which had a signal.
+def findings(without_signal: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> list[Finding]:
+    """Return findings about the steps `without_signal`, given the metrics `before` of earlier steps, some of
+    which had a signal.
 
     A change that the updates caused is reported alone: the other observations may be its consequences.
     """
-    groups = [group for record in tied for group in record.groups]
-    if before and (changed := _fell(tied, before) or _narrowed(groups)):
+    groups = [group for record in without_signal for group in record.groups]
+    if before and (changed := _reward_fell(without_signal, before) or _policy_narrowed(groups)):
         return [changed]
-    found = [look(groups) for look in (_unscored, _cut, _same_texts, _constant)]
+    found = [find(groups) for find in (_nothing_scored, _all_truncated, _identical_samples, _constant_reward)]
     return [finding for finding in found if finding] or [NO_REASON]
 
 
-def _fell(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> Finding | None:
+def _reward_fell(without_signal: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -> Finding | None:
     """Report that the mean reward fell below that of the earlier steps by more than twice its standard error. A step's
     error is at least that of all its completions as one group: two groups may have equal means by chance.
     """
-    samples = sum(len(group.completions) for group in tied[0].groups)
+    samples = sum(len(group.completions) for group in without_signal[0].groups)
     was, rate = (float(np.mean([metrics[name] for metrics in before])) for name in ("reward", "learning_rate"))
     errors = [max(metrics["reward_error"], metrics["reward_std"] / samples**0.5) for metrics in before]
-    now = float(np.mean([record.metrics["reward"] for record in tied]))
+    now = float(np.mean([record.metrics["reward"] for record in without_signal]))
     if not (rate > 0 and was - now > 2 * float(np.linalg.norm(errors)) / len(errors)):
         return None
     seen = f"the mean reward was {was:.3g} in the {len(before)} steps before, and is {now:.3g} since"
@@ -71,20 +72,20 @@ def _fell(tied: Sequence[StepRecord], before: Collection[Mapping[str, float]]) -
     )
 
 
-def _narrowed(groups: Sequence[Group]) -> Finding | None:
-    if not _same_texts(groups):
+def _policy_narrowed(groups: Sequence[Group]) -> Finding | None:
+    if not _identical_samples(groups):
         return None
     seen = "the samples of a group are all the same text, which they were not before"
     return seen, "The updates have narrowed the policy: a lower learning rate, grpo.beta or grpo.entropy_bonus."
 
 
-def _unscored(groups: Sequence[Group]) -> Finding | None:
+def _nothing_scored(groups: Sequence[Group]) -> Finding | None:
     if np.isnan(_rewards(groups)).all():
         return "no completion was scored", "See why the reward function gives None for all of them."
     return None
 
 
-def _cut(groups: Sequence[Group]) -> Finding | None:
+def _all_truncated(groups: Sequence[Group]) -> Finding | None:
     completions = [completion for group in groups for completion in group.completions]
     if not all(completion.finish is FinishReason.LENGTH for completion in completions):
         return None
@@ -93,15 +94,15 @@ def _cut(groups: Sequence[Group]) -> Finding | None:
     return f"every completion was cut at {longest} {tokens}", "Where answers need more: raise rollout.max_new_tokens."
 
 
-def _same_texts(groups: Sequence[Group]) -> Finding | None:
-    if not all(_texts(group) == 1 for group in groups):
+def _identical_samples(groups: Sequence[Group]) -> Finding | None:
+    if not all(_count_distinct(group) == 1 for group in groups):
         return None
     return "the samples of a group are all the same text", "Raise rollout.temperature, or loosen top_k and top_p."
 
 
-def _constant(groups: Sequence[Group]) -> Finding | None:
+def _constant_reward(groups: Sequence[Group]) -> Finding | None:
     rewards = _rewards(groups)
-    if all(_texts(group) == 1 for group in groups) or not np.ptp(rewards) <= 1e-9 * np.abs(rewards).max():
+    if all(_count_distinct(group) == 1 for group in groups) or not np.ptp(rewards) <= 1e-9 * np.abs(rewards).max():
         return None
     seen = f"all {rewards.size} completions scored {rewards[0]:.3g}, though their texts differ"
     return (
@@ -110,7 +111,7 @@ def _constant(groups: Sequence[Group]) -> Finding | None:
     )
 
 
-def _texts(group: Group) -> int:
+def _count_distinct(group: Group) -> int:
     """Count the distinct completions of a group."""
     return len({completion.tokens.tobytes() for completion in group.completions})
 

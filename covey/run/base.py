@@ -210,10 +210,10 @@ class Run(ABC, Generic[RecipeT]):
     def after_step(self, record: StepRecord) -> None:
         """Save if a checkpoint is due, and end the run if a signal requested it. Called last in each step."""
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
-        if asked := self.resources.signals.asked():
+        if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
-            raise Stopped(asked)
+            raise Stopped(name)
         if due:
             self.save()
 
@@ -262,7 +262,7 @@ class Run(ABC, Generic[RecipeT]):
             if self.folder.saved != self.step:
                 self.save()
             self.folder.saves.wait()
-            self.resources.signals.leave_if_asked()
+            self.resources.signals.raise_if_requested()
 
     def _score(self) -> float | None:
         """Return the score of the weights by the metric that the recipe names; None if this step has no such metric."""

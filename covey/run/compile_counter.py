@@ -14,11 +14,11 @@ import jax
 
 log = logging.getLogger(__name__)
 
-READY = "/jax/core/compile/backend_compile_duration"
+COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
 PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
-BESIDE = "beside"
+OUTSIDE_STEPS = "beside"
 """Name for everything outside a step: loading, and the evaluations before and after."""
-WARM, LOOK_BACK = 20, 10
+WARM_UP_STEPS, LOOK_BACK = 20, 10
 """Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
 
 
@@ -33,13 +33,13 @@ class CompileCounter:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._steps, self._warned = 0, False
-        self._own = threading.local()
+        self._thread = threading.local()
         self._seconds, self._new = 0.0, Counter[str]()
         self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
 
     def phase(self, name: str) -> None:
         """Begin the phase `name` in this thread."""
-        self._own.phase = name if name in PHASES else BESIDE
+        self._thread.phase = name if name in PHASES else OUTSIDE_STEPS
 
     def step(self, number: int) -> float:
         """Return the seconds of compilation since the last step; warn once if most of the last steps still compiled."""
@@ -48,25 +48,25 @@ class CompileCounter:
         self._last.append(new)
         self._steps += 1
         compiling = sum(bool(found) for found in self._last)
-        if self._steps >= WARM + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._warned:
+        if self._steps >= WARM_UP_STEPS + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._warned:
             self._warned = True
             counts = sum(self._last, Counter[str]())
-            told = ", ".join(f"{phase} {count}" for phase, count in counts.most_common())
+            by_phase = ", ".join(f"{phase} {count}" for phase, count in counts.most_common())
             log.warning(
-                f"step {number}: {compiling} of the last {LOOK_BACK} steps compiled new programs ({told}): {ADVICE}"
+                f"step {number}: {compiling} of the last {LOOK_BACK} steps compiled new programs ({by_phase}): {ADVICE}"
             )
         return seconds
 
     def __enter__(self) -> Self:
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == READY:
-            phase = getattr(self._own, "phase", BESIDE)
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILED_EVENT:
+            phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
             self.counts[phase] += 1
             self._new[phase] += 1
             self._seconds += duration_secs

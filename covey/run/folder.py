@@ -19,7 +19,7 @@ from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import claim, give_back, replace_file
+from covey.train.checksums import claim, release, replace_file
 from covey.train.metrics import BAD, SUMMARY, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.types import Group
 
@@ -59,8 +59,8 @@ class RunFolder:
         self.resume_at = (self.last or 0) if resuming else None
         self.summary = distributed.agreed(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
-        reaching = rows if self.resume_at else ()
-        self._rows = MetricsWriter(self.path, resume_at=self.resume_at, reaching=reaching) if self.writes else None
+        must_reach = rows if self.resume_at else ()
+        self._rows = MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach) if self.writes else None
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +155,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
                 yield folder
         except CoveyError:
             if saves.holds() and not (folder and folder.is_worth_keeping()):
-                give_back(path, made)
+                release(path, made)
             raise
 
 

@@ -22,7 +22,7 @@ from covey.rewards import RewardRunner, check_columns
 from covey.rl.evaluate import Evaluation, Generates, evaluation_functions
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import mesh_at_hand, open_model
+from covey.run.load_model import available_mesh, open_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.progress import Progress
 from covey.types import Group
@@ -35,14 +35,16 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     held_out = data_source.load(recipe.data).test
     check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), held_out)
     with Progress(0) as progress, show_log(progress.phase, progress.message):
-        mesh = mesh_at_hand(recipe.model.mesh)
+        mesh = available_mesh(recipe.model.mesh)
         model, tokenizer = open_model(source, recipe.model, mesh)
         worker = RolloutWorker(model, tokenizer, recipe.rollout)
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner:
-            found = evaluate_held_out(worker, fit_to_recipe(held_out, tokenizer, recipe).rows, recipe, progress, runner)
-        progress.evaluation(source, found.summary())
-    return found.summary()
+            evaluation = evaluate_held_out(
+                worker, fit_to_recipe(held_out, tokenizer, recipe).rows, recipe, progress, runner
+            )
+        progress.evaluation(source, evaluation.summary())
+    return evaluation.summary()
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
@@ -122,19 +124,19 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
 
 def select_answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
     """Return the first `count` of `examples` whose prompt leaves room for an answer; log the others."""
-    chosen: list[Row] = []
+    answerable: list[Row] = []
     too_long: list[int] = []
     for row in (row for row in examples if row["prompt"]):
-        if len(chosen) == count:
+        if len(answerable) == count:
             break
         tokens = len(worker.tokenizer.encode_prompt(row["prompt"]))
         if tokens <= worker.config.max_prompt_length:
-            chosen.append(row)
+            answerable.append(row)
         else:
             too_long.append(tokens)
     if too_long:
         log.warning(_describe_too_long(too_long, worker.config))
-    return chosen
+    return answerable
 
 
 def _describe_too_long(tokens: Sequence[int], config: RolloutConfig) -> str:
@@ -153,13 +155,13 @@ def answer_examples(
     if not examples:
         return {}, ()
     every = dataclasses.replace(recipe.evaluation, prompts=0)
-    found = evaluate_model(worker, examples, every, worker.config, progress=progress.advance)
-    return found.summary(), found.groups
+    evaluation = evaluate_model(worker, examples, every, worker.config, progress=progress.advance)
+    return evaluation.summary(), evaluation.groups
 
 
 def _mesh_of(source: str) -> Mesh | None:
     """Return the mesh that the run at `source` was trained on; a model that is not a run uses one device."""
-    return mesh_at_hand(load_recipe(source).model.mesh) if is_run(source) else None
+    return available_mesh(load_recipe(source).model.mesh) if is_run(source) else None
 
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:

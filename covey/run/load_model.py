@@ -28,7 +28,7 @@ from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import SUMS
 
-LOCAL = re.compile(
+LOCAL_ORIGIN = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
     re.DOTALL,
 )
@@ -53,11 +53,11 @@ def open_model(
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
     if is_run(source):
-        return _trained(Path(source), load_recipe(source).model, mesh)[:2]
+        return _load_run(Path(source), load_recipe(source).model, mesh)[:2]
     return load_source(options or ModelOptions(), source, mesh=mesh)[:2]
 
 
-def mesh_at_hand(config: MeshConfig) -> Mesh | None:
+def available_mesh(config: MeshConfig) -> Mesh | None:
     """Return the mesh of a recipe. Inference does not need it: if devices are missing, fall back to one device and
     log it.
     """
@@ -79,28 +79,28 @@ def load_source(
     """
     use_compilation_cache()
     if is_run(source):
-        model, tokenizer, origin = _learnt(options, source, mesh)
+        model, tokenizer, origin = _load_trained(options, source, mesh)
     else:
-        model, tokenizer, origin = _pretrained(options, scratch.with_seed(source, seed), mesh)
+        model, tokenizer, origin = _load_pretrained(options, scratch.with_seed(source, seed), mesh)
     if options.adapter:
         model = peft.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
         origin = f"{origin} with the adapter sha256 {peft.adapter_digest(options.adapter)[:16]}"
     model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
-    return model if mesh is None else _placed(model, mesh), tokenizer, origin
+    return model if mesh is None else _on_mesh(model, mesh), tokenizer, origin
 
 
 def decoder_options(options: ModelOptions) -> dict[str, Any]:
     """Return the storage and compute options of a decoder, as arguments of the loaders (`weights.DecoderOptions`)."""
-    return {"param_dtype": options.dtype, **_computed(options)}
+    return {"param_dtype": options.dtype, **_compute_options(options)}
 
 
-def _computed(options: ModelOptions) -> dict[str, Any]:
+def _compute_options(options: ModelOptions) -> dict[str, Any]:
     """Return the compute options of a model, which do not depend on its weights."""
     return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
 def with_digest(origin: str) -> str:
-    """Return `origin`; for a path, add the digest of its content (`LOCAL`)."""
+    """Return `origin`; for a path, add the digest of its content (`LOCAL_ORIGIN`)."""
     if not os.path.isabs(origin):
         return origin
     return f"{origin}, sha256 {digests.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
@@ -115,7 +115,7 @@ def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> No
     Args:
         role: the setting that names the weights, when they are not those of the policy.
     """
-    if then != now and not _same_local(then, now):
+    if then != now and not _is_same_local(then, now):
         what = f"{role} with the weights" if role else "the weights"
         raise ResumeError(
             f"this run began with {what} {then!r}, and {now!r} is what can be had now",
@@ -124,8 +124,8 @@ def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> No
         )
 
 
-def _same_local(then: str, now: str) -> bool:
-    begun, found = LOCAL.fullmatch(then), LOCAL.fullmatch(now)
+def _is_same_local(then: str, now: str) -> bool:
+    begun, found = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
     if begun is None or found is None or begun["adapter"] != found["adapter"]:
         return False
     if begun["digest"] is None and begun["path"] == found["path"]:
@@ -144,7 +144,7 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones take seconds too
 
 
-def _pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+def _load_pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     log.info(f"loading {source}")
     loaded = weights.load(
         source,
@@ -156,17 +156,17 @@ def _pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> tuple[
     return loaded.model, loaded.tokenizer, with_digest(loaded.origin)
 
 
-def _placed(model: Decoder, mesh: Mesh) -> Decoder:
+def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     """Place the arrays of `model` that were created after its weights, such as adapters, on `mesh` too."""
     graph, params = nnx.split(model)
     return nnx.merge(graph, reshard(params, shardings(params, mesh)))
 
 
-def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
-    theirs = load_recipe(folder).model
-    held_as = replace(theirs, **_computed(options))
-    model, tokenizer, origin = _trained(Path(folder), held_as, mesh)
+    own = load_recipe(folder).model
+    options_of_run = replace(own, **_compute_options(options))
+    model, tokenizer, origin = _load_run(Path(folder), options_of_run, mesh)
     return (
         merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block)),
         tokenizer,
@@ -174,7 +174,7 @@ def _learnt(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Deco
     )
 
 
-def _trained(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
+def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
     model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:

@@ -172,12 +172,14 @@ class RLRun(Run[Recipe]):
 
     def evaluate(self, name: str) -> dict[str, Any]:
         self.phase(f"evaluating {name} training")
-        found = evaluate_held_out(self.learner.cluster, self.data.test, self.recipe, self.progress, self.learner.runner)
-        summary = found.summary()
-        self.progress.evaluation(name, summary, _lines(found.groups))
+        evaluation = evaluate_held_out(
+            self.learner.cluster, self.data.test, self.recipe, self.progress, self.learner.runner
+        )
+        summary = evaluation.summary()
+        self.progress.evaluation(name, summary, _lines(evaluation.groups))
         self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in summary.items()})
-        self.folder.write_answers(name, found.groups)
-        for preset, other in found.others.items():
+        self.folder.write_answers(name, evaluation.groups)
+        for preset, other in evaluation.others.items():
             self.folder.write_answers(f"{name}-{preset}", other.groups)
         return summary
 

@@ -17,7 +17,7 @@ from covey.rewards import check_columns
 from covey.rl.evaluate import evaluation_functions
 from covey.run.base import Run, RunResources
 from covey.run.inference import answer_examples, answering_worker, select_answerable
-from covey.run.load_model import load_source, mesh_at_hand, open_model
+from covey.run.load_model import available_mesh, load_source, open_model
 from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import METRICS
@@ -40,7 +40,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics."""
     held_out = SFTRun.load_data(recipe).test
     with Progress(0) as progress, show_log(progress.phase, progress.message):
-        mesh = mesh_at_hand(recipe.model.mesh)
+        mesh = available_mesh(recipe.model.mesh)
         model, tokenizer = open_model(source, recipe.model, mesh)
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])

@@ -25,21 +25,21 @@ class SignalHandler:
     """
 
     def __init__(self) -> None:
-        self._asked, self._deferring = "", False
-        self._before: dict[signal.Signals, Any] = {}
+        self._received, self._deferring = "", False
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Record a signal inside this context for `asked`; it ends the run at the exit of the context at the latest.
+        """Record a signal inside this context for `requested`; it ends the run at the exit from the context at latest.
 
         Raises:
             Stopped: a signal came, and the body has not ended the run for it.
@@ -49,27 +49,27 @@ class SignalHandler:
             yield
         finally:
             self._deferring = False
-        if self._asked:
-            raise Stopped(self._asked)
+        if self._received:
+            raise Stopped(self._received)
 
-    def asked(self) -> str:
+    def requested(self) -> str:
         """Return the name of the signal that any process has received, or "". All processes must call it."""
-        return next(filter(None, distributed.gathered(self._asked, "stop")), "")
+        return next(filter(None, distributed.gathered(self._received, "stop")), "")
 
-    def leave_if_asked(self) -> None:
+    def raise_if_requested(self) -> None:
         """End the run if any process has received a signal. All processes must call it.
 
         Raises:
             Stopped: a process has received one.
         """
-        if asked := self.asked():
-            raise Stopped(asked)
+        if requested := self.requested():
+            raise Stopped(requested)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received:
             os.write(2, b"\nstopped at once\n")
             os._exit(128 + number)
-        self._asked = signal.Signals(number).name
+        self._received = signal.Signals(number).name
         if not self._deferring:
-            raise Stopped(self._asked)
-        os.write(2, f"\n{self._asked}: this step is ended and saved first; once more leaves at once\n".encode())
+            raise Stopped(self._received)
+        os.write(2, f"\n{self._received}: this step is ended and saved first; once more leaves at once\n".encode())

@@ -31,7 +31,7 @@ class Watchdog:
     def __init__(self, folder: Path | None, limit: float, every: float = 5.0):
         self.folder, self.limit, self._every = folder, limit, every
         self._phase, self._since, self._reported = "start", time.time(), False
-        self._failed: str | None = None
+        self._failure: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -54,26 +54,26 @@ class Watchdog:
         ended = False
         while not ended:  # at once, so that even the shortest run writes it
             phase, since = self._phase, self._since
-            self._beat(self.folder / HEARTBEAT, phase, since)
+            self._write_heartbeat(self.folder / HEARTBEAT, phase, since)
             if self.limit and time.time() - since > self.limit and not self._reported:
                 self._reported = True
-                self._look(self.folder / STACKS, phase, since)
+                self._write_stacks(self.folder / STACKS, phase, since)
             ended = self._ended.wait(min(self._every, self.limit or self._every))
 
-    def _beat(self, file: Path, phase: str, since: float) -> None:
+    def _write_heartbeat(self, file: Path, phase: str, since: float) -> None:
         """Write the heartbeat atomically. A failure is reported once, until its reason changes."""
-        told = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
+        beat = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
         draft = file.with_name(f".{file.name}")
         try:
-            draft.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(beat) + "\n", encoding="utf-8")
             draft.replace(file)
-            self._failed = None
+            self._failure = None
         except OSError as error:
-            if error.strerror != self._failed:
+            if error.strerror != self._failure:
                 log.warning(f"{file.name} cannot be written: {error.strerror}")
-            self._failed = error.strerror
+            self._failure = error.strerror
 
-    def _look(self, file: Path, phase: str, since: float) -> None:
+    def _write_stacks(self, file: Path, phase: str, since: float) -> None:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  phase {phase!r} for {time.time() - since:.0f} s\n"
         try:
             with file.open("a", encoding="utf-8") as out:

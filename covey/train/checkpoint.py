@@ -26,19 +26,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from orbax import checkpoint as older
+from orbax import checkpoint as legacy
 from orbax.checkpoint import v1 as ocp
 
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
 from covey.train.checksums import (
-    damage_in,
-    free_for_folder,
-    is_held,
+    describe_damage,
+    finish_interrupted,
+    holds_lock,
     put_in_place,
+    refuse_file_at,
     remove,
     take_lock,
-    tidy,
     write_checksums,
 )
 
@@ -69,13 +69,13 @@ class Checkpointer:
         self._abandoned: set[int] = set()
         self._lock = None if read_only else take_lock(self.folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        logging.getLogger("absl").addFilter(_not_raised_here)
+        logging.getLogger("absl").addFilter(_is_not_orbax_error)
         if self._lock is not None:
-            self._tidy(self._lock)
+            self._finish_interrupted(self._lock)
 
     def holds(self) -> bool:
         """Return whether the folder is still the locked one; False when it was removed or replaced."""
-        return self._lock is not None and is_held(self._lock, self.folder)
+        return self._lock is not None and holds_lock(self._lock, self.folder)
 
     def steps(self) -> list[int]:
         """Return the steps in the folder in ascending order, without a step that is still being written."""
@@ -123,12 +123,12 @@ class Checkpointer:
         text = json.dumps(meta, indent=1)
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
         if needed > shutil.disk_usage(self.folder).free:
-            raise self._unwritten(step, needed, "the disk is full")
-        partial = free_for_folder(free_for_folder(self._path(step)).with_suffix(".partial"))
+            raise self._not_written(step, needed, "the disk is full")
+        partial = refuse_file_at(refuse_file_at(self._path(step)).with_suffix(".partial"))
         shutil.rmtree(partial, ignore_errors=True)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
         wait = _write(partial / ARRAYS, stored) if stored else None
-        self._pending = self._worker.submit(self._finish, partial, text, wait, needed)
+        self._pending = self._worker.submit(self._complete, partial, text, wait, needed)
 
     def restore(
         self,
@@ -154,7 +154,7 @@ class Checkpointer:
         self.wait()
         step = self._existing(step)
         path = self._path(step)
-        if damage := damage_in(path):
+        if damage := describe_damage(path):
             raise self._damaged(step, damage)
         meta = self._meta(step)
         check(meta["extra"])
@@ -190,9 +190,9 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _tidy(self, lock: TextIO) -> None:
+    def _finish_interrupted(self, lock: TextIO) -> None:
         try:
-            tidy(self.folder)
+            finish_interrupted(self.folder)
         except Exception:
             lock.close()
             raise
@@ -200,7 +200,7 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
-    def _finish(self, partial: Path, meta: str, wait: Callable[[], Any] | None, needed: int) -> None:
+    def _complete(self, partial: Path, meta: str, wait: Callable[[], Any] | None, needed: int) -> None:
         """Run in the worker thread: wait for Orbax, seal, rename into place, and remove steps no longer kept."""
         try:
             partial.mkdir(exist_ok=True)
@@ -211,7 +211,7 @@ class Checkpointer:
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
             shutil.rmtree(partial, ignore_errors=True)
-            raise self._unwritten(int(partial.stem), needed, str(error)) from error
+            raise self._not_written(int(partial.stem), needed, str(error)) from error
         self._drop_old(int(partial.stem))
 
     def _drop_old(self, step: int) -> None:
@@ -238,7 +238,7 @@ class Checkpointer:
             return None
         return score
 
-    def _unwritten(self, step: int, needed: int, why: str) -> ResumeError:
+    def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
         free = shutil.disk_usage(self.folder).free
         return ResumeError(
             f"checkpoint {step} could not be written: {why}",
@@ -267,7 +267,7 @@ class Checkpointer:
 
     def _damaged(self, step: int, damage: str) -> ResumeError:
         earlier = [before for before in reversed(self.steps()) if before < step]
-        good = next((before for before in earlier if not damage_in(self._path(before))), None)
+        good = next((before for before in earlier if not describe_damage(self._path(before))), None)
         fix = f"remove this folder to go on from {good}, the last step that is whole" if good is not None else ""
         return ResumeError(
             f"checkpoint {step} is damaged: {damage}",
@@ -292,15 +292,15 @@ def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
 
 def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     me = jax.process_index()
-    alone = older.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    tree = older.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    options = older.CompositeOptions(multiprocessing_options=alone)
-    handler = older.CompositeCheckpointHandler(composite_options=options, state=tree)
-    with older.Checkpointer(handler, multiprocessing_options=alone) as saver:
-        saver.save(path, older.args.Composite(state=older.args.PyTreeSave(arrays)))
+    alone = legacy.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    tree = legacy.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    options = legacy.CompositeOptions(multiprocessing_options=alone)
+    handler = legacy.CompositeCheckpointHandler(composite_options=options, state=tree)
+    with legacy.Checkpointer(handler, multiprocessing_options=alone) as saver:
+        saver.save(path, legacy.args.Composite(state=legacy.args.PyTreeSave(arrays)))
 
 
-def _not_raised_here(record: logging.LogRecord) -> bool:
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
     """Filter out the traceback that Orbax logs in each of its threads when a save fails: `wait` raises that error."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 

@@ -1,7 +1,7 @@
 """Write folders atomically: sealed with digests, renamed into place, written by one process.
 
-A folder is filled under the name `X.partial`. `write_checksums` writes its SHA256SUMS last; from then on it
-is complete, and `put_in_place` renames it to `X`. `X.old` is a folder being removed. `tidy` finishes operations that a
+A folder is filled under the name `X.partial`. `write_checksums` writes its SHA256SUMS last; from then on it is
+complete, and `put_in_place` renames it to `X`. `X.old` is a folder being removed. `finish_interrupted` finishes what a
 kill interrupted. A file or link in the place of one of these folders is not ours: an error names it, and it is kept.
 """
 
@@ -63,7 +63,7 @@ def replace_file(file: Path, data: bytes) -> None:
     os.replace(temporary, file)
 
 
-def damage_in(folder: Path) -> str:
+def describe_damage(folder: Path) -> str:
     """Describe the damage to the files of a checkpoint; empty when they are intact."""
     try:
         lines = (folder / SUMS).read_text().splitlines()
@@ -81,31 +81,31 @@ def damage_in(folder: Path) -> str:
 def put_in_place(partial: Path) -> None:
     """Rename a sealed folder `X.partial` to `X`, replacing an older `X`."""
     final = partial.with_suffix("")
-    if free_for_folder(final).exists():
-        remove(final)  # after a kill here, `tidy` finds the sealed folder and continues
+    if refuse_file_at(final).exists():
+        remove(final)  # after a kill here, `finish_interrupted` finds the sealed folder and continues
     partial.rename(final)
     sync(final.parent)
 
 
 def remove(folder: Path) -> None:
     """Remove a folder atomically: a half-removed folder must not be taken for a complete one."""
-    old = free_for_folder(folder.with_suffix(".old"))
+    old = refuse_file_at(folder.with_suffix(".old"))
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)
 
 
-def tidy(folder: Path) -> None:
+def finish_interrupted(folder: Path) -> None:
     """Finish or remove what a killed process left behind."""
     found = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.(partial|old)", path.name))
-    for path in map(free_for_folder, found):
+    for path in map(refuse_file_at, found):
         if path.suffix == ".partial" and (path / SUMS).is_file():
             put_in_place(path)
         else:
             shutil.rmtree(path)
 
 
-def free_for_folder(path: Path) -> Path:
+def refuse_file_at(path: Path) -> Path:
     """Return `path`, where a folder exists or may be created.
 
     Raises:
@@ -121,7 +121,7 @@ def free_for_folder(path: Path) -> Path:
     return path
 
 
-def make(folder: Path) -> bool:
+def make_folder(folder: Path) -> bool:
     """Create a folder and its parents. Return False when something of that name exists.
 
     Raises:
@@ -152,9 +152,9 @@ def claim(folder: Path, inner: str) -> bool:
     Raises:
         ResumeError: it is not empty, or another run was faster.
     """
-    made = make(folder)
+    made = make_folder(folder)
     empty = made or (folder.is_dir() and not any(folder.iterdir()))
-    if not (empty and make(folder / inner)):
+    if not (empty and make_folder(folder / inner)):
         raise ResumeError(
             "this folder is taken: something is in it, or another run has just begun here",
             want="a new or empty folder",
@@ -164,7 +164,7 @@ def claim(folder: Path, inner: str) -> bool:
     return made
 
 
-def give_back(folder: Path, made: bool) -> None:
+def release(folder: Path, made: bool) -> None:
     """Empty a folder that this process has claimed and locked, and remove it if this process `made` it."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
@@ -176,7 +176,7 @@ def give_back(folder: Path, made: bool) -> None:
             folder.rmdir()
 
 
-def is_held(lock: TextIO, folder: Path) -> bool:
+def holds_lock(lock: TextIO, folder: Path) -> bool:
     """Return whether `lock` is still the lock of `folder`; False when the folder was removed or replaced."""
     return is_open_at(lock, folder / LOCK)
 

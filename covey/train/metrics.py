@@ -23,7 +23,7 @@ from covey.train.checksums import is_open_at, replace_file, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
-ACTED_ON = re.compile(
+CONTROL_CHARACTERS = re.compile(
     r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
 )
 """Pattern of characters that a terminal interprets or hides: control, direction and invisible characters. They are
@@ -37,13 +37,13 @@ class MetricsWriter:
     Write a step's rows and `sync` them before saving its checkpoint, so that no row of a checkpoint is missing.
     """
 
-    def __init__(self, folder: Path, *, resume_at: int | None = None, reaching: Collection[str] = ()):
+    def __init__(self, folder: Path, *, resume_at: int | None = None, must_reach: Collection[str] = ()):
         """Open the files in `folder`, which is created when missing.
 
         Args:
             folder: the run folder.
             resume_at: the checkpoint's step: rows of later steps are cut. None for a new run.
-            reaching: names of the files whose last row must belong to that step, for a step above 0.
+            must_reach: names of the files whose last row must belong to that step, for a step above 0.
 
         Raises:
             ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
@@ -52,7 +52,7 @@ class MetricsWriter:
         files = [folder / METRICS, folder / SAMPLES]
         for file in files:
             if resume_at is not None:
-                cut(file, resume_at, reaching=file.name in reaching)
+                truncate_rows(file, resume_at, must_reach=file.name in must_reach)
             elif file.exists() and file.stat().st_size:
                 raise ResumeError(
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
@@ -62,11 +62,11 @@ class MetricsWriter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
-        self._append(self._metrics, line(row))
+        self._append(self._metrics, encode_row(row))
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Append every completion of the step's scored groups."""
-        self._append(self._samples, b"".join(line(row) for row in sample_rows(step, groups)))
+        self._append(self._samples, b"".join(encode_row(row) for row in sample_rows(step, groups)))
 
     def _append(self, file: IO[bytes], rows: bytes) -> None:
         with self._writing(file, f"{len(rows):,} bytes"):
@@ -117,19 +117,19 @@ class MetricsWriter:
 def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
     """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0."""
     with (folder / f"{name}.jsonl").open("wb") as file:
-        file.writelines(line(row) for row in sample_rows(0, groups))
+        file.writelines(encode_row(row) for row in sample_rows(0, groups))
 
 
 def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray]) -> Path:
     """Keep the batch of a non-finite update for debugging: `bad/<step>.jsonl` in the form of `samples.jsonl`, and
     `bad/<step>.npz` with the inputs of the losses. Return their common path without a suffix.
     """
-    place = folder / BAD / f"{step:08d}"
-    place.parent.mkdir(exist_ok=True)
-    with place.with_suffix(".jsonl").open("wb") as file:
-        file.writelines(line(row) for row in sample_rows(step, groups))
-    np.savez(place.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
-    return place
+    path = folder / BAD / f"{step:08d}"
+    path.parent.mkdir(exist_ok=True)
+    with path.with_suffix(".jsonl").open("wb") as file:
+        file.writelines(encode_row(row) for row in sample_rows(step, groups))
+    np.savez(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
+    return path
 
 
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
@@ -169,13 +169,13 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(text) for text in lines if text.endswith(b"\n"))
 
 
-def cut(file: Path, step: int, reaching: bool = False) -> None:
+def truncate_rows(file: Path, step: int, must_reach: bool = False) -> None:
     """Shorten `file` to the rows of steps up to `step`; a missing file counts as empty.
 
     This is one system call, so it happens completely or not at all.
 
     Args:
-        reaching: whether the last row that is kept must belong to `step`, when that is not 0.
+        must_reach: whether the last row that is kept must belong to `step`, when that is not 0.
 
     Raises:
         ResumeError: a line inside the file is not a valid row; or the rows end before `step`.
@@ -183,16 +183,16 @@ def cut(file: Path, step: int, reaching: bool = False) -> None:
     keep = last = 0
     with file.open("rb") if file.exists() else nullcontext(()) as lines:
         for number, text in enumerate(lines, start=1):
-            if not text.endswith(b"\n") or (found := _step(text, f"{file}:{number}")) > step:
+            if not text.endswith(b"\n") or (found := _step_of(text, f"{file}:{number}")) > step:
                 break
             keep, last = keep + len(text), found
-    if reaching and last != step:
-        raise _too_short(file, last, step)
+    if must_reach and last != step:
+        raise _missing_rows(file, last, step)
     if file.exists():
         os.truncate(file, keep)
 
 
-def _too_short(file: Path, last: int, step: int) -> ResumeError:
+def _missing_rows(file: Path, last: int, step: int) -> ResumeError:
     again = f"remove the checkpoints behind step {last}: the run goes on from the last one before it"
     return ResumeError(
         f"the last step with a row here is {last or 'none'}, and the last checkpoint is of step {step}",
@@ -202,14 +202,14 @@ def _too_short(file: Path, last: int, step: int) -> ResumeError:
     )
 
 
-def line(row: Mapping[str, Any]) -> bytes:
-    """Encode `row` as one line of strict JSON in UTF-8; `ACTED_ON` characters become \\u escapes."""
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Encode `row` as one line of strict JSON in UTF-8; `CONTROL_CHARACTERS` characters become \\u escapes."""
     return (_json(row) + "\n").encode("utf-8")
 
 
 def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
     text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return ACTED_ON.sub(lambda found: json.dumps(found[0])[1:-1], text)
+    return CONTROL_CHARACTERS.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def _json_value(value: Any) -> Any:
@@ -223,7 +223,7 @@ def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step(text: bytes, where: str) -> int:
+def _step_of(text: bytes, where: str) -> int:
     try:
         return int(json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):

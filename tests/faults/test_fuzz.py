@@ -33,7 +33,7 @@ from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
 from covey.rewards import REWARDS, score
 from covey.text.tokenizer import Tokenizer
-from covey.train.metrics import line, sample_rows
+from covey.train.metrics import encode_row, sample_rows
 from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
 
@@ -369,7 +369,7 @@ def test_completions_through_a_reward_and_into_reports(name: str, texts: list[st
 def reported(group: Group) -> None:
     assert group.rewards is not None
     assert not np.isinf(group.rewards).any()
-    rows = [json.loads(line(row)) for row in sample_rows(1, [group])]
+    rows = [json.loads(encode_row(row)) for row in sample_rows(1, [group])]
     assert [row["text"] for row in rows] == [completion.text for completion in group.completions]
     out = io.StringIO()
     with Progress(1, Console(file=out, width=300)) as progress:

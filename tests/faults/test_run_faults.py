@@ -125,7 +125,7 @@ LISTENER = """
         try:
             with signals.deferring() if sys.argv[1] == "steps" else __import__("contextlib").nullcontext():
                 print("ready", flush=True)
-                while not (sys.argv[2] == "once" and signals.asked()):
+                while not (sys.argv[2] == "once" and signals.requested()):
                     time.sleep(0.05)
                 print("saved", flush=True)
         except Stopped as stopped:
@@ -324,8 +324,8 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
     (tmp_path / HEARTBEAT).mkdir()
 
     class Counted(Watchdog):
-        def _beat(self, *given: Any) -> None:
-            super()._beat(*given)
+        def _write_heartbeat(self, *given: Any) -> None:
+            super()._write_heartbeat(*given)
             looks.release()
 
     with Counted(tmp_path, limit=0, every=0.01):

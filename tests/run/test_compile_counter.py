@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from covey.display import show_log
-from covey.run.compile_counter import LOOK_BACK, WARM, CompileCounter
+from covey.run.compile_counter import LOOK_BACK, WARM_UP_STEPS, CompileCounter
 
 
 def compiled_anew(size: int) -> None:
@@ -70,10 +70,10 @@ def test_the_same_shape_again_compiles_nothing() -> None:
 def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]) -> None:
     with CompileCounter() as programs:
         programs.phase("logps")
-        for step in range(1, WARM + 2 * LOOK_BACK):
+        for step in range(1, WARM_UP_STEPS + 2 * LOOK_BACK):
             compiled_anew(100 + step)
             programs.step(step)
-            assert bool(heard) == (step >= WARM + LOOK_BACK)
+            assert bool(heard) == (step >= WARM_UP_STEPS + LOOK_BACK)
     assert len(heard) == 1
     assert f"{LOOK_BACK} of the last {LOOK_BACK} steps" in heard[0]
     assert "logps 10" in heard[0]
@@ -82,8 +82,8 @@ def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]
 
 def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> None:
     with CompileCounter() as programs:
-        for step in range(1, WARM + 3 * LOOK_BACK):
-            if step < WARM or step % 3 == 0:
+        for step in range(1, WARM_UP_STEPS + 3 * LOOK_BACK):
+            if step < WARM_UP_STEPS or step % 3 == 0:
                 compiled_anew(200 + step)
             programs.step(step)
     assert not heard

@@ -25,7 +25,7 @@ from covey.models.loading import weights
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.run import inference
-from covey.run.load_model import load_source, mesh_at_hand, refuse_other_weights
+from covey.run.load_model import available_mesh, load_source, refuse_other_weights
 from covey.run.rl import RLRun
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import write_checksums
@@ -120,8 +120,8 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
 
 
 def test_one_device_needs_no_mesh() -> None:
-    assert mesh_at_hand(MeshConfig()) is None
-    found = mesh_at_hand(MeshConfig(fsdp=2, tp=2))
+    assert available_mesh(MeshConfig()) is None
+    found = available_mesh(MeshConfig(fsdp=2, tp=2))
     assert found is not None
     assert found.size == 4
 

@@ -492,7 +492,7 @@ def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "seal", full)
+    monkeypatch.setattr(checkpoint, "write_checksums", full)
     saved.save(3, params(3))
     with pytest.raises(ResumeError, match="No space left"):
         saved.save(4, params(4))

@@ -71,7 +71,7 @@ def test_a_row_holds_every_completion_and_unscored_is_null(tmp_path):
 @given(st.floats())
 def test_numbers_keep_every_bit_and_json_stays_strict(value):
     for kept in (value, np.float64(value)):
-        read = strictly(metrics.line({"step": 1, "x": kept}))["x"]
+        read = strictly(metrics.encode_row({"step": 1, "x": kept}))["x"]
         assert read == value if math.isfinite(value) else read is None
 
 
@@ -86,18 +86,18 @@ def test_arrays_and_scalars_of_numpy_and_jax_become_numbers():
         "e": np.bool_(True),
     }
     same = float(np.float32(0.1))
-    assert strictly(metrics.line(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
+    assert strictly(metrics.encode_row(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
 
 
 @given(st.text(st.characters()))
 def test_any_text_of_a_model_is_one_readable_line(text):
-    written = metrics.line({"text": text})
+    written = metrics.encode_row({"text": text})
     assert written.count(b"\n") == 1
     assert strictly(written.decode()) == {"text": text}
 
 
 def test_letters_are_written_as_letters():
-    assert "é → ⏎".encode() in metrics.line({"text": "é → ⏎"})
+    assert "é → ⏎".encode() in metrics.encode_row({"text": "é → ⏎"})
 
 
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
