@@ -40,10 +40,10 @@ class Completion:
     Attributes:
         tokens: int32 [n], the stop token included when there is one.
         logps: float32 [n], log-softmax(logits / temperature) at each token over the full distribution. The trainer
-            recomputes the same quantity, so the ratio is 1 before an update, also with top-k and top-p.
-        sampler_logps: float32 [n], log-probability under the sampled distribution, after top-k and top-p; 0 where
-            only one token was possible. exp(logps − sampler_logps) is the probability mass that top-k and top-p
-            keep: the metric `sampling/mass_kept`. No loss uses it.
+            recomputes the same quantity, so the ratio is 1 before an update, also where that is truncated.
+        sampler_logps: float32 [n], log-probability under the sampled distribution, which is truncated; 0 where only
+            one token was possible. exp(logps − sampler_logps) is the probability mass that truncation keeps: the
+            metric `sampling/mass_kept`. No loss uses it.
         finish: why it ended.
         text: the decoded tokens without the stop token; it includes tool responses between their markers.
         mask: bool [n], True for tokens that the model generated and False for tokens that a tool inserted; None when

@@ -126,7 +126,7 @@ TABLE = (
     Metric("sampling/importance_ratio/mean", "", "mean ratio of the trainer's probability to the sampler's"),
     Metric("sampling/importance_ratio/min", "", "the smallest of these ratios"),
     Metric("sampling/importance_ratio/max", "", "the largest of these ratios"),
-    Metric("sampling/mass_kept", "share", "mean total probability of the tokens that top-k and top-p keep"),
+    Metric("sampling/mass_kept", "share", "mean total probability of the tokens that truncation keeps"),
     Metric("sampling/correction/mean", "", "mean weight of `grpo.correction`; if it is set"),
     Metric("dynamic_sampling/rounds", "rounds", "prompt batches sampled; if `grpo.max_sampling_rounds` is above 1"),
     Metric("dynamic_sampling/replaced", "groups", "groups of equal rewards that were replaced"),

@@ -16,7 +16,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     `reward` and `rewards/<fn>/mean` average over completions; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
-    means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that top-k and top-p kept.
+    means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that truncation kept.
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
@@ -73,7 +73,7 @@ def work_metrics(
 
 
 def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
-    """Compute the probability mass that top-k and top-p kept, at each sampled token of the completion."""
+    """Compute the probability mass that truncation kept, at each sampled token of the completion."""
     kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return kept if completion.mask is None else kept[completion.mask]
 
