@@ -49,7 +49,6 @@ SETTINGS = {
     "max_response_length": _ANSWER,
     "max_tokens": _ANSWER,
     "max_seq_length": "{training.max_length|rollout.max_prompt_length} and {rollout.max_new_tokens}",
-    "min_p": "leave it out: {rollout.top_p} and {rollout.top_k} are what there is",
     "repetition_penalty": "leave it out: {rollout.temperature}, {rollout.top_p} and {rollout.top_k} are what there is",
     "generation_kwargs": "{rollout.temperature}, {rollout.top_p} and {rollout.top_k}",
     "num_return_sequences": "{grpo.num_generations}",

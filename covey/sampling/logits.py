@@ -1,10 +1,12 @@
-"""Draw tokens from logits: temperature, top-k, top-p, then one uniform number is mapped to a token by inverse CDF.
+"""Draw tokens from logits: temperature, top-k, top-p, min-p, then one uniform number mapped to a token by inverse CDF.
 
 Nothing sorts the vocabulary. Top-k searches only the blocks that can hold the k largest logits, top-p finds its
-threshold by bisection, and the draw walks a two-level cumulative sum. The order is temperature, then top-k, then top-p
-over what top-k left, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
+threshold by bisection, min-p compares with the largest logit, and the draw walks a two-level cumulative sum. The order
+is temperature, then top-k, then top-p over what top-k left, then min-p, as in Hugging Face generation. Tokens tied with
+the last one kept are also kept.
 """
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -62,11 +64,14 @@ def draw(
 
 
 def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
-    """Set logits outside top-k and then outside top-p to the lowest float; return the same array when both are off."""
+    """Set logits outside top-k, then top-p, then min-p to the lowest float; return the same array when all are off."""
     if 0 < sampling_params.top_k < scaled.shape[-1]:
         scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, _LOWEST)
     if sampling_params.top_p < 1:
         scaled = jnp.where(scaled >= nucleus_threshold(scaled, sampling_params.top_p)[:, None], scaled, _LOWEST)
+    if sampling_params.min_p > 0:
+        least = scaled.max(-1, keepdims=True) + math.log(sampling_params.min_p)
+        scaled = jnp.where(scaled >= least, scaled, _LOWEST)
     return scaled
 
 

@@ -180,6 +180,10 @@ def test_the_presets_are_greedy_standard_and_liberal() -> None:
     for name, preset in PRESETS.items():
         found = evaluation_rollout(EvalConfig(preset=name), ROLLOUT)  # type: ignore[arg-type]
         assert found == dataclasses.replace(ROLLOUT, **vars(preset))
+    rollout = dataclasses.replace(ROLLOUT, min_p=0.1)
+    assert evaluation_rollout(EvalConfig(preset="greedy"), rollout).min_p == 0.0
+    assert evaluation_rollout(EvalConfig(), rollout).min_p == 0.1
+    assert evaluation_rollout(EvalConfig(min_p=0.2), rollout).min_p == 0.2
 
 
 def test_under_all_presets_the_first_leads_and_the_others_stand_beside() -> None:

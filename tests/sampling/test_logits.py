@@ -8,23 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats  # comes with jax
 
-from covey.sampling.logits import SamplingParams, draw, inverse_cdf, kth_largest, nucleus_threshold
+from covey.sampling.logits import SamplingParams, draw, inverse_cdf, kth_largest, nucleus_threshold, truncate
 
 DRAWS = 20_000
+LOWEST = np.finfo(np.float32).min
 jitted_threshold = jax.jit(nucleus_threshold)
 fast_draw = jax.jit(draw, static_argnums=2, compiler_options={"xla_backend_optimization_level": 1})
 
 
 def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
-    """The truncated distribution in float64 by sorting: temperature, top-k, top-p in that order."""
+    """The truncated distribution in float64 by sorting: temperature, top-k, top-p, min-p in that order."""
     scaled = logits.astype(np.float64) / sampling_params.temperature
     order = np.argsort(-scaled)
     kept = order[: sampling_params.top_k or None]
     mass = np.exp(scaled[kept] - scaled[kept].max())
     mass /= mass.sum()
     count = int(np.searchsorted(np.cumsum(mass), sampling_params.top_p - 1e-9)) + 1
+    likely = mass[:count] >= sampling_params.min_p * mass[0] * (1 - 1e-6)  # ties, up to float32
     out = np.zeros_like(scaled)
-    out[kept[:count]] = mass[:count] / mass[:count].sum()
+    out[kept[:count]] = np.where(likely, mass[:count], 0) / mass[:count][likely].sum()
     return out
 
 
@@ -38,6 +40,8 @@ def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
         pytest.param(SamplingParams(top_p=0.9), marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=0.8, top_p=0.5), marks=pytest.mark.slow),
         SamplingParams(temperature=0.9, top_k=40, top_p=0.95),
+        pytest.param(SamplingParams(min_p=0.05), marks=pytest.mark.slow),
+        SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.1),
     ],
 )
 def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams) -> None:
@@ -55,6 +59,36 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
         wanted = list(np.array(wanted) * sum(observed) / sum(wanted))
     assert stats.chisquare(observed, wanted).pvalue > 1e-3
     np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
+
+
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
+    st.floats(0.1, 3.0),
+    st.sampled_from([(0, 1.0), (5, 0.7)]),
+    st.floats(0.0, 1.0),
+)
+def test_what_min_p_keeps_is_never_empty_and_within_what_it_was_given(
+    logits: list[float], temperature: float, others: tuple[int, float], min_p: float
+) -> None:
+    top_k, top_p = others
+    scaled = jnp.asarray([logits]) / temperature
+    before = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p)))[0]
+    after = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))[0]
+    kept = after > LOWEST
+    assert kept[np.argmax(logits)]
+    assert not (kept & (before == LOWEST)).any()
+    ratio = np.exp((before - before.max()).astype(np.float64))
+    assert kept[ratio > min_p * (1 + 1e-3)].all()
+    assert not kept[(ratio < min_p * (1 - 1e-3)) & (min_p > 0)].any()
+
+
+def test_min_p_worked_by_hand() -> None:
+    """0.5, 0.3 and 0.2: with 0.5 only what has at least 0.25 is kept, of the full distribution's log-probs."""
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]] * 3))
+    token, logp, sampler_logp = draw(logits, jnp.array([0.0, 0.7, 0.999]), SamplingParams(min_p=0.5))
+    np.testing.assert_array_equal(token, [0, 1, 1])
+    np.testing.assert_allclose(np.exp(logp), [0.5, 0.3, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(sampler_logp), [0.625, 0.375, 0.375], rtol=1e-6)
 
 
 def test_logps_are_of_the_untruncated_distribution_at_the_temperature() -> None:
