@@ -33,7 +33,7 @@ from covey.models.layers import (
     rotate,
     save_product,
 )
-from covey.parallel.sharding import row_count, row_sharding
+from covey.parallel.sharding import num_row_shards, row_sharding
 
 
 class Embedding(nnx.Module):
@@ -171,7 +171,7 @@ class Decoder(nnx.Module):
         choose to gather the residual stream on every device.
         """
         mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
-        if mesh.empty or x.shape[0] % row_count(mesh):
+        if mesh.empty or x.shape[0] % num_row_shards(mesh):
             return x
         sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
         return sharded

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from covey.models.attention import Attend
 from covey.models.blockwise import Spans, span_attention
 from covey.packing.bins import Piece, choose_row_length, row_length_bucket, rows_per_micro_batch
-from covey.parallel.placement import num_row_shards
+from covey.parallel.sharding import num_row_shards
 from covey.types import Group
 
 Tree = TypeVar("Tree")

@@ -2,7 +2,7 @@
 
 from covey.parallel.mesh import make_mesh, mesh_from_config
 from covey.parallel.reshard import Transfer, flatten, mesh_of, reshard
-from covey.parallel.sharding import DEFAULT_RULES, logical_axes, row_count, row_sharding, shardings
+from covey.parallel.sharding import DEFAULT_RULES, logical_axes, num_row_shards, row_sharding, shardings
 
 __all__ = [
     "DEFAULT_RULES",
@@ -12,8 +12,8 @@ __all__ = [
     "make_mesh",
     "mesh_from_config",
     "mesh_of",
+    "num_row_shards",
     "reshard",
-    "row_count",
     "row_sharding",
     "shardings",
 ]

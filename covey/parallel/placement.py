@@ -9,15 +9,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from covey.parallel.mesh import with_auto_axes
 from covey.parallel.reshard import mesh_of, reshard
-from covey.parallel.sharding import row_count, row_sharding, shardings
+from covey.parallel.sharding import row_sharding, shardings
 
 Tree = TypeVar("Tree")
 Model = TypeVar("Model", bound=nnx.Module)
-
-
-def num_row_shards(mesh: Mesh | None) -> int:
-    """Return the number of devices that the rows of a batch are divided over."""
-    return 1 if mesh is None else row_count(mesh)
 
 
 def weight_shardings(params: Any, mesh: Mesh | None) -> Any:

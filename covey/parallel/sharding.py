@@ -121,14 +121,14 @@ def shardings(
 def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """Return the sharding of data and activations: their first dimension is `rows`, the others are not split.
 
-    The number of rows must be a multiple of `row_count`.
+    The number of rows must be a multiple of `num_row_shards`.
     """
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("rows", mesh, rules) or None))
 
 
-def row_count(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> int:
+def num_row_shards(mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> int:
     """Return the number of parts that rows are split into; the number of rows must be a multiple of it."""
-    return math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
 
 
 def _mesh_axes(logical: str | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]:

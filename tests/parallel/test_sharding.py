@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.parallel import flatten, logical_axes, make_mesh, mesh_of, row_count, row_sharding, shardings
+from covey.parallel import flatten, logical_axes, make_mesh, mesh_of, num_row_shards, row_sharding, shardings
 from covey.parallel.placement import weight_shardings
 
 WIDE = ModelConfig(
@@ -120,7 +120,7 @@ def test_explicit_axes_become_automatic_ones(params: nnx.State) -> None:
 @pytest.mark.parametrize(("shape", "axes", "parts"), [((2, 2), ("fsdp", "tp"), 2), ((2, 2), ("data", "fsdp"), 4)])
 def test_rows(shape: tuple[int, ...], axes: tuple[str, ...], parts: int) -> None:
     mesh = make_mesh(shape, axes)
-    assert row_count(mesh) == parts
+    assert num_row_shards(mesh) == parts
     rows = jax.device_put(jnp.arange(24).reshape(8, 3), row_sharding(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(8 // parts, 3)}
     np.testing.assert_array_equal(rows, np.arange(24).reshape(8, 3))
@@ -128,5 +128,5 @@ def test_rows(shape: tuple[int, ...], axes: tuple[str, ...], parts: int) -> None
 
 def test_rows_on_a_mesh_of_tensor_parallelism_alone() -> None:
     mesh = make_mesh((4,), ("tp",))
-    assert row_count(mesh) == 1
+    assert num_row_shards(mesh) == 1
     assert row_sharding(mesh).is_fully_replicated
