@@ -57,11 +57,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return code
     except CoveyError as error:
         print(printable(str(error), keep="\n"), file=sys.stderr)
-        return 2
+        peer: Stopped | None = getattr(error, "stopped", None)
+        return 2 if peer is None else _code_of(peer)
     except Stopped as stopped:
         what = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved"
         print(f"\nstopped by {stopped.signal}; {what}", file=sys.stderr)
-        code = 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
+        code = _code_of(stopped)
         return _end_process(code) if words is None else code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
@@ -75,6 +76,10 @@ def main(words: Sequence[str] | None = None) -> int:
         shown = CoveyError(str(error.strerror), fix=OUTSIDE[error.errno], where=str(error.filename or ""))
         print(printable(str(shown), keep="\n"), file=sys.stderr)
         return 2
+
+
+def _code_of(stopped: Stopped) -> int:
+    return 128 + signal.Signals[stopped.signal] if stopped.step is None else STOPPED
 
 
 def _end_process(code: int) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from covey.errors import CoveyError, RecipeError
+from covey.errors import CoveyError, RecipeError, Stopped
 from covey.parallel import wire
 from covey.parallel.joining import ADDRESS, join
 from covey.parallel.reshard import mesh_of
@@ -39,7 +39,13 @@ REPORTED = 2000
 
 
 class PeerError(CoveyError):
-    """Another process has failed or ended, so this one cannot go on."""
+    """Another process has failed or ended, so this one cannot go on.
+
+    Attributes:
+        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+    """
+
+    stopped: Stopped | None = None
 
 
 @contextmanager
@@ -67,7 +73,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         raise
     except BaseException as error:
         with suppress(PeerError):
-            _meet("failure", _told(error).encode()[:REPORTED], failed=True)
+            _meet("failure", _told(error).encode()[:REPORTED], failed=_status(error))
         raise
 
 
@@ -269,8 +275,8 @@ def _uninterrupted() -> Iterator[None]:
         handled[number](number, frame)
 
 
-def _meet(about: str, data: bytes = b"", failed: bool = False) -> list[bytes]:
-    """Return the `data` of every process, after all have exchanged their point of the program and their status."""
+def _meet(about: str, data: bytes = b"", failed: int = 0) -> list[bytes]:
+    """Return the `data` of every process, after all have exchanged their point of the program and their `_status`."""
     where = zlib.crc32(about.encode()) & 0x7FFFFFFF
     calls = _allgather(np.array([where, len(data), failed], np.int32))
     sizes = calls[:, 1]
@@ -280,7 +286,10 @@ def _meet(about: str, data: bytes = b"", failed: bool = False) -> list[bytes]:
     rows = _allgather(padded) if padded.size else np.zeros((count(), 0), np.uint8)
     texts = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
     for number in np.flatnonzero(calls[:, 2]) if not failed else ():
-        raise PeerError(f"process {number} has failed: {texts[number].decode(errors='replace')}")
+        error = PeerError(f"process {number} has failed: {texts[number].decode(errors='replace')}")
+        if (status := int(calls[number, 2])) < 0:
+            error.stopped = Stopped(signal.Signals(-status).name)
+        raise error
     if len(set(calls[:, 0])) > 1 and not failed:
         raise PeerError(
             f"the processes have come apart: this one is at {about!r}, another is not",
@@ -301,6 +310,13 @@ def _exchange(transfer: Callable[[], T]) -> T:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         what = f"another process is gone: {lines[0]}"
         raise PeerError(what, fix="its own output says why; what it was killed by, the system's log") from error
+
+
+def _status(error: BaseException) -> int:
+    """Return 1; for an error that stands for a signal, its negative number."""
+    if isinstance(error, KeyboardInterrupt):
+        return -signal.Signals[error.signal if isinstance(error, Stopped) else "SIGINT"]
+    return 1
 
 
 def _told(error: BaseException) -> str:

@@ -179,6 +179,10 @@ class Run(ABC, Generic[RecipeT]):
                 except Stopped as stopped:
                     stopped.step = folder.saved
                     raise
+                except distributed.PeerError as error:
+                    if error.stopped:
+                        error.stopped.step = folder.saved
+                    raise
                 except OSError:
                     folder.refuse_replaced()
                     raise

@@ -14,6 +14,8 @@ import pytest
 from covey import extras
 from covey.cli import main as cli
 from covey.config import recipe
+from covey.errors import Stopped
+from covey.parallel.distributed import PeerError
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -270,6 +272,15 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     monkeypatch.setattr(fake, "train", stopped)
     assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "covey train --resume out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stopped", "code"), [(Stopped("SIGTERM"), 143), (Stopped("SIGINT", step=3), cli.STOPPED)])
+def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, capsys, stopped, code):
+    fake, error = sys.modules["covey.run"], PeerError("process 1 has failed: it was stopped by a signal")
+    error.stopped = stopped
+    monkeypatch.setattr(fake, "train", fake.record("train", error))
+    assert cli.main(["train", "quickstart", "--out", "out"]) == code
+    assert "process 1 has failed" in capsys.readouterr().err
 
 
 def test_a_defect_keeps_its_traceback(calls, monkeypatch):

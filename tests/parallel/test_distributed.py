@@ -128,8 +128,17 @@ def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
     assert "process 0 has failed: ZeroDivisionError" in str(second)
 
 
-@pytest.mark.parametrize(("stop", "told"), [(Stopped("SIGTERM"), "SIGTERM"), (KeyboardInterrupt(), "Ctrl-C")])
-def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "told", "name"),
+    [
+        (Stopped("SIGTERM"), "SIGTERM", "SIGTERM"),
+        (Stopped("SIGINT", step=3), "SIGINT", "SIGINT"),
+        (KeyboardInterrupt(), "Ctrl-C", "SIGINT"),
+    ],
+)
+def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str, name: str) -> None:
+    """The others leave with the code of that signal, not with that of a mistake."""
+
     def work(index: int) -> None:
         if index == 0:
             raise stop
@@ -137,6 +146,9 @@ def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseExc
 
     _, second = threads(2, work)
     assert f"process 0 has failed: it was stopped by {told}" in str(second)
+    assert isinstance(second, PeerError)
+    assert second.stopped is not None
+    assert (second.stopped.signal, second.stopped.step) == (name, None)
 
 
 def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
