@@ -4,15 +4,15 @@ import re
 from dataclasses import field
 from typing import Literal, TypeVar
 
-from covey.config.base import Config, Int, PositiveInt
+from covey.config.base import Config, NonNegativeInt, PositiveInt
 from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 
 
 class ChatOptions(Config):
-    """How `covey chat` answers."""
+    """Settings of `covey chat`."""
 
-    seed: Int = 0
+    seed: NonNegativeInt = 0
     """Seed of the samples drawn."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
@@ -21,28 +21,28 @@ class ChatOptions(Config):
 
 
 class GenerateOptions(ChatOptions):
-    """How `covey generate` answers, and how often."""
+    """Settings of `covey generate`."""
 
     n: PositiveInt = 1
-    """Completions of the prompt."""
+    """Number of completions of the prompt."""
 
 
 OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions)
 
 
 class ExportOptions(Config):
-    """What `covey export` writes, and where to."""
+    """Settings of `covey export`."""
 
     out: str | None = None
-    """The folder to write: new or empty. Nothing is ever replaced."""
+    """Folder to write: a new or an empty one. No file is ever replaced."""
     format: Literal["hf", "peft", "gguf"] = "hf"
     """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
     merged.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights written; as the run held them when not set."""
+    """Type of the weights written; that of the run when not set."""
     shard_size: str = "5GB"
-    """hf: most bytes in a file of weights: 500MB, 5GB, or a number."""
+    """hf: largest size of a file of weights: 500MB, 5GB, or a number of bytes."""
 
     @property
     def shard_bytes(self) -> int:

@@ -38,21 +38,21 @@ class AnyRecipe(Config):
     """Settings that every run has."""
 
     name: str = "custom"
-    """Names the run folder when --out is not given."""
+    """Name of the recipe, and of the run folder when --out is not given."""
     method: Literal["rl", "sft"] = "rl"
     """rl: compare sampled answers (covey train). sft: imitate given ones (covey sft)."""
     description: str = ""
     """One sentence for the table of recipes."""
     needs: str = ""
-    """What has to be there: weights, data, hardware, memory."""
+    """Requirements: weights, data, hardware, memory."""
     expect: str = ""
-    """What it reaches, and how long that takes."""
+    """Expected result, and the time that it takes."""
     seed: NonNegativeInt = 0
     """Seed of the samples drawn; with the same seed a run repeats exactly."""
     out: str | None = None
     """Run folder; runs/<name>-<n> when not set."""
     tracking: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Who gets the metrics, beside the run folder, where the package is installed."""
+    """Trackers that get the metrics, in addition to the run folder, if their packages are installed."""
     model: ModelOptions = field(default_factory=ModelOptions)
 
 
@@ -68,10 +68,10 @@ class Recipe(AnyRecipe):
     rewards: tuple[str, ...] = ()
     """Reward functions by name; their weighted sum is the reward."""
     reward_model: str | None = None
-    """A sequence-classification checkpoint whose score is one more reward, weighed last."""
+    """A sequence-classification checkpoint whose score is one more reward; its weight is the last one."""
     reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
     critic: str | None = None
-    """ppo: the checkpoint of the critic; a copy of the model with a new head when not set."""
+    """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
@@ -263,7 +263,7 @@ def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     buffer = algorithm_of(grpo).overlong_buffer
     if buffer > rollout.max_new_tokens:
         what = f"grpo.overlong_buffer is {buffer:g} tokens, and a completion has at most {rollout.max_new_tokens}"
-        yield Problem("grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a share of them")
+        yield Problem("grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a fraction of them")
     if recipe.critic is not None and not algorithm_of(grpo).has_critic:
         yield Problem("critic", f"critic is set, and {grpo.algorithm} has none", "null, or grpo.algorithm ppo")
     copied = algorithm_of(grpo).has_critic and recipe.critic is None and recipe.model.adapter

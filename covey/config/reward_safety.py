@@ -13,26 +13,26 @@ OnRewardError = Literal["raise", "none", "value"]
 
 
 class RewardSafetyConfig(Config, section="reward_safety"):
-    """What a run does about reward functions that raise, hang, die or give something else than a finite number."""
+    """Treatment of reward functions that raise, hang, die or return anything but a finite number."""
 
     workers: NonNegativeInt = 0
-    """Processes in which reward functions are called, each function always in the same; 0 calls them in the run itself,
-    which cannot stop one that hangs.
+    """Number of processes in which reward functions are called, each function always in the same; 0 calls them in the
+    run's own process, which cannot stop one that hangs.
     """
     timeout: NonNegativeFloat = 0.0
     """Seconds that a call of a function may take before its worker is killed, with all that it has started, and
     replaced; 0 is no limit. Needs workers.
     """
     on_error: OnRewardError = "raise"
-    """What becomes of a sample for which a function fails: the run stops, the function counts as not having scored it
-    (none), or it scores `value`.
+    """Treatment of a sample for which a function fails: stop the run (raise), leave the sample without a score of this
+    function (none), or score it with `value`.
     """
     on_error_of: dict[str, OnRewardError] = field(default_factory=dict)
-    """The same for single functions, by name: {judge: none}."""
+    """The same for single functions, by their names: {judge: none}."""
     value: float = 0.0
-    """The number that value stands for."""
+    """Score of such a sample under the treatment value."""
     budget: NonNegativeInt = 100
-    """Failures, over all functions and the whole run, that none and value let pass; one more stops the run."""
+    """Number of failures, over all functions and the whole run, that none and value accept; one more stops the run."""
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for a timeout without workers."""

@@ -61,6 +61,7 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
     st.floats(0.1, 3.0),
