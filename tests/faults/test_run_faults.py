@@ -29,17 +29,8 @@ from covey.train.metrics import MetricsWriter
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
-SETTINGS = [
-    f"model.source={TINY}",
-    "rollout.max_new_tokens=8",
-    "rollout.max_prompt_length=400",
-    "rollout.slots=8",
-    "training.max_steps=4",
-    "training.prompts_per_step=2",
-    "training.actor_optimizer.learning_rate=1e-3",
-    "grpo.num_generations=4",
-    "evaluation.prompts=4",
-]
+SMALL_RUN = Path(__file__).with_name("small_run.txt").read_text(encoding="utf-8").split()
+SETTINGS = [f"model.source={TINY}", *SMALL_RUN]
 SFT_SETTINGS = [
     f"model.source={TINY}",
     "data.task=arithmetic",
