@@ -53,7 +53,7 @@ def check_source(source: str) -> None:
 
     if not is_run(source):
         if not Path(source).exists() and (command := _command_for(source)):
-            raise WeightsError("this run is not there yet", fix=command, where=source)
+            raise WeightsError("this run does not exist yet", fix=command, where=source)
         sources.check_source(source)
     elif not has_checkpoint(source):
         raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)

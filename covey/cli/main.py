@@ -133,7 +133,7 @@ def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
         return partial(_resume, kind, flags["--resume"], _tokens(pair for pair in pairs if pair[0] != "--resume"))
     if not names:
         usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
-        raise CoveyError("train as which recipe?", want=usage, fix=_built_in(kind))
+        raise CoveyError("no recipe is given to train", want=usage, fix=_built_in(kind))
     return partial(_train, recipe.load(names[0], _tokens(pairs), kind))
 
 
@@ -164,7 +164,7 @@ def export(words: Sequence[str]) -> Action:
     (source,), pairs = _exactly(1, words, usage)
     options = strict_yaml.build(ExportOptions, apply(ExportOptions, strict_yaml.Item({}, source), _tokens(pairs)))
     if options.out is None:
-        raise CoveyError("export to where?", want=usage)
+        raise CoveyError("no folder is given to export to", want=usage)
     if options.format == "peft" and options.dtype:
         raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
     return partial(_export, source, Path(options.out).expanduser(), options, options.shard_bytes)
@@ -249,7 +249,9 @@ def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> 
 def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> int:
     check_source(source)
     if settings is None and not recipe.is_run(source):
-        raise CoveyError(f"evaluate {source} on what?", want="covey eval MODEL --recipe NAME", fix=_built_in())
+        raise CoveyError(
+            f"no recipe is given to evaluate {source} on", want="covey eval MODEL --recipe NAME", fix=_built_in()
+        )
     settings = settings or recipe.load_any(source, tokens)
     check_run(settings)
     from covey import run
@@ -300,7 +302,7 @@ def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]])
 def _exactly(count: int, words: Sequence[str], usage: str) -> tuple[list[str], list[tuple[str, str]]]:
     found, pairs = split(words, count)
     if len(found) < count:
-        raise CoveyError("a word is missing", want=usage)
+        raise CoveyError("an argument is missing", want=usage)
     return found, pairs
 
 

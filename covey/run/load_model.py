@@ -129,8 +129,8 @@ def _is_same_local(then: str, now: str) -> bool:
     if begun is None or found is None or begun["adapter"] != found["adapter"]:
         return False
     if begun["digest"] is None and begun["path"] == found["path"]:
-        noted = "the run noted where its weights lay and not what they were"
-        log.warning(f"{noted}: taking those at {found['path']} for the same")
+        recorded = "the run recorded the path of its weights and no digest"
+        log.warning(f"{recorded}: assuming that those at {found['path']} are the same")
         return True
     return begun["digest"] == found["digest"]
 

@@ -111,7 +111,7 @@ class RLRun(Run[Recipe]):
         then = extra.get("other_models")
         for role, now in self._other_models.items():
             if then is None:
-                log.warning(f"the run did not note what its {role} was: taking that at {now} for the same")
+                log.warning(f"the run did not record its {role}: assuming that the one at {now} is the same")
             elif role in then:
                 refuse_other_weights(then[role], now, self.folder.path, role)
 

@@ -78,7 +78,7 @@ def _earlier_values(saved: Settings, now: Settings) -> Settings:
     found = {name: earlier.value for name, earlier in BEFORE_IT_EXISTED.items() if name not in saved}
     found = {name: value for name, value in found.items() if now.get(name) == value}
     for name, value in found.items():
-        log.warning(f"this run is older than {name}, and goes on with {value}, as it began")
+        log.warning(f"this run is older than the setting {name}, and continues with {value}, as it began")
     return found
 
 

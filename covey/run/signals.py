@@ -72,4 +72,6 @@ class SignalHandler:
         self._received = signal.Signals(number).name
         if not self._deferring:
             raise Stopped(self._received)
-        os.write(2, f"\n{self._received}: this step is ended and saved first; once more leaves at once\n".encode())
+        os.write(
+            2, f"\n{self._received}: the run ends once this step is saved; a second signal ends it at once\n".encode()
+        )

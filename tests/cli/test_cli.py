@@ -108,7 +108,7 @@ def test_help_needs_no_jax(words):
         (["sft", "sft-arithmetic", "--evaluation.accuracy", "arithmetic_anser"], "did you mean 'arithmetic_answer'?"),
         (["sft", "sft-smollm2", "--data.path", "nowhere.jsonl"], "data.path: there is no nowhere.jsonl"),
         (["eval", "./nowhere", "--recipe", "quickstart"], "./nowhere"),
-        (["generate", MODEL], "a word is missing"),
+        (["generate", MODEL], "an argument is missing"),
         (["generate", MODEL, "hello", "--temprature", "0.1"], "did you mean --rollout.temperature?"),
         (["chat", "./nowhere"], "./nowhere"),
         (["recipes", "quikstart"], "did you mean 'quickstart'?"),

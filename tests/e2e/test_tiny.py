@@ -40,7 +40,7 @@ def test_the_second_command_asks_for_the_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "arithmetic-tiny"]) == 2
-    assert capsys.readouterr().err == "runs/sft-tiny: this run is not there yet\n  fix: covey sft sft-tiny\n"
+    assert capsys.readouterr().err == "runs/sft-tiny: this run does not exist yet\n  fix: covey sft sft-tiny\n"
 
 
 def test_no_older_run_is_taken_for_the_first_ones(

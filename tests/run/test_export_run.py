@@ -136,7 +136,7 @@ def test_a_run_on_a_run_is_told_and_written_whole(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--format", "hf"], "export to where?"),
+        (["--format", "hf"], "no folder is given to export to"),
         (["--out", "x", "--format", "onnx"], "wanted: hf, peft, gguf"),
         (["--out", "x", "--format", "peft"], "no LoRA adapters"),
         (["--out", "x", "--format", "peft", "--dtype", "bfloat16"], "--dtype has no meaning for adapters"),

@@ -219,7 +219,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     forget(out / "checkpoints" / "00000001", "other_models")
     capsys.readouterr()
     run.resume(out)
-    assert f"the run did not note what its {role} was" in " ".join(capsys.readouterr().out.split())
+    assert f"the run did not record its {role}" in " ".join(capsys.readouterr().out.split())
 
 
 def one_more_step(self: RLRun) -> None:
@@ -257,7 +257,7 @@ def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(
         state, _ = saves.restore()
         saves.save(2, state, {"model": TINY})
     run.open_model(trained, ModelOptions())
-    assert f"taking those at {TINY} for the same" in caplog.text
+    assert f"assuming that those at {TINY} are the same" in caplog.text
 
 
 ADAPTER = " with the adapter sha256 0123456789abcdef"

@@ -233,7 +233,7 @@ def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
     assert rows(out, "metrics.jsonl") == straight
     assert recipe.load(out).grpo.reference == "base"
     shown = " ".join(capsys.readouterr().out.split())
-    assert "this run is older than grpo.reference, and goes on with base, as it began" in shown
+    assert "this run is older than the setting grpo.reference, and continues with base, as it began" in shown
     assert "was saved" not in shown
 
 
