@@ -93,7 +93,7 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that determines the stream: the settings, and digests of the rows and the start of the order."""
+        """Values that determine the stream: the settings, and digests of the rows and the start of the order."""
         order = [int(self._order[i]) for i in range(min(64, len(self.rows)))]
         return {
             "rows": len(self.rows),

@@ -183,7 +183,7 @@ TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
     "gsm8k": (_gsm8k, gsm8k.REASONING_SYSTEM),
     "jsonl": (_jsonl, None),
 }
-"""For each task the function that reads or makes its rows, and the task's own system message."""
+"""Function that reads or makes the rows of each task, and the task's own system message."""
 
 EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
     "first-letter": _no_examples,
@@ -192,4 +192,4 @@ EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
     "gsm8k": _gsm8k_examples,
     "jsonl": _jsonl_examples,
 }
-"""For each task the function that reads or makes its rows with the completions to learn."""
+"""Function that reads or makes the rows of each task with the completions to learn."""

@@ -111,4 +111,4 @@ FORMS = {
     COUNT: ("[0-9]+", "a whole number"),
     NUMBER: ("[0-9]+", "a whole number"),
 }
-"""For each variable the pattern of its value, and its description in errors."""
+"""Pattern of the value of each variable, and its description in errors."""

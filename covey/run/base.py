@@ -44,7 +44,7 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 @dataclass(frozen=True)
 class RunResources:
-    """Everything that a run holds open from its start to its end.
+    """Resources that a run holds open from its start to its end.
 
     Attributes:
         phase: function that begins a phase in the progress display, the watchdog and the compile counter.

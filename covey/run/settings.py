@@ -99,7 +99,7 @@ def _is_in(name: str, sections: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class EarlierValue:
-    """What a run did before a setting existed, where that is not the setting's default.
+    """Behaviour of a run from before a setting existed, where that is not the setting's default.
 
     Attributes:
         value: value of the setting that stands for it.

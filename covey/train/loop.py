@@ -1,4 +1,4 @@
-"""What the loops of reinforcement learning and supervised training share: the record of a step, and who receives it."""
+"""Parts that reinforcement learning and supervised training share: the record of a step and its observers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -69,7 +69,7 @@ class ModelOptions(Config, section="model"):
     nothing.
     """
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """Under adapters: hold the frozen projections of the base in 8 bits with one scale for each column, or in 4 bits
+    """Storage of the frozen projections under adapters: as they are, 8 bits with one scale for each column, or 4 bits
     with one scale for each block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.
     """
     quantize_block: Annotated[Int, Ge(2)] = 64
