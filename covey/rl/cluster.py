@@ -227,8 +227,8 @@ class RLCluster(Keywords):
 
     def update_reference(self, mixing: float) -> None:
         """Set reference ← α·actor + (1 − α)·reference; see `reference.mixed`."""
-        held = self.inference.params[Role.REFERENCE]
-        self.inference.update_params(Role.REFERENCE, mixed(held, self.actor, mixing))
+        reference = self.inference.params[Role.REFERENCE]
+        self.inference.update_params(Role.REFERENCE, mixed(reference, self.actor, mixing))
 
     def sync_weights(self) -> None:
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the

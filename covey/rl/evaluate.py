@@ -108,8 +108,8 @@ def evaluate(
 
     def evaluate_preset(preset: Any) -> Evaluation:
         how = evaluation_rollout(replace(config, preset=preset), rollout)
-        start, mine = distributed.share(chosen)
-        groups = model.generate(mine, config.samples, step=EVALUATION_STEP, first=start, config=how, progress=progress)
+        start, local = distributed.share(chosen)
+        groups = model.generate(local, config.samples, step=EVALUATION_STEP, first=start, config=how, progress=progress)
         return evaluate_groups(groups, config, reward_fns, weights, runner)
 
     first, *others = PRESETS if config.preset == "all" else (config.preset,)

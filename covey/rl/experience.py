@@ -128,8 +128,8 @@ class StepLog:
 
     def set_advantages(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
         """Replace groups by the same groups with their advantages."""
-        known = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
-        self.groups = [known.get(id(group), group) for group in self.groups]
+        with_advantages_by_id = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
+        self.groups = [with_advantages_by_id.get(id(group), group) for group in self.groups]
 
     @classmethod
     def of_all(cls, logs: Sequence["StepLog"]) -> "StepLog":
@@ -194,10 +194,10 @@ class ExperienceBuilder:
 
     def service_batches(self) -> Iterator[PromptBatch]:
         """Yield this process's prompts, as many at a time as every stage needs to work in full slices."""
-        first, mine = distributed.share(self.examples)
-        batches = service_batches(mine, self.sizes)
+        first, local = distributed.share(self.examples)
+        batches = service_batches(local, self.sizes)
         if self.algorithm.needs_whole_step:
-            batches = iter([list(slices(mine, self.sizes.train)) or [[]]])
+            batches = iter([list(slices(local, self.sizes.train)) or [[]]])
         for micro_batches in batches:
             examples = merge(micro_batches)
             yield PromptBatch(first, examples)
@@ -229,18 +229,18 @@ class ExperienceBuilder:
         """
         if self.algorithm.max_sampling_rounds == 1:
             return groups
-        wanted = asked = len(self.examples)
+        wanted = num_sampled = len(self.examples)
         kept, tied = split_by_reward_variance(groups)
         while (missing := wanted - _count_in_all(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
             fresh = self.take(missing)
             if not fresh:
                 break
             self.log.rounds += 1
-            first, mine = distributed.share(fresh)
-            new = self.score(self.sample(PromptBatch(asked + first, mine)))
+            first, local = distributed.share(fresh)
+            new = self.score(self.sample(PromptBatch(num_sampled + first, local)))
             differing, equal = split_by_reward_variance(new)
-            kept, tied, asked = kept + differing, tied + equal, asked + len(fresh)
-        self.log.tied, self.log.replaced = missing, asked - wanted
+            kept, tied, num_sampled = kept + differing, tied + equal, num_sampled + len(fresh)
+        self.log.tied, self.log.replaced = missing, num_sampled - wanted
         return kept + self._earliest(tied, missing)
 
     def compute_logps(self, groups: list[Group]) -> Experience:
@@ -289,8 +289,8 @@ class ExperienceBuilder:
 
     def _earliest(self, tied: Sequence[Group], count: int) -> list[Group]:
         """Return the groups of `tied` among the first `count` of all processes, by the numbers of their prompts."""
-        known = {id(group): number for number, group in zip(self.log.numbers, self.log.groups, strict=True)}
-        numbers = [known[id(group)] for group in tied]
+        number_by_id = {id(group): number for number, group in zip(self.log.numbers, self.log.groups, strict=True)}
+        numbers = [number_by_id[id(group)] for group in tied]
         chosen = sorted(distributed.all_of(numbers, "tied groups"))[:count]
         return [group for number, group in zip(numbers, tied, strict=True) if number in chosen]
 
@@ -375,7 +375,7 @@ def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> V
     if x.returns is None or x.values is None:
         return None
     scored = ~np.isnan(x.rewards.ravel())
-    weight = [mask & known for mask, known in zip(in_loss, scored, strict=True)]
+    weight = [mask & is_scored for mask, is_scored in zip(in_loss, scored, strict=True)]
     return ValueInputs(
         returns=scatter_to_rows(rows, x.returns),
         old_values=scatter_to_rows(rows, x.values),

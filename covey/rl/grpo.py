@@ -78,5 +78,5 @@ def group_advantages(
 
 def _compute_over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
     """Compute advantages that depend on other groups too, over the groups of all processes."""
-    mine = distributed.jointly(lambda rows: list(compute(np.stack(rows))), list(rewards), "rewards")
-    return np.asarray(mine).reshape(rewards.shape)
+    advantages = distributed.jointly(lambda rows: list(compute(np.stack(rows))), list(rewards), "rewards")
+    return np.asarray(advantages).reshape(rewards.shape)

@@ -178,10 +178,10 @@ class InferenceWorker:
         return self.params[role]
 
     def _check_tokens(self, tokens: Sequence[np.ndarray]) -> None:
-        largest, known = max(int(t.max(initial=0)) for t in tokens), self.model("reward").decoder.config.vocab_size
-        if largest >= known:
+        largest, vocab_size = max(int(t.max(initial=0)) for t in tokens), self.model("reward").decoder.config.vocab_size
+        if largest >= vocab_size:
             raise WeightsError(
-                f"token {largest} is unknown to the reward model, which embeds {known}",
+                f"token {largest} is unknown to the reward model, which embeds {vocab_size}",
                 want="one tokenizer for all roles",
                 fix="a reward model of the actor's own family",
                 where="RLCluster.reward",

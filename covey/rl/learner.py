@@ -216,8 +216,8 @@ class Learner(Keywords, ABC):
     @property
     def _asynchronous(self) -> bool:
         config = self.cluster.config
-        apart = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
-        return {"sync": False, "async": True, "auto": apart}[config.training_config.queueing]
+        on_other_devices = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
+        return {"sync": False, "async": True, "auto": on_other_devices}[config.training_config.queueing]
 
     def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
         several = [given] if callable(given) or isinstance(given, str) else given
@@ -251,9 +251,9 @@ class Learner(Keywords, ABC):
 
     def refuse_other_weights(self) -> None:
         """Refuse to go on when the processes' copies of the weights are not equal, bit for bit."""
-        held = lambda: distributed.fingerprint(self.cluster.state())  # noqa: E731
+        fingerprint = lambda: distributed.fingerprint(self.cluster.state())  # noqa: E731
         fix = "the same weights for all, and machines of one kind; then resume from the last checkpoint"
-        distributed.refuse_differences("state of weights and optimizer", held, fix)
+        distributed.refuse_differences("state of weights and optimizer", fingerprint, fix)
 
     def _record(self, builder: ExperienceBuilder, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""

@@ -76,8 +76,8 @@ class PPOLearner(Learner):
 def _explained_variance(batches: Sequence[TrainBatch]) -> float:
     """Compute the explained variance of the returns by the critic's values, over all processes."""
     inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
-    mine = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
-    pairs = distributed.all_of(mine, "values")
+    local = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
+    pairs = distributed.all_of(local, "values")
     return explained_variance([v for v, _ in pairs], [r for _, r in pairs])
 
 
@@ -93,8 +93,10 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
     rewards = x.rewards.ravel()
-    earned = token_rewards(rewards, penalties, x.sampled_masks)
-    advantages, returns = gae(earned, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.sampled_masks)
+    rewards_per_token = token_rewards(rewards, penalties, x.sampled_masks)
+    advantages, returns = gae(
+        rewards_per_token, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.sampled_masks
+    )
     scored = [np.full(n, not np.isnan(r)) for n, r in zip(x.lengths, rewards, strict=True)]
     if algorithm.whiten:
         in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]

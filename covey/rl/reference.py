@@ -45,7 +45,7 @@ def _buffers(x: jax.Array) -> set[int]:
 
 
 @jax.jit
-def _mix(held: Any, moved: Any, mixing: float) -> Any:
-    """Compute α·moved + (1 − α)·held in float32, rounded to the dtype of `held`."""
-    mix = lambda h, m: (mixing * m.astype(jnp.float32) + (1 - mixing) * h.astype(jnp.float32)).astype(h.dtype)  # noqa: E731
-    return jax.tree.map(mix, held, moved)
+def _mix(reference: Any, actor: Any, mixing: float) -> Any:
+    """Compute α·actor + (1 − α)·reference in float32, rounded to the dtype of `reference`."""
+    mix = lambda r, a: (mixing * a.astype(jnp.float32) + (1 - mixing) * r.astype(jnp.float32)).astype(r.dtype)  # noqa: E731
+    return jax.tree.map(mix, reference, actor)

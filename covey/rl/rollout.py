@@ -119,14 +119,14 @@ class RolloutWorker:
         """
         tool = self._prepare(config or self.config)
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
-        asked = [row["prompt"] for row in examples]
-        tokens = [self.tokenizer.encode_prompt(prompt) for prompt in asked]
+        row_prompts = [row["prompt"] for row in examples]
+        tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        drawn = self.sampler.generate(self.params, requests, config=config, tool=tool, progress=progress)
+        sampled = self.sampler.generate(self.params, requests, config=config, tool=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)
-            for prompt, request, completions, column in zip(asked, requests, drawn, columns, strict=True)
+            for prompt, request, completions, column in zip(row_prompts, requests, sampled, columns, strict=True)
         ]
         return Rollout(groups, self.pad_id)
 

@@ -89,10 +89,12 @@ def encode_example(
     """
     prompt, answer = example["prompt"], example["completion"]
     if prompt == "":
-        asked, written = tokenizer.encode_prompt(answer)[:1], tokenizer.encode_completion("", answer)
-        return asked, written[1:] if asked[0] == written[0] else written
-    asked, written = tokenizer.encode_prompt(prompt), tokenizer.encode_completion(prompt, answer)
-    return (asked, written) if completion_only else (asked[:1], np.concatenate([asked[1:], written]))
+        prompt_tokens, completion_tokens = tokenizer.encode_prompt(answer)[:1], tokenizer.encode_completion("", answer)
+        return prompt_tokens, completion_tokens[1:] if prompt_tokens[0] == completion_tokens[0] else completion_tokens
+    prompt_tokens, completion_tokens = tokenizer.encode_prompt(prompt), tokenizer.encode_completion(prompt, answer)
+    if completion_only:
+        return prompt_tokens, completion_tokens
+    return prompt_tokens[:1], np.concatenate([prompt_tokens[1:], completion_tokens])
 
 
 def pack_rows(groups: Sequence[Group], config: SFTConfig) -> Rows:
