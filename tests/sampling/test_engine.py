@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import RolloutConfig
-from covey.errors import DataError, RecipeError
+from covey.errors import DataError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
@@ -193,7 +193,7 @@ def test_prompts_that_cannot_be_sampled_are_errors_with_a_fix(size: int, words: 
 
 
 def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
-    with pytest.raises(RecipeError, match="kv_cache_size"):
+    with pytest.raises(DataError, match="kv_cache_size"):
         sample(requests(), kv_cache_size=40)
 
 
@@ -210,7 +210,7 @@ def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(device, name, noted)
     tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
-    limited = sample(tall, max_prompt_length=70, kv_cache_size=94, decode_chunk=32)
+    limited = sample(tall, kv_cache_size=94, decode_chunk=32)
     assert max(made) == 94
     made.clear()
     same(limited, sample(tall, decode_chunk=32))

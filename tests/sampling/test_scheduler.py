@@ -104,11 +104,7 @@ def test_the_batch_never_shrinks_below_a_minimum_nor_grows() -> None:
 def test_the_cache_grows_in_few_steps_to_its_limit_and_always_holds_the_next_chunk(
     limit: int | None, sizes: list[int]
 ) -> None:
-    scheduler = Scheduler(
-        [30, 50],
-        [1, 1],
-        RolloutConfig(max_prompt_length=50, max_new_tokens=100, slots=2, decode_chunk=8, kv_cache_size=limit),
-    )
+    scheduler = Scheduler([30, 50], [1, 1], RolloutConfig(slots=2, decode_chunk=8, kv_cache_size=limit))
     fill(scheduler)
     seen = [scheduler.cache_length]
     while scheduler.lengths.max() < 140:
