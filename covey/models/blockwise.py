@@ -240,9 +240,8 @@ def _cudnn_attention(
     implementation: Any = "cudnn",
 ) -> Array:
     allowed = _mask(spans, positions, window, jnp.int32(0), q.shape[1], q.shape[1])
-    allowed |= jnp.eye(
-        q.shape[1], dtype=bool
-    )  # padding attends to itself: cuDNN's gradient may be NaN in a fully masked row
+    # Padding attends to itself: cuDNN's gradient may be NaN in a fully masked row.
+    allowed |= jnp.eye(q.shape[1], dtype=bool)
     return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=implementation)
 
 

@@ -220,6 +220,6 @@ def test_on_a_mesh_attention_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [None, 9])
 def test_the_call_of_fused_attention_means_the_same(window: int | None) -> None:
     """With XLA's own implementation in place of cuDNN's: the arguments are the same."""
-    fused = partial(module._cudnn_attention, how="xla")
+    fused = partial(module._cudnn_attention, implementation="xla")
     for a, b in zip(*(values_and_gradients(how, 60, window, None) for how in (fused, plain)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
