@@ -17,10 +17,12 @@ Differences from a bare `optax.adamw`:
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from jaxtyping import ArrayLike, Int, PyTree
@@ -28,6 +30,8 @@ from jaxtyping import ArrayLike, Int, PyTree
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError, nearest
 from covey.parallel.reshard import dotted_path
+
+Count = jax.Array | int
 
 
 def make_optimizer(
@@ -108,10 +112,15 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     _check(config, total_steps)
     peak = config.learning_rate * config.initial_fraction
     warmup = min(round(config.warmup_ratio * total_steps), total_steps - 1)
-    decay = _DECAYS[config.schedule](peak, total_steps - warmup)
+    decay = partial(_DECAYS[config.schedule], peak, total_steps - warmup)
     if warmup == 0:
         return decay
-    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
+
+    def rate(count: Count) -> Any:
+        rising = _ramp(peak / (warmup + 1), peak, warmup, count)
+        return _numpy_for(count).where(count < warmup, rising, decay(count - warmup))
+
+    return rate
 
 
 def last_learning_rate(config: OptimizerConfig | optax.GradientTransformation, total_steps: int, updates: int) -> float:
@@ -200,16 +209,29 @@ def _bad(name: str, value: object, want: str) -> RecipeError:
     return RecipeError(f"{name} is {value!r}", want=want, where=f"OptimizerConfig.{name}")
 
 
-def _cosine(peak: float, steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(peak, steps)
+def _cosine(peak: float, steps: int, count: Count) -> Any:
+    xp = _numpy_for(count)
+    angle = np.pi * xp.minimum(xp.asarray(count, np.float32), steps) / steps
+    return peak * (0.5 * (1 + xp.asarray(jnp.cos(angle))))
 
 
-def _linear(peak: float, steps: int) -> optax.Schedule:
-    return optax.linear_schedule(peak, 0.0, steps)
+def _linear(peak: float, steps: int, count: Count) -> Any:
+    return _ramp(peak, 0.0, steps, count)
 
 
-def _constant(peak: float, steps: int) -> optax.Schedule:
-    return optax.constant_schedule(peak)
+def _constant(peak: float, steps: int, count: Count) -> Any:
+    return peak
+
+
+def _ramp(start: float, end: float, steps: int, count: Count) -> Any:
+    """Go from `start` to `end` in a straight line over `steps` updates."""
+    xp = _numpy_for(count)
+    return (start - end) * (1 - xp.clip(xp.asarray(count, np.float32), 0, steps) / steps) + end
+
+
+def _numpy_for(count: Count) -> Any:
+    """Return JAX's NumPy for a traced count, and NumPy for a number: each operation of JAX would be a program."""
+    return jnp if isinstance(count, jax.Array) else np
 
 
 _DECAYS = {"cosine": _cosine, "linear": _linear, "constant": _constant}

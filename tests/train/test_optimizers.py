@@ -26,8 +26,9 @@ from covey.parallel.mesh import make_mesh
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.reshard import flatten, reshard
 from covey.parallel.sharding import shardings
+from covey.run.compile_counter import CompileCounter
 from covey.train.checkpoint import Checkpointer
-from covey.train.optimizers import KINDS, decayed, kind_of, learning_rate, make_optimizer
+from covey.train.optimizers import KINDS, decayed, kind_of, last_learning_rate, learning_rate, make_optimizer
 
 STEADY = OptimizerConfig(learning_rate=0.1, warmup_ratio=0.0, schedule="constant", max_grad_norm=0.0)
 
@@ -103,6 +104,41 @@ def test_under_jit() -> None:
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.3), 10)
     for n in range(11):
         assert float(jax.jit(rate)(n)) == pytest.approx(float(rate(n)), rel=1e-6)
+
+
+@given(
+    steps=st.integers(1, 4000),
+    ratio=st.floats(0, 0.999),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    at=st.floats(0, 1),
+)
+def test_the_rate_of_a_number_is_that_of_optax_bit_for_bit(steps: int, ratio: float, schedule: Any, at: float) -> None:
+    """Also of a count, which the update passes."""
+    config, warmup = (
+        OptimizerConfig(learning_rate=2e-3, warmup_ratio=ratio, schedule=schedule),
+        min(round(ratio * steps), steps - 1),
+    )
+    left = steps - warmup
+    decay = {
+        "cosine": optax.cosine_decay_schedule(2e-3, left),
+        "linear": optax.linear_schedule(2e-3, 0.0, left),
+        "constant": optax.constant_schedule(2e-3),
+    }[schedule]
+    rising = optax.linear_schedule(2e-3 / (warmup + 1), 2e-3, warmup)
+    theirs = optax.join_schedules([rising, decay], [warmup]) if warmup else decay
+    for n in (0, warmup, round(at * steps), steps):
+        ours = learning_rate(config, steps)
+        assert float(ours(n)) == float(ours(jnp.int32(n))) == float(theirs(n))
+
+
+def test_the_rate_of_a_number_needs_at_most_one_program() -> None:
+    """The cosine is JAX's, since NumPy's differs from it in the last bit; the rest is NumPy."""
+    jax.clear_caches()
+    with CompileCounter() as programs:
+        for schedule in ("linear", "constant", "cosine"):
+            config = dataclasses.replace(OptimizerConfig(warmup_ratio=0.3), schedule=schedule)
+            assert [last_learning_rate(config, 10, n) > 0 for n in (1, 2, 3, 4, 10)]
+            assert programs.counts.total() == (schedule == "cosine")
 
 
 # --- AdamW
