@@ -8,11 +8,12 @@ before the step's last completion exists.
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -112,13 +113,13 @@ class Trainer:
     def gradients(self, parts: Iterable[MicroBatch]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
-        totals: MetricSums = {}
+        shares: list[MetricSums] = []
         denominator = 0.0
         for part in parts:
             grads, metric_sums = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
-            totals = _add_metric_sums(totals, metric_sums)
+            shares.append(metric_sums)
             denominator += part.denominator
-        grads, totals, denominator = _sum_over_processes(grads, totals, denominator)
+        grads, totals, denominator = _sum_over_processes(grads, _combine(jax.device_get(shares)), denominator)
         scale = 1 / max(denominator, 1e-9)
         metrics = _metrics(totals, scale) | {"grad_norm": float(self._norm(grads)) * scale}
         self._refuse_nonfinite(metrics)
@@ -200,16 +201,16 @@ class NonFiniteGuard:
             return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
-def _add_metric_sums(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
-    """Add a micro-batch's metrics to those of the step. Either may be empty: at the start or if all groups tied."""
-    return _sums(totals, metric_sums) if totals and metric_sums else totals or metric_sums
+def _combine(shares: Iterable[MetricSums]) -> MetricSums:
+    """Combine the metrics of micro-batches or processes, on the host. Some are empty where all groups tied."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return reduce(_add, filter(None, shares), {})
 
 
-@jax.jit
-def _sums(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
-    combine = {"min": jnp.minimum, "max": jnp.maximum}
+def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
+    combine = {"min": np.minimum, "max": np.maximum}
     return {
-        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], jnp.add), totals[name], share)
+        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], share) if totals else share
         for name, share in metric_sums.items()
     }
 
@@ -218,22 +219,18 @@ def _sum_over_processes(grads: Any, totals: MetricSums, denominator: float) -> t
     """Sum a step's gradients, metrics and denominator over all processes; with one process, return them unchanged."""
     if distributed.count() == 1:
         return grads, totals, denominator
-    everyone = distributed.gathered((jax.device_get(totals), denominator), "update")
-    combined: MetricSums = {}
-    for metric_sums, _ in everyone:
-        combined = _add_metric_sums(combined, metric_sums)
+    everyone = distributed.gathered((totals, denominator), "update")
+    combined = _combine(metric_sums for metric_sums, _ in everyone)
     return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 
 def _metrics(totals: MetricSums, scale: float) -> Metrics:
     """Compute the step's metrics; those with a count of 0, as when all completions were masked, are 0."""
-    host = jax.device_get(totals)
-    loss = float(host.pop(LOSS, 0.0)) * scale
     means = {
         name: float(value.total) / (float(value.count) or 1.0) if isinstance(value, Mean) else float(value)
-        for name, value in host.items()
+        for name, value in totals.items()
     }
-    return means | {LOSS: loss}
+    return means | {LOSS: means.get(LOSS, 0.0) * scale}
 
 
 def _apply(

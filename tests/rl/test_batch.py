@@ -19,6 +19,7 @@ from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_m
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
 from covey.rl.batch import RowBatch, policy_loss_fn
+from covey.run.compile_counter import CompileCounter
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
@@ -185,6 +186,13 @@ def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> No
     got = toy.update(toy_parts([1, 2, 3], [10]))
     assert got == pytest.approx(want | {"loss": 4 * value, "mean": 4.0, "x/min": 1.0, "x/max": 10.0, "grad_norm": 4.0})
     assert all(type(x) is float for x in got.values())
+
+
+def test_an_update_is_four_programs(toy: Trainer) -> None:
+    """Zeros, the gradients of a micro-batch, their norm, the step; the metrics are added on the host."""
+    with CompileCounter() as programs:
+        toy.update(toy_parts([1, 2, 3], [4, 5, 6], [7, 8, 9]))
+    assert programs.counts.total() == 4
 
 
 def test_a_step_without_a_token_in_its_loss_is_finite(toy: Trainer) -> None:
