@@ -2,7 +2,8 @@
 
 They map the rewards of groups [P, G] to advantages [P, G], or for PPO the rewards and values of tokens to advantages
 and returns of tokens. A completion that no function scored (NaN) is left out of every mean and gets 0. A group whose
-rewards are all equal gets exactly 0: rounding in the mean must not become a gradient.
+rewards are all equal gets exactly 0: rounding in the mean must not become a gradient. A function of `ADVANTAGES` keeps
+the order of the rewards of a group and does not change when all of them are shifted; its advantages need not sum to 0.
 """
 
 from collections.abc import Callable, Sequence

@@ -48,6 +48,13 @@ class HeadConfig(NamedTuple):
     chunk_size: int = CHUNK_SIZE
     block_size: int = BLOCK_SIZE
 
+    @classmethod
+    def of(cls, model: Decoder, temperature: float, block_size: int = BLOCK_SIZE) -> "HeadConfig":
+        """Return the settings of the head of `model`, which computes what `Decoder.logits` does; temperature 0 (greedy)
+        counts as 1.
+        """
+        return cls(float(temperature) or 1.0, model.config.final_softcap, model.dtype, block_size=block_size)
+
 
 def token_logps(
     graph: Any, params: Any, rows: Rows, temperature: float, *, entropy_gradient: bool = True
@@ -62,8 +69,7 @@ def token_logps(
     """
     model = nnx.merge(graph, params)
     hidden = gather_hidden(model, rows)
-    block = vocab_block_size(model.config.vocab_size)
-    head = HeadConfig(float(temperature) or 1.0, model.config.final_softcap, model.dtype, block_size=block)
+    head = HeadConfig.of(model, temperature, vocab_block_size(model.config.vocab_size))
     num_scored = rows.scored.sum(axis=1).max()
     logps_fn = partial(frozen_head_logps, head, entropy_gradient) if has_lora(model) else partial(chunked_logps, head)
     logps, entropy = logps_fn(model.head_weight, hidden, rows.target, num_scored)

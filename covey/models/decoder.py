@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         param_dtype: type of the weights in memory.
         compute_dtype: type of the operands of products.
         remat: recompute layers in the backward pass.
-        remat_keeps: what a rematerialised layer saves; see `configs.ModelOptions`.
+        remat_keeps: what a rematerialised layer saves; see `config.schema.ModelOptions`.
     """
 
     def __init__(

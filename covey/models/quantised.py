@@ -74,7 +74,7 @@ class QuantisedKernel(nnx.Module):
 
 
 def parse_format(quantize: str, block: int) -> QuantisationFormat | None:
-    """Return the format that `configs.ModelOptions` names; None for `none`.
+    """Return the format that `config.schema.ModelOptions` names; None for `none`.
 
     Raises:
         RecipeError: there is no such format.

@@ -64,7 +64,7 @@ def get_per_token_logps(
     width = -(-logits_to_keep // COLUMNS) * COLUMNS
     before = pad_to_length(hidden[:, length - logits_to_keep - 1 : -1], width, axis=1)
     target = pad_to_length(input_tokens[:, length - logits_to_keep :], width)
-    head = HeadConfig(float(temperature) or 1.0, model.config.final_softcap, model.dtype)
+    head = HeadConfig.of(model, temperature)
     logps, _ = chunked_logps(head, model.head_weight, before, target, jnp.asarray(logits_to_keep))
     return logps[:, :logits_to_keep]
 

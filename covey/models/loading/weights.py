@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
 
 
 class DecoderOptions(TypedDict, total=False):
-    """Keyword arguments of `load` for the decoder; see `configs.ModelOptions`."""
+    """Keyword arguments of `load` for the decoder; see `config.schema.ModelOptions`."""
 
     param_dtype: str
     compute_dtype: str
@@ -86,7 +86,7 @@ def load(
     Args:
         source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
             `scratch:name[@seed]`.
-        param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `configs.ModelOptions`.
+        param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `config.schema.ModelOptions`.
         mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
         put: function that puts each tensor on its devices, instead of `mesh`.
 
