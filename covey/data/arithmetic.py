@@ -36,11 +36,6 @@ def make_rows(seed: int, level: str = "mixed") -> tuple[list[dict[str, Any]], li
     return train, test
 
 
-def add_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` with the completion to learn: the number alone."""
-    return {**row, "completion": row["answer"]}
-
-
 def solve(operation: str, a: int, b: int) -> int:
     """Return the answer to a problem.
 

@@ -6,6 +6,7 @@ Rows have prompts, and for supervised training completions (`load_examples`). `r
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, gsm8k, readers, sums
@@ -36,6 +37,20 @@ class Dataset:
     system: str | None = None
 
 
+class Task(NamedTuple):
+    """A task that the data may be for.
+
+    Attributes:
+        rows: reads or makes its rows.
+        examples: the same, with the completions to learn.
+        system: the task's own system message; None if it has none.
+    """
+
+    rows: Callable[[DataConfig], Splits]
+    examples: Callable[[SFTDataConfig], Splits]
+    system: str | None = None
+
+
 def load(config: DataConfig) -> Dataset:
     """Load the data that `config` names.
 
@@ -43,9 +58,8 @@ def load(config: DataConfig) -> Dataset:
         DataError: the task is unknown, the path does not exist, a line is malformed (with file and line), a column is
             missing, or the set is empty.
     """
-    read, own_system = _find_task(config)
-    train, test = read(config)
-    return _prepare(config, train, test, own_system)
+    task = _find_task(config)
+    return _prepare(config, task.rows(config), task.system)
 
 
 def load_examples(config: SFTDataConfig) -> Dataset:
@@ -54,12 +68,11 @@ def load_examples(config: SFTDataConfig) -> Dataset:
     Raises:
         DataError: as in `load`, and if the task has no worked answers.
     """
-    _, own_system = _find_task(config)
-    train, test = EXAMPLES[config.task](config)
-    return _prepare(config, train, test, own_system)
+    task = _find_task(config)
+    return _prepare(config, task.examples(config), task.system)
 
 
-def _find_task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str | None]:
+def _find_task(config: DataConfig) -> Task:
     if config.task not in TASKS:
         raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
     for problem in config.unread_settings():
@@ -67,27 +80,12 @@ def _find_task(config: DataConfig) -> tuple[Callable[[DataConfig], Splits], str 
     return TASKS[config.task]
 
 
-def _prepare(config: DataConfig, train: list[Row], test: list[Row], own_system: str | None) -> Dataset:
+def _prepare(config: DataConfig, rows: Splits, own_system: str | None) -> Dataset:
+    train, test = rows
     random.Random(config.seed).shuffle(train)
     train = train[: max(1, int(len(train) * config.train_fraction))]
     system = (own_system if config.system is None else config.system) or None
     return Dataset(config.task, _add_system(system, train), _add_system(system, test), system)
-
-
-def _first_letter(config: DataConfig) -> Splits:
-    return first_letter.make_rows(config.seed)
-
-
-def _arithmetic(config: DataConfig) -> Splits:
-    return arithmetic.make_rows(config.seed)
-
-
-def _sums(config: DataConfig) -> Splits:
-    return sums.make_rows(config.seed)
-
-
-def _gsm8k(config: DataConfig) -> Splits:
-    return _gsm8k_rows(config, lambda record, where: gsm8k.as_row(record, where))
 
 
 def _jsonl(config: DataConfig) -> Splits:
@@ -96,14 +94,10 @@ def _jsonl(config: DataConfig) -> Splits:
     return _read_rows(config, [(column, *chats)], JSONL, lambda record, where: _prompt_row(record, column, where))
 
 
-def _arithmetic_examples(config: SFTDataConfig) -> Splits:
-    train, test = arithmetic.make_rows(config.seed)
-    return [arithmetic.add_completion(row) for row in train], [arithmetic.add_completion(row) for row in test]
-
-
-def _sums_examples(config: SFTDataConfig) -> Splits:
-    train, test = sums.make_rows(config.seed)
-    return [sums.add_completion(row) for row in train], [sums.add_completion(row) for row in test]
+def _with_answers(rows: Splits) -> Splits:
+    """Return the rows of a generated task with their answers as the completions to learn."""
+    train, test = ([{**row, "completion": row["answer"]} for row in part] for part in rows)
+    return train, test
 
 
 def _gsm8k_examples(config: SFTDataConfig) -> Splits:
@@ -176,20 +170,16 @@ def _without_system(prompt: str | Sequence[Message]) -> list[Message]:
 
 JSONL = "a .jsonl, .json, .csv or .parquet file, a folder with train.jsonl and test.jsonl, or hf:org/name"
 
-TASKS: dict[str, tuple[Callable[[DataConfig], Splits], str | None]] = {
-    "first-letter": (_first_letter, first_letter.SYSTEM),
-    "arithmetic": (_arithmetic, arithmetic.SYSTEM),
-    "sums": (_sums, None),
-    "gsm8k": (_gsm8k, gsm8k.REASONING_SYSTEM),
-    "jsonl": (_jsonl, None),
+TASKS: dict[str, Task] = {
+    "first-letter": Task(lambda config: first_letter.make_rows(config.seed), _no_examples, first_letter.SYSTEM),
+    "arithmetic": Task(
+        lambda config: arithmetic.make_rows(config.seed),
+        lambda config: _with_answers(arithmetic.make_rows(config.seed)),
+        arithmetic.SYSTEM,
+    ),
+    "sums": Task(
+        lambda config: sums.make_rows(config.seed), lambda config: _with_answers(sums.make_rows(config.seed))
+    ),
+    "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
+    "jsonl": Task(_jsonl, _jsonl_examples),
 }
-"""Function that reads or makes the rows of each task, and the task's own system message."""
-
-EXAMPLES: dict[str, Callable[[SFTDataConfig], Splits]] = {
-    "first-letter": _no_examples,
-    "arithmetic": _arithmetic_examples,
-    "sums": _sums_examples,
-    "gsm8k": _gsm8k_examples,
-    "jsonl": _jsonl_examples,
-}
-"""Function that reads or makes the rows of each task with the completions to learn."""

@@ -29,11 +29,6 @@ def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, test
 
 
-def add_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` with the completion to learn: the sum alone."""
-    return {**row, "completion": row["answer"]}
-
-
 def _both_orders(a: int, b: int) -> Iterator[dict[str, Any]]:
     for left, right in {(a, b): None, (b, a): None}:
         yield {"prompt": f"{left}+{right}=", "answer": str(left + right)}
