@@ -12,7 +12,7 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,9 @@ from covey.extras import install_command
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
+Located = tuple[str, Record]
+"""A place in a file, for errors, and the record there."""
+Reader = Callable[[Path], Iterator[Located]]
 RequiredColumns = Sequence[str | tuple[str, ...]]
 """Columns that each record must have; of a tuple it needs one."""
 FOLDER_LAYOUTS = (
@@ -60,7 +63,7 @@ def read_records(
     """
     if not (config.path or "").startswith(HUBS):
         train, test = _find_files(config, wanted)
-        return _read_file(train, columns), None if test is None else _read_file(test, columns)
+        return read_file(train, columns), None if test is None else read_file(test, columns)
     path = str(config.path)
     if config.test_path:
         what = f"data.test_path is set, and {path} has its own test split"
@@ -69,72 +72,59 @@ def read_records(
     return _read_split(path, "train", splits, columns), _read_test_split(path, splits, columns)
 
 
-def read_jsonl(path: Path, columns: RequiredColumns) -> list[Record]:
-    """Read the objects of a JSON Lines file; blank lines are skipped.
+def read_file(path: Path, columns: RequiredColumns) -> Records:
+    """Read the records of a file; its suffix names the format.
 
     Raises:
-        DataError: the file cannot be read, is empty, or a line is not a JSON object with `columns`.
+        DataError: the file cannot be read, is empty, is not in this format, or a record lacks `columns`.
     """
+    read, want = READERS.get(path.suffix.lower(), JSON_LINES)
     try:
-        with path.open("rb") as file:
-            lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
+        records = [_check_columns(record, columns, where) for where, record in read(path)]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    if not lines:
-        raise DataError("the file is empty", want="one JSON object a line", where=str(path))
-    return [_check_columns(_parse_object(line, where), columns, where) for where, line in lines]
+    if not records:
+        raise DataError("the file is empty", want=want, where=str(path))
+    return Records(str(path), records)
 
 
-def read_csv(path: Path, columns: RequiredColumns) -> list[Record]:
-    """Read the rows of a CSV file; its first line has the column names.
+def _read_jsonl(path: Path) -> Iterator[Located]:
+    """Yield the objects of a JSON Lines file; blank lines are skipped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where, want = f"{path}:{number}", "one JSON object a line"
+            if line.strip():
+                yield where, _check_object(_parse_json(line, where, want), where, want)
 
-    Raises:
-        DataError: the file cannot be read, is empty, or a row does not have one field per name.
-    """
+
+def _read_json(path: Path) -> Iterator[Located]:
+    """Yield the objects of a JSON list; a file that is not a list is read as JSON Lines."""
+    text, want = path.read_bytes(), "a list of JSON objects"
+    if not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _read_jsonl(path)
+        return
+    for number, entry in enumerate(_parse_json(text, str(path), want), 1):
+        where = f"{path}, entry {number}"
+        yield where, _check_object(entry, where, want)
+
+
+def _read_csv(path: Path) -> Iterator[Located]:
+    """Yield the rows of a CSV file; its first line has the column names, and each row one field per name."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             names = [*(reader.fieldnames or ())]
             rows = [(f"{path}:{reader.line_num}", row) for row in reader]
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"is not CSV in UTF-8: {error}", where=str(path)) from None
-    if not rows:
-        raise DataError("the file is empty", want="a line of column names, and rows", where=str(path))
     for where, row in rows:
         if None in row or None in row.values():
             raise DataError("has not as many fields as there are columns", want=", ".join(names), where=where)
-    return [_check_columns(row, columns, where) for where, row in rows]
+    yield from rows
 
 
-def read_json(path: Path, columns: RequiredColumns) -> list[Record]:
-    """Read the objects of a JSON list; a file that is not a list is read as JSON Lines.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or an entry is not an object with `columns`.
-    """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    if not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        return read_jsonl(path, columns)
-    found = _parse_json(text, str(path), want="a list of JSON objects")
-    if not found:
-        raise DataError("the file is empty", want="a list of JSON objects", where=str(path))
-    places = [(f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1)]
-    return [
-        _check_columns(_check_object(entry, where, "a list of JSON objects"), columns, where) for where, entry in places
-    ]
-
-
-def read_parquet(path: Path, columns: RequiredColumns) -> list[Record]:
-    """Read the rows of a Parquet file, through pyarrow.
-
-    Raises:
-        DataError: pyarrow is not installed, the file cannot be read or is empty, or a row lacks `columns`.
-    """
+def _read_parquet(path: Path) -> Iterator[Located]:
+    """Yield the rows of a Parquet file, through pyarrow."""
     parquet = _import_package("pyarrow.parquet", install_command("hub"), str(path))
     try:
         rows = parquet.ParquetFile(path).read().to_pylist()
@@ -142,14 +132,7 @@ def read_parquet(path: Path, columns: RequiredColumns) -> list[Record]:
         reason = next(iter(str(error).splitlines()), "")
         what = f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}"
         raise DataError(what, where=str(path)) from None
-    if not rows:
-        raise DataError("the file is empty", want="a Parquet file with rows", where=str(path))
-    return [_check_columns(row, columns, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-
-
-def _parse_object(line: bytes, where: str) -> Record:
-    want = "one JSON object a line"
-    return _check_object(_parse_json(line, where, want), where, want)
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _parse_json(text: bytes, where: str, want: str) -> Any:
@@ -176,10 +159,6 @@ def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
 
 
 # --- files
-
-
-def _read_file(path: Path, columns: RequiredColumns) -> Records:
-    return Records(str(path), READERS.get(path.suffix.lower(), read_jsonl)(path, columns))
 
 
 def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
@@ -260,9 +239,10 @@ def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: Requir
     return Records(where, [_check_columns(row, columns, f"{where}, row {i}") for i, row in enumerate(rows, 1)])
 
 
-READERS: dict[str, Callable[[Path, RequiredColumns], list[Record]]] = {
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
+JSON_LINES: tuple[Reader, str] = (_read_jsonl, "one JSON object a line")
+READERS: dict[str, tuple[Reader, str]] = {
+    ".json": (_read_json, "a list of JSON objects, or one JSON object a line"),
+    ".csv": (_read_csv, "a line of column names, and rows"),
+    ".parquet": (_read_parquet, "a Parquet file with rows"),
 }
-"""Reader for each file suffix; files with any other suffix are read as JSON Lines."""
+"""Reader for each file suffix, and what it reads; files with any other suffix are read as JSON Lines."""

@@ -177,9 +177,7 @@ TASKS: dict[str, Task] = {
         lambda config: _with_answers(arithmetic.make_rows(config.seed)),
         arithmetic.SYSTEM,
     ),
-    "sums": Task(
-        lambda config: sums.make_rows(config.seed), lambda config: _with_answers(sums.make_rows(config.seed))
-    ),
+    "sums": Task(lambda config: sums.make_rows(config.seed), lambda config: _with_answers(sums.make_rows(config.seed))),
     "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
     "jsonl": Task(_jsonl, _jsonl_examples),
 }
