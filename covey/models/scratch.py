@@ -64,7 +64,6 @@ class ScratchCheckpoint:
         name, self.seed = parse_source(source)
         self.config = SCRATCH_MODELS[name].config
         self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet)
-        self.origin = f"{PREFIX}{name}@{self.seed}"
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""

