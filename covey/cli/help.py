@@ -121,11 +121,6 @@ and how to get what is missing.
 """
 
 
-def overview() -> str:
-    """Return the text of `covey --help`."""
-    return OVERVIEW
-
-
 def show(command: str, words: Sequence[str] = ()) -> int:
     """Print the help of `command`, with the values of a built-in recipe if `words` names one."""
     from rich.console import Console
@@ -178,10 +173,13 @@ def _show_settings(console: "Console", settings: Config, prefix: str, title: str
     cls = type(settings)
     fields, docs = cls.kinds, explanations(cls)
     sections = [name for name, kind in fields.items() if classes_in(kind)]
-    console.print(f"\n[bold]{title}[/]  [dim]{escape(_summary(cls))}[/]", highlight=False, soft_wrap=True)
+    summary = (cls.__doc__ or "").strip().partition("\n")[0]
+    console.print(f"\n[bold]{title}[/]  [dim]{escape(summary)}[/]", highlight=False, soft_wrap=True)
     for name in (n for n in fields if n not in sections and prefix + n not in recipe.HIDDEN):
         flag = f"  --{(prefix + name).replace('_', '-')} {_shown(getattr(settings, name))}"
-        lines = textwrap.wrap(_explain(fields[name], docs.get(name, "")), max(console.width - COLUMN, 20)) or [""]
+        values = describe(fields[name])
+        text = docs.get(name, "") + ("" if values in PLAIN else f" ({values})")
+        lines = textwrap.wrap(text, max(console.width - COLUMN, 20)) or [""]
         if len(flag) >= COLUMN and lines[0]:
             lines.insert(0, "")
         for left, line in zip_longest([flag], lines, fillvalue=""):
@@ -196,26 +194,17 @@ def _whole(kind: Any, settings: Config) -> Config:
     return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
 
 
-def _explain(kind: Any, doc: str) -> str:
-    """Return the field's docstring, with its accepted values where the shown value does not make them clear."""
-    words = describe(kind)
-    return doc if words in PLAIN else f"{doc} ({words})".strip()
-
-
 def _shown(value: Any) -> str:
     """Return the value as it would be written in a recipe, truncated when long."""
     text = strict_yaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
     return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"
 
 
-def _summary(cls: type) -> str:
-    return (cls.__doc__ or "").strip().partition("\n")[0]
-
-
 COLUMN = 36
 """Column at which explanations begin."""
 
 PLAIN = ("a whole number", "a finite number", "true or false", "text")
+"""Descriptions of values that the shown value makes clear."""
 PAGES: dict[str, tuple[str, type | None]] = {
     "train": (TRAIN, recipe.Recipe),
     "sft": (SFT, recipe.SFTRecipe),

@@ -102,7 +102,7 @@ def parse(words: Sequence[str]) -> Action:
         CoveyError: an unknown command, recipe or setting, or a missing or extra argument.
     """
     if not words or words[0] in ("-h", "--help", "help"):
-        return partial(_print, help.overview())
+        return partial(_print, help.OVERVIEW)
     if words[0] == "--version":
         return partial(_print, f"covey {__version__}\n")
     name, rest = words[0], list(words[1:])
@@ -114,17 +114,8 @@ def parse(words: Sequence[str]) -> Action:
     return COMMANDS[name](rest)
 
 
-def train(words: Sequence[str]) -> Action:
-    """Parse `covey train NAME_OR_YAML [settings]` and `covey train --resume RUN [settings]`."""
-    return _parse_training(recipe.Recipe, words)
-
-
-def sft(words: Sequence[str]) -> Action:
-    """Parse `covey sft NAME_OR_YAML [settings]` and `covey sft --resume RUN [settings]`."""
-    return _parse_training(recipe.SFTRecipe, words)
-
-
 def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
+    """Parse `covey train` or `covey sft`: NAME_OR_YAML [settings], or --resume RUN [settings]."""
     names, pairs = split(words, 1)
     flags = dict(pairs)
     if "--resume" in flags:
@@ -184,12 +175,9 @@ def doctor(words: Sequence[str]) -> Action:
     """Parse `covey doctor`."""
     _exactly(0, words, "covey doctor")
 
-    def examine() -> int:
-        from covey.cli import doctor
+    from covey.cli import doctor  # late: no other command needs it
 
-        return doctor.examine()
-
-    return examine
+    return doctor.examine
 
 
 def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
@@ -320,8 +308,8 @@ def _print(text: str) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
-    "train": train,
-    "sft": sft,
+    "train": partial(_parse_training, recipe.Recipe),
+    "sft": partial(_parse_training, recipe.SFTRecipe),
     "eval": evaluate,
     "generate": generate,
     "chat": chat,

@@ -71,17 +71,12 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     name = _name(flag)
     if name in paths:
         return name
-    ending = [path for path in paths if path.endswith("." + name) and not _in_second(path, name)]
+    ending = [path for path in paths if path.endswith("." + name) and SECOND not in path.removesuffix(name).split(".")]
     if len(ending) == 1:
         return ending[0]
     if ending:
         raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
     raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
-
-
-def _in_second(path: str, name: str) -> bool:
-    """Return whether `path` is in a section of `SECOND` that the shortened `name` does not include."""
-    return any(part in SECOND for part in path.removesuffix(name).split("."))
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
@@ -116,5 +111,5 @@ def _value(flag: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-SECOND = ("critic_optimizer",)
-"""Sections that repeat the settings of a more common section; a name without a section means the latter."""
+SECOND = "critic_optimizer"
+"""Section that repeats the settings of a more common one, which a name without a section means."""

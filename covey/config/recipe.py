@@ -214,7 +214,10 @@ def parse(
 
 def to_yaml(recipe: AnyRecipe) -> str:
     """Write every setting of `recipe` as YAML, from which `parse` makes an equal recipe."""
-    return strict_yaml.dump(_plain(asdict(recipe)))
+    tree = asdict(recipe)
+    for section, _, name in (hidden.partition(".") for hidden in HIDDEN):
+        del tree[section][name]
+    return strict_yaml.dump(tree)
 
 
 def validate(recipe: Recipe | SFTRecipe) -> None:
@@ -294,18 +297,6 @@ def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
     for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, rewards):
         if problem.what not in told:
             yield problem._replace(key=f"training.{problem.key}")
-
-
-def _plain(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the tree without hidden settings, with tuples as lists."""
-    plain: dict[str, object] = {}
-    for name, value in tree.items():
-        if prefix + name in HIDDEN:
-            continue
-        if isinstance(value, dict):
-            value = _plain(value, f"{prefix}{name}.")
-        plain[name] = list(value) if isinstance(value, tuple) else value
-    return plain
 
 
 HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}

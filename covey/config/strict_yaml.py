@@ -72,8 +72,12 @@ def text_of(path: Path, name: str) -> str:
     raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=name)
 
 
-def read(text: str, name: str) -> Item:
-    """Parse `text` to a tree; an empty document is an empty mapping. `name` stands before the line in errors.
+def read(text: str, name: str, one_line: bool = False) -> Item:
+    """Parse `text` to a tree; an empty document is an empty mapping.
+
+    Args:
+        name: stands before the line in errors.
+        one_line: leave the line out, since `text` is a value of the command line.
 
     Raises:
         RecipeError: the text is not YAML, or has a duplicate key, an anchor or a tag.
@@ -87,7 +91,11 @@ def read(text: str, name: str) -> Item:
         raise RecipeError(f"not readable as YAML: {error.problem or error.context}", where=where) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
-    return Item({}, f"{name}:1") if node is None else _item(node, name)
+
+    def locate(line: int) -> str:
+        return name if one_line else f"{name}:{line + 1}"
+
+    return Item({}, locate(0)) if node is None else _item(node, locate)
 
 
 def dump(tree: Any) -> str:
@@ -135,7 +143,7 @@ def from_text(kind: Any, text: str, where: str) -> Item:
         element = get_args(inner)[0]
         return Item([from_text(element, part.strip(), where) for part in text.split(",") if part.strip()], where)
     try:
-        return _relocate(read(text, where), where)
+        return read(text, where, one_line=True)
     except RecipeError:
         return Item(text, where)
 
@@ -156,12 +164,12 @@ def places(item: Item, prefix: str = "") -> dict[str, str]:
     return {k: v for name, entry in item.value.items() for k, v in places(entry, f"{prefix}{name}.").items()}
 
 
-def _item(node: yaml.Node, name: str) -> Item:
-    where = f"{name}:{node.start_mark.line + 1}"
+def _item(node: yaml.Node, locate: Callable[[int], str]) -> Item:
+    where = locate(node.start_mark.line)
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-        return _mapping(node, name, where)
+        return _mapping(node, locate, where)
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-        return Item([_item(child, name) for child in node.value], where)
+        return Item([_item(child, locate) for child in node.value], where)
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
         try:
             return Item(_SCALARS[node.tag](node.value), where)
@@ -170,26 +178,17 @@ def _item(node: yaml.Node, name: str) -> Item:
     raise RecipeError(f"the tag {node.tag!r} is not read here", want="plain YAML without tags", where=where)
 
 
-def _mapping(node: yaml.MappingNode, name: str, where: str) -> Item:
+def _mapping(node: yaml.MappingNode, locate: Callable[[int], str], where: str) -> Item:
     entries: dict[str, Item] = {}
     for key, value in node.value:
-        at = f"{name}:{key.start_mark.line + 1}"
+        at = locate(key.start_mark.line)
         if not isinstance(key, yaml.ScalarNode):
             raise RecipeError("a key must be a word", where=at)
         if key.value in entries:
             raise RecipeError(f"{key.value!r} is given twice, first at {entries[key.value].key}", where=at)
-        item = _item(value, name)
+        item = _item(value, locate)
         entries[key.value] = Item(item.value, item.where, at)
     return Item(entries, where)
-
-
-def _relocate(item: Item, where: str) -> Item:
-    value = item.value
-    if isinstance(value, list):
-        value = [_relocate(child, where) for child in value]
-    elif isinstance(value, dict):
-        value = {name: _relocate(child, where) for name, child in value.items()}
-    return Item(value, where)
 
 
 class _Builder:
@@ -266,16 +265,12 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(_TAG + "str", text, style=style)
 
 
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 _TAG = "tag:yaml.org,2002:"
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "null": lambda text: None,
     _TAG + "bool": lambda text: text.lower() == "true",
     _TAG + "int": int,
-    _TAG + "float": _float,
+    _TAG + "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     _TAG + "str": str,
 }
 _PATTERNS = {
@@ -291,4 +286,5 @@ for _name, (_pattern, _first) in _PATTERNS.items():
     for _yaml in (_Loader, _Dumper):
         _yaml.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
 _Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence(_TAG + "seq", data, flow_style=True))
+for _kind in (list, tuple):
+    _Dumper.add_representer(_kind, lambda dumper, data: dumper.represent_sequence(_TAG + "seq", data, flow_style=True))
