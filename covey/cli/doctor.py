@@ -85,11 +85,7 @@ def _jax() -> Iterator[Finding]:
             yield Finding(name, f"not supported: {error}", f"do not set model.dtype {name}")
         else:
             yield Finding(name, "works" if right else "wrong result", "" if right else "another version of jax")
-    yield from _idle_accelerator(devices[0].platform)
-
-
-def _idle_accelerator(platform: str) -> Iterator[Finding]:
-    if platform == "cpu" and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
+    if devices[0].platform == "cpu" and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
         yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install_command("cuda"))
 
 

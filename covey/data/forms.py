@@ -54,10 +54,6 @@ def format_forms() -> str:
     return "\n".join(f"{', '.join(form.columns):{width}}  {form.description}" for form in FORMS)
 
 
-def _messages(row: Mapping[str, Any], where: str) -> Any:
-    return row["messages"]
-
-
 def _conversations(row: Mapping[str, Any], where: str) -> Any:
     """Convert ShareGPT's turns to chat messages; turns that already are messages stay as they are."""
     turns = row["conversations"]
@@ -93,7 +89,7 @@ PAIR = Form(("prompt", "completion"), "text, or chat messages; the completion is
 
 FORMS = (
     PAIR,
-    Form(("messages",), "chat messages, the last of which is the assistant's", to_chat=_messages),
+    Form(("messages",), "chat messages, the last of which is the assistant's", to_chat=lambda row, _: row["messages"]),
     Form(
         ("conversations",),
         "ShareGPT: turns `from` human and gpt with a `value`; the text of a column `system` is placed before them",

@@ -71,23 +71,11 @@ def _is_one_sentence(text: str, words: list[str], topic: str) -> bool:
     return re.fullmatch(r"[^\W_](?:[^\W_]|[ ,'’–—-])*(?<! )[.!?]", text) is not None and text.count(",") <= MAX_COMMAS
 
 
-def _is_short(text: str, words: list[str], topic: str) -> bool:
-    return MIN_WORDS <= len(words) <= MAX_WORDS
-
-
 def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
     """Tell whether every word of the topic except its article occurs, in singular, plural or with a common ending."""
     said = {form for word in words for form in _stems(word)}
     wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _is_given(topic) else []
     return bool(wanted) and all(_stems(word) & said for word in wanted)
-
-
-def _has_real_words(text: str, words: list[str], topic: str) -> bool:
-    return bool(words) and all(map(_is_word, words))
-
-
-def _does_not_echo(text: str, words: list[str], topic: str) -> bool:
-    return not _ECHOES & {word.lower() for word in words}
 
 
 def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:
@@ -121,9 +109,9 @@ def _stems(word: str) -> set[str]:
 
 RULES: dict[str, Callable[[str, list[str], str], bool]] = {
     "one sentence": _is_one_sentence,
-    "short": _is_short,
+    "short": lambda text, words, topic: MIN_WORDS <= len(words) <= MAX_WORDS,
     "about the topic": _is_about_topic,
-    "real words": _has_real_words,
-    "no echo": _does_not_echo,
+    "real words": lambda text, words, topic: bool(words) and all(map(_is_word, words)),
+    "no echo": lambda text, words, topic: not _ECHOES & {word.lower() for word in words},
     "no repetition": _does_not_repeat,
 }

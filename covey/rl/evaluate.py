@@ -127,7 +127,8 @@ def evaluate_groups(
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
     correct = {what: _find_correct(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
-    correct, scored = _gather_results(correct, scored)
+    correct = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
+    scored = distributed.all_of(scored, "evaluation")
     right = correct.get("accuracy", [])
     fractions, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
@@ -175,14 +176,6 @@ def during_training(config: EvalConfig) -> EvalConfig:
     prompts = config.prompts if config.during_prompts is None else config.during_prompts
     preset: Any = next(iter(PRESETS)) if config.preset == "all" else config.preset
     return replace(config, prompts=prompts, preset=preset)
-
-
-def _gather_results(
-    correct: Mapping[str, list[np.ndarray]], scored: list[Group]
-) -> tuple[dict[str, list[np.ndarray]], list[Group]]:
-    """Gather the results of all processes in each of them, in the order of the prompts."""
-    gathered = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
-    return gathered, distributed.all_of(scored, "evaluation")
 
 
 def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:

@@ -22,7 +22,8 @@ from covey.models.loading import digests, peft, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
-from covey.parallel import mesh_from_config, reshard, shardings
+from covey.parallel import mesh_from_config
+from covey.parallel.placement import place_model
 from covey.run.folder import CHECKPOINTS
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -86,7 +87,8 @@ def load_source(
         model = peft.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
         origin = f"{origin} with the adapter sha256 {peft.adapter_digest(options.adapter)[:16]}"
     model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
-    return model if mesh is None else _on_mesh(model, mesh), tokenizer, origin
+    # Arrays made after the weights, such as adapters, come onto the mesh too.
+    return model if mesh is None else place_model(model, mesh), tokenizer, origin
 
 
 def decoder_options(options: ModelOptions) -> dict[str, Any]:
@@ -154,12 +156,6 @@ def _load_pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> t
         mesh=mesh,
     )
     return loaded.model, loaded.tokenizer, with_digest(loaded.origin)
-
-
-def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
-    """Place the arrays of `model` that were created after its weights, such as adapters, on `mesh` too."""
-    graph, params = nnx.split(model)
-    return nnx.merge(graph, reshard(params, shardings(params, mesh)))
 
 
 def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

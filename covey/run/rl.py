@@ -142,23 +142,21 @@ class RLRun(Run[Recipe]):
         return loaded.model
 
     def _make_learner(self, cluster: RLCluster) -> Learner:
-        recipe = self.recipe
+        recipe, has_critic = self.recipe, algorithm_of(self.recipe.grpo).has_critic
+        # With a critic, groups of equal rewards still give a learning signal.
+        advisers: list[Observer] = [] if has_critic else [ZeroAdvantageWarning()]
         common: dict[str, Any] = {
             "rl_cluster": cluster,
             "reward_fns": recipe.rewards,
             "on_phase": self.phase,
             "eval_config": during_training(recipe.evaluation),
-            "observers": [self._write, self._show, *self._advisers(), self.after_step],
+            "observers": [self._write, self._show, *advisers, self.after_step],
             "on_bad_batch": self.folder.keep_bad_batch,
             "reward_runner": self.resources.stack.enter_context(RewardRunner(recipe.reward_safety)),
         }
-        if algorithm_of(recipe.grpo).has_critic:
+        if has_critic:
             return PPOLearner(ppo_config=recipe.grpo, **common)
         return GRPOLearner(grpo_config=recipe.grpo, **common)
-
-    def _advisers(self) -> list[Observer]:
-        """Return the observers of the steps. With a critic, groups of equal rewards still give a learning signal."""
-        return [] if algorithm_of(self.recipe.grpo).has_critic else [ZeroAdvantageWarning()]
 
     def _fit_prompts(self, tokenizer: Tokenizer) -> tuple[Dataset, dict[str, int]]:
         """Leave out or cut prompts that are too long, if the recipe allows it; return the rest, and counts of them."""

@@ -51,7 +51,8 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> Non
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
     """
-    saved = _defaults(saved, now) | _earlier_values(saved, now) | saved
+    defaults = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
+    saved = defaults | _earlier_values(saved, now) | saved
     changed = {name: _describe(name, saved, now) for name in saved if saved[name] != now.get(name)}
     if refused := [change for name, change in changed.items() if name in now and _is_in(name, DECISIVE)]:
         raise ResumeError(
@@ -66,11 +67,6 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> Non
 
 def _describe(name: str, saved: Settings, now: Settings) -> str:
     return f"{name} was {saved[name]!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
-
-
-def _defaults(saved: Settings, now: Settings) -> Settings:
-    """Return the default of every setting; that of the rollout's seed is the run's seed."""
-    return settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
 
 
 def _earlier_values(saved: Settings, now: Settings) -> Settings:
@@ -110,11 +106,11 @@ class EarlierValue:
     concerns: Callable[[Recipe], bool]
 
 
-def _has_reference_on_adapter(recipe: Recipe) -> bool:
-    return recipe.model.adapter is not None and bool(algorithm_of(recipe.grpo).beta)
-
-
-BEFORE_IT_EXISTED = {"grpo.reference": EarlierValue("base", _has_reference_on_adapter)}
+BEFORE_IT_EXISTED = {
+    "grpo.reference": EarlierValue(
+        "base", lambda recipe: recipe.model.adapter is not None and bool(algorithm_of(recipe.grpo).beta)
+    )
+}
 """Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
 
 MAPPINGS = ("reward_safety.on_error_of",)

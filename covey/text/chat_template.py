@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import DataError, WeightsError
@@ -27,15 +26,8 @@ MAX_SECONDS = 1.0
 """Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""
 
 
-@dataclass(frozen=True)
-class Template:
-    """A template that compiles."""
-
-    source: str
-
-
-def parse(source: str) -> Template:
-    """Check that a template compiles.
+def check(source: str) -> str:
+    """Return the template `source` after checking that it compiles.
 
     Raises:
         WeightsError: the template is too long, or does not compile within the limits.
@@ -51,14 +43,14 @@ def parse(source: str) -> Template:
     if "refused" in answer:
         place = f"line {answer['line']} of the model's" if answer["line"] else "the model's"
         raise WeightsError(f"{place} chat template does not parse: {answer['refused']}")
-    return Template(source)
+    return source
 
 
-def render(template: Template, values: Mapping[str, Any], *, mark: str = "", controls: Sequence[str] = ()) -> str:
+def render(source: str, values: Mapping[str, Any], *, mark: str = "", controls: Sequence[str] = ()) -> str:
     """Render a template.
 
     Args:
-        template: a template from `parse`.
+        source: jinja2 code that `check` accepts.
         values: variables of the template by name, JSON-serializable.
         mark: text put on both sides of each of `controls` that the template itself contains; text from `values` gets
             no marks, so the two can be told apart.
@@ -67,7 +59,7 @@ def render(template: Template, values: Mapping[str, Any], *, mark: str = "", con
     Raises:
         DataError: the template refuses the values (often an unexpected role), fails on them or exceeds the limits.
     """
-    request = {"source": template.source, "mark": mark, "controls": list(controls), "values": dict(values)}
+    request = {"source": source, "mark": mark, "controls": list(controls), "values": dict(values)}
     try:
         answer = _process.request(request)
     except ChildProcessError as error:

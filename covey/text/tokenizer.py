@@ -200,13 +200,13 @@ class Tokenizer:
         return text if chat[0]["content"].strip() in text else shown(folded)
 
     @cached_property
-    def _template(self) -> chat_template.Template:
+    def _template(self) -> str:
         if self.chat_template is None:
             raise WeightsError(
                 "this model has no chat template, so it cannot take chat messages",
                 fix="give prompts as plain text, or use the model's instruction-tuned variant",
             )
-        return chat_template.parse(self.chat_template)
+        return chat_template.check(self.chat_template)
 
     def _encode_guarded(
         self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str

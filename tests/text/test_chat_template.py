@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def render(source: str, **values: object) -> str:
-    return chat_template.render(chat_template.parse(source), {"messages": HELLO, **values})
+    return chat_template.render(chat_template.check(source), {"messages": HELLO, **values})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def refused(source: str) -> None:
 )
 def test_a_limit_is_told_as_one_and_not_as_a_matter_of_roles(source: str, why: str):
     with pytest.raises(DataError, match=f"{why}[\\s\\S]*fix: use another template, or shorter messages"):
-        chat_template.render(chat_template.parse(source), {})
+        chat_template.render(chat_template.check(source), {})
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ FORKS = """
 import os
 from covey.text import chat_template
 def shown(source):
-    return chat_template.render(chat_template.parse(source), {})
+    return chat_template.render(chat_template.check(source), {})
 assert shown("a") == "a"
 pid = os.fork()
 if pid == 0:
@@ -234,7 +234,7 @@ NESTED = [f"{{{{ {'(' * 1000}1{')' * 1000} }}}}", f"{{{{ {'[' * 3000}{']' * 3000
 @pytest.mark.parametrize("source", NESTED, ids=range(len(NESTED)))
 def test_a_template_that_fails_while_it_is_compiled_is_refused(source: str):
     with pytest.raises(WeightsError, match="chat template does not"):
-        chat_template.parse(source)
+        chat_template.check(source)
 
 
 def test_a_format_string_reaches_nothing():
@@ -254,9 +254,9 @@ def test_a_chat_of_a_thousand_turns_goes_through():
 
 def test_a_template_that_does_not_parse_says_where():
     with pytest.raises(WeightsError, match="line 2 of the model's chat template"):
-        chat_template.parse("fine\n{% for %}")
+        chat_template.check("fine\n{% for %}")
 
 
 def test_a_template_longer_than_the_cap_is_refused():
     with pytest.raises(WeightsError, match="100002 characters"):
-        chat_template.parse("x" * 100_002)
+        chat_template.check("x" * 100_002)
