@@ -190,6 +190,7 @@ def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> No
 
 def test_an_update_is_four_programs(toy: Trainer) -> None:
     """Zeros, the gradients of a micro-batch, their norm, the step; the metrics are added on the host."""
+    jax.clear_caches()
     with CompileCounter() as programs:
         toy.update(toy_parts([1, 2, 3], [4, 5, 6], [7, 8, 9]))
     assert programs.counts.total() == 4
