@@ -37,6 +37,8 @@ END_TOKENS = (
     "<eos>", "</s>",
 )  # fmt: skip
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
+MAX_REMEMBERED = 2**22
+"""Maximum number of tokens of encoded prompts that a tokenizer keeps: 16 MB."""
 
 
 class Tokenizer:
@@ -72,6 +74,8 @@ class Tokenizer:
         ends = {i for i, text in self._special.items() if text in END_TOKENS}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
         self.pad_id = self._choose_pad_id(pad_id)
+        self._remembered: dict[Any, np.ndarray] = {}
+        self._num_remembered = 0
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -115,10 +119,22 @@ class Tokenizer:
     def encode_prompt(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> np.ndarray:
         """Encode a prompt to int32 [n]: a string, after BOS if the model uses one, or messages in the chat template.
 
+        The result is read-only and remembered: a run checks the lengths of all prompts and samples them many times.
+
         Raises:
             DataError: messages are malformed, the template refuses them, or data become a control token and cannot be
                 encoded as ordinary text.
         """
+        chat = prompt if isinstance(prompt, str) else tuple(tuple(m.items()) for m in check_messages(prompt))
+        found = self._remembered.get(key := (chat, add_generation_prompt))
+        if found is None:
+            found = self._encode_prompt(prompt, add_generation_prompt)
+            found.setflags(write=False)
+            if self._num_remembered + found.size <= MAX_REMEMBERED:
+                self._remembered[key], self._num_remembered = found, self._num_remembered + found.size
+        return found
+
+    def _encode_prompt(self, prompt: Prompt, add_generation_prompt: bool) -> np.ndarray:
         if isinstance(prompt, str):
             tokens = self.encode(prompt)
             doubled = tokens.size > 0 and tokens[0] == self.bos_id

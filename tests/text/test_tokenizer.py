@@ -226,6 +226,32 @@ def test_an_ordinary_chat_is_its_rendered_text(tiny: Tokenizer):
     assert tiny.decode(without, skip_special=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
+def test_no_prompt_is_encoded_twice(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The length check, the rollout of each epoch and both evaluations encode the same prompts."""
+    tokenizer, encoded = Tokenizer.from_folder(folder), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [encoded.append(text), encode(text)][1])
+    prompts = ["ab", HI, [*HI, {"role": "assistant", "content": "ab"}, *HI]]
+    first = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    assert len(encoded) == 3
+    again = [tokenizer.encode_prompt(prompt if isinstance(prompt, str) else list(prompt)) for prompt in prompts]
+    assert len(encoded) == 3
+    assert [x.tolist() for x in again] == [x.tolist() for x in first]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0][0] = 1
+    assert tokenizer.encode_prompt(HI, add_generation_prompt=False).tolist() != first[1].tolist()
+
+
+def test_only_so_many_tokens_of_prompts_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("covey.text.tokenizer.MAX_REMEMBERED", 5)
+    tokenizer = Tokenizer.from_folder(folder)
+    found = [tokenizer.encode_prompt(text) for text in ("abcd", "abcdefgh", "a")]
+    kept = [
+        tokenizer.encode_prompt(text) is tokens for text, tokens in zip(("abcd", "abcdefgh", "a"), found, strict=True)
+    ]
+    assert kept == [len(found[0]) <= 5, False, True]
+
+
 # --- the completion that belongs to a prompt
 
 
