@@ -66,7 +66,7 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
     with ExitStack() as stack:
         watched = folder.path if folder.writes else None
         watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds))
-        compile_counter = stack.enter_context(CompileCounter())
+        compile_counter = stack.enter_context(CompileCounter(progress.compiling))
 
         def phase(name: str) -> None:
             for listener in (progress, watchdog, compile_counter):

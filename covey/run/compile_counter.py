@@ -8,12 +8,14 @@ compilation does not stop. A program from the cache on disk counts too: it takes
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Self
 
 import jax
 
 log = logging.getLogger(__name__)
 
+LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
 PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
 OUTSIDE_STEPS = "beside"
@@ -26,11 +28,16 @@ class CompileCounter:
     """Count programs between enter and exit. A phase belongs to the thread that begins it: one may sample while another
     trains.
 
+    Args:
+        on_compile: called when the compilation of a program begins, with its number in the step and phase, and with 0
+            when it ends.
+
     Attributes:
         counts: number of programs by phase.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_compile: Callable[[int], None] = lambda number: None) -> None:
+        self._on_compile = on_compile
         self.counts: Counter[str] = Counter()
         self._steps, self._warned = 0, False
         self._thread = threading.local()
@@ -65,8 +72,11 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == COMPILED_EVENT:
-            phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
+        phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
+        if event == LOWERED_EVENT:
+            self._on_compile(self._new[phase] + 1)
+        elif event == COMPILED_EVENT:
+            self._on_compile(0)
             self.counts[phase] += 1
             self._new[phase] += 1
             self._seconds += duration_secs

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from rich.console import Console, Group
@@ -30,6 +31,8 @@ from covey.train.metrics import SAMPLES
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""
+SLOW_COMPILE = 5.0
+"""Number of seconds after which a log file says that a program is being compiled."""
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
 SAMPLE_WIDTH = 160
@@ -74,7 +77,8 @@ class Progress:
         self._rows: list[Mapping[str, Any]] = []
         self._table: dict[str, str] = {}
         self._shown: list[str] = []
-        self._phase = self._count = ""
+        self._phase = self._count = self._compiling = ""
+        self._slow_compile = Timer(0, self._stamp)
         self._announced: set[str] = set()
         self._spoken, self._updates = self._started, 1
 
@@ -84,12 +88,13 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._slow_compile.cancel()
         if self._live.is_started:
             self._live.stop()
 
     def phase(self, text: str) -> None:
         """Show the phase that begins (loading, compiling, ...). A log file lists each once between two evaluations."""
-        self._phase, self._count = printable(text), ""
+        self._phase, self._count, self._compiling = printable(text), "", ""
         if self._live.is_started:
             self._refresh()
         elif self._phase not in self._announced:
@@ -107,6 +112,17 @@ class Progress:
             self._refresh()
         elif time.monotonic() - self._spoken >= HEARTBEAT:
             self._stamp()
+
+    def compiling(self, number: int) -> None:
+        """Show that program `number` of the phase is being compiled, in a log file if that takes long; 0 ends it."""
+        self._slow_compile.cancel()
+        self._compiling = f": compiling program {number}" if number else ""
+        if self._live.is_started:
+            self._refresh()
+        elif number:
+            self._slow_compile = Timer(SLOW_COMPILE, self._stamp)
+            self._slow_compile.daemon = True
+            self._slow_compile.start()
 
     def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = (), updates: int = 1) -> None:
         """Show a finished step.
@@ -179,8 +195,8 @@ class Progress:
         return columns
 
     def _seconds_left(self) -> float:
-        """Estimate the seconds left: the median time of the last rows (so compilation drops out) times those left."""
-        times = [row["step_time"] for row in self._rows[-5:] if "step_time" in row]
+        """Estimate the seconds left: the median time of the last rows without compilation, times those left."""
+        times = [row["step_time"] - row.get("time/compile", 0.0) for row in self._rows[-5:] if "step_time" in row]
         to_come = math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
         return statistics.median(times) * to_come if times else 0.0
 
@@ -192,7 +208,7 @@ class Progress:
                 table.add_row(Text(printable(name)), value)
             parts += [table, Text(f"{self.headline} {self._spark()}"), *map(Text, self._shown)]
         if self._phase:
-            parts.append(Spinner("line", Text(self._phase + self._count)))
+            parts.append(Spinner("line", Text(self._phase + self._count + self._compiling)))
         self._live.update(Group(*parts), refresh=True)
 
     def _spark(self) -> str:
@@ -200,7 +216,7 @@ class Progress:
         return sparkline([row[self.headline] for row in self._rows if self.headline in row], marks)
 
     def _stamp(self) -> None:
-        self._print(f"[{time.monotonic() - self._started:6.1f}s] {self._phase}{self._count}")
+        self._print(f"[{time.monotonic() - self._started:6.1f}s] {self._phase}{self._count}{self._compiling}")
 
     def _print(self, text: str) -> None:
         self._spoken = time.monotonic()

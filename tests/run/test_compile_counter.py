@@ -58,6 +58,19 @@ def test_a_thread_has_a_phase_of_its_own(heard: list[str]) -> None:
     assert set(programs.counts) == {"update"}
 
 
+def test_the_programs_of_a_step_are_numbered_as_they_begin() -> None:
+    began: list[int] = []
+    compiled_anew(7)  # the zeros too, the first time
+    with CompileCounter(began.append) as programs:
+        for phase in ("rollout", "update", "rollout"):
+            programs.phase(phase)
+            compiled_anew(8 + len(began))
+        assert began == [1, 0, 1, 0, 2, 0]
+        programs.step(1)
+        compiled_anew(20)
+    assert began[6:] == [1, 0]
+
+
 def test_the_same_shape_again_compiles_nothing() -> None:
     double = jax.jit(lambda x: 2 * x)
     double(jnp.ones(3))

@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 
 import pytest
 from rich.console import Console
@@ -160,6 +161,38 @@ def test_time_left_forgets_the_step_that_compiled():
         for step, seconds in enumerate((60.0, 2.0, 2.0), start=1):
             progress.step(row(step, step_time=seconds))
     assert console.file.getvalue().splitlines()[-1].endswith("left 14s")
+
+
+def test_time_left_leaves_compilation_out():
+    console = plain()
+    with Progress(10, console) as progress:
+        progress.step(row(1, step_time=60.0) | {"time/compile": 58.0})
+    assert console.file.getvalue().endswith("left 18s\n")
+
+
+def test_a_log_is_told_of_a_program_that_takes_long_to_compile(monkeypatch):
+    console = plain()
+    monkeypatch.setattr("covey.train.progress.SLOW_COMPILE", 0.02)
+    with Progress(3, console) as progress:
+        progress.phase("update")
+        for number in (1, 2, 3):
+            progress.compiling(number)
+            time.sleep(0.2 * (number == 2))
+            progress.compiling(0)
+        progress.phase("sync")
+        time.sleep(0.1)
+    lines = [line.split("] ")[1] for line in console.file.getvalue().splitlines()]
+    assert lines == ["update", "update: compiling program 2", "sync"]
+
+
+def test_a_terminal_shows_that_a_program_is_being_compiled():
+    console = terminal()
+    with Progress(3, console) as progress:
+        progress.phase("evaluating")
+        progress.advance(3, 40)
+        progress.compiling(2)
+        progress.compiling(0)
+    assert "evaluating 3/40: compiling program 2" in console.file.getvalue()
 
 
 def test_time_left_counts_rows_where_several_updates_share_one():
