@@ -81,16 +81,14 @@ def escape_markdown(text: str) -> str:
     """
     parts = re.split(r"([^\s<>`*|\\\[\]]+)", printable(text).strip())
     shown = "".join(f"`{part}`" if LINK.search(part) else _escape_marks(part) for part in parts)
-    return re.sub(r"^([#+=~-]|\d+(?=[.)]))", lambda found: _escape_first_mark(found[0]), shown)
+    # A mark at the start of the line would begin a heading, list, rule or block.
+    return re.sub(
+        r"^([#+=~-]|\d+(?=[.)]))", lambda mark: f"{mark[0]}\\" if mark[0].isdigit() else f"\\{mark[0]}", shown
+    )
 
 
 def _escape_marks(text: str) -> str:
     return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(text, quote=False))
-
-
-def _escape_first_mark(mark: str) -> str:
-    """Escape the first mark of a line, so that it begins no heading, list, rule or block."""
-    return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
 
 
 def mask_secrets(value: Any) -> Any:

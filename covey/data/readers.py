@@ -69,7 +69,9 @@ def read_records(
         what = f"data.test_path is set, and {path} has its own test split"
         raise DataError(what, want="data.test_path beside a file", fix="leave it out", where="data.test_path")
     splits = (_load_hub if path.startswith("hf:") else _load_tfds)(path, hub_config)
-    return _read_split(path, "train", splits, columns), _read_test_split(path, splits, columns)
+    held_out = next((name for name in TEST_SPLITS if name in splits), None)
+    train_records = _read_split(path, "train", splits, columns)
+    return train_records, None if held_out is None else _read_split(path, held_out, splits, columns)
 
 
 def read_file(path: Path, columns: RequiredColumns) -> Records:
@@ -222,11 +224,6 @@ def _import_package(name: str, fix: str, path: str) -> Any:
 def _unreadable_error(path: str, error: Exception, fix: str) -> DataError:
     reason = next(iter(str(error).splitlines()), "")
     return DataError(f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path")
-
-
-def _read_test_split(path: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records | None:
-    name = next((name for name in TEST_SPLITS if name in splits), None)
-    return None if name is None else _read_split(path, name, splits, columns)
 
 
 def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records:

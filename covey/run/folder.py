@@ -8,9 +8,9 @@ several processes the first writes; all read when resuming. The lock is that of 
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The open folder of a run; a context manager. The methods write in the first process alone.
 
     Args:
@@ -62,9 +62,6 @@ class RunFolder:
         must_reach = rows if self.resume_at else ()
         self._rows = MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach) if self.writes else None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if self._rows is not None:
             self._rows.close()
@@ -77,10 +74,6 @@ class RunFolder:
         """
         done = self.summary or {}
         return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
-
-    def is_worth_keeping(self) -> bool:
-        """Return whether a step was made, even if its files were lost since, or a bad batch was kept."""
-        return bool(self.metrics) or (self.path / BAD).exists()
 
     def refuse_replaced(self) -> None:
         """Refuse to go on when the folder was removed or replaced."""
@@ -154,7 +147,8 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
             with RunFolder(out, saves) as folder:
                 yield folder
         except CoveyError:
-            if saves.holds() and not (folder and folder.is_worth_keeping()):
+            stepped = folder is not None and folder.metrics  # even if the files were lost since
+            if saves.holds() and not (stepped or (path / BAD).exists()):
                 release(path, made)
             raise
 

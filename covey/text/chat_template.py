@@ -131,14 +131,10 @@ class _RenderProcess:
         return process.stdout.readline()
 
     def _end(self) -> None:
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.kill()
-        process.wait()
-        for pipe in filter(None, (process.stdin, process.stdout)):
-            with suppress(BrokenPipeError):  # a request that was not read in full
-                pipe.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()  # which closes the pipes, also where a request was not read in full
+            self._process = None
 
 
 _process = _RenderProcess()

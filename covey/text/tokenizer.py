@@ -347,19 +347,15 @@ def _read_text(path: Path) -> str:
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise _no_tokenizer_error(path.parent)
+        what, needs, folder = "no tokenizer.json in this folder", "transformers", str(path.parent)
+        if path.with_name("tokenizer.model").is_file():
+            what += ", only a sentencepiece vocabulary (tokenizer.model), which is not read"
+            needs = "transformers, sentencepiece and protobuf"
+        convert = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+        raise WeightsError(what, want="tokenizer.json", fix=f"write one with {needs}: {convert}", where=folder)
     check_file(path)
     with library_errors("not a tokenizer", where=str(path)):
         return tokenizers.Tokenizer.from_file(str(path))
-
-
-def _no_tokenizer_error(folder: Path) -> WeightsError:
-    what, needs = "no tokenizer.json in this folder", "transformers"
-    if (folder / "tokenizer.model").is_file():
-        what += ", only a sentencepiece vocabulary (tokenizer.model), which is not read"
-        needs = "transformers, sentencepiece and protobuf"
-    convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    return WeightsError(what, want="tokenizer.json", fix=f"write one with {needs}: {convert}", where=str(folder))
 
 
 def _special_id(

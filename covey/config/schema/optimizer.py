@@ -1,6 +1,6 @@
 """Settings of an optimizer, which several sections have."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import WrapValidator
 
@@ -40,9 +40,7 @@ class OptimizerConfig(Config, section="training.optimizer"):
     """Largest global norm of the gradient, which is clipped to it; 0 is off."""
 
 
-def _settings_or_object(value: Any, validate: Any) -> Any:
-    return validate(value) if is_plain(value) else value
-
-
-Optimizer = Annotated[OptimizerConfig, WrapValidator(_settings_or_object)]
+Optimizer = Annotated[
+    OptimizerConfig, WrapValidator(lambda value, validate: validate(value) if is_plain(value) else value)
+]
 """Settings of an optimizer; in Python also an optax transformation."""

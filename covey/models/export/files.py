@@ -49,8 +49,9 @@ def check_new_folder(out: Path) -> None:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`; rename it to `out` at the end, or delete it on failure.
+def new_folder(out: Path, card: str) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, with `card` as its README.md; rename it to `out` at the end, or delete it
+    on failure.
 
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
@@ -59,6 +60,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
+        (draft / "README.md").write_text(card, encoding="utf-8")
         yield draft
         check_new_folder(out)
         os.rename(draft, out)  # replaces an empty folder and nothing else

@@ -60,9 +60,8 @@ def write_gguf(
         known = "one of: " + ", ".join(ARCHITECTURES)
         raise WeightsError(f"GGUF files of the family {family!r} are not supported", want=known, fix="--format hf")
     metadata = _architecture_metadata(model.config) | _vocabulary_metadata(tokenizer, model.config.vocab_size)
-    with new_folder(out) as folder:
+    with new_folder(out, card) as folder:
         _write_file(folder / FILE_NAME, metadata, model, dtype)
-        (folder / "README.md").write_text(card, encoding="utf-8")
         _check_written(GGUFCheckpoint(folder / FILE_NAME), model.config, tokenizer)
         written = weights.load(folder / FILE_NAME, param_dtype=dtype, compute_dtype=str(model.dtype))
         return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)

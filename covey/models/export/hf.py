@@ -57,11 +57,10 @@ def write_hf(
         WeightsError: the family's config.json cannot describe the model, or what was written differs from the model.
     """
     dtype = dtype or str(model.head_weight.dtype)
-    with new_folder(out) as folder:
+    with new_folder(out, card) as folder:
         write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
         _write_tokenizer(tokenizer, source, folder)
         _write_weights(model, folder, dtype, shard_size)
-        (folder / "README.md").write_text(card, encoding="utf-8")
         written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))
         return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
 

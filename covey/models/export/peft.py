@@ -35,10 +35,9 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
     loras = {named[path]: linear.lora for path, linear in projections(model).items() if linear.lora is not None}
     if not loras:
         raise no_adapters_error()
-    with new_folder(out) as folder:
+    with new_folder(out, card) as folder:
         write_json(folder / CONFIG_FILE, _config(loras, list(named.values()), base))
         write_safetensors(folder / TENSORS_FILE, _tensors(loras))
-        (folder / "README.md").write_text(card, encoding="utf-8")
         return compare_logits(model, load_adapter(without_lora(model), folder), vocabulary, "float32", out)
 
 

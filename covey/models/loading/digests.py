@@ -66,11 +66,11 @@ def _read_cache() -> DigestCache:
         found = json.loads((cache_folder() / CACHE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {path: entry for path, entry in found.items() if _is_entry(entry)} if isinstance(found, dict) else {}
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 4 and re.fullmatch("[0-9a-f]{64}", str(entry[-1])) is not None
+    return {
+        path: entry
+        for path, entry in (found.items() if isinstance(found, dict) else ())
+        if isinstance(entry, list) and len(entry) == 4 and re.fullmatch("[0-9a-f]{64}", str(entry[-1]))
+    }
 
 
 def _write_cache(cache: DigestCache) -> None:
