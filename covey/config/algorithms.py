@@ -5,7 +5,7 @@ behind the settings are in `losses.advantages` and `losses.policy`. This module 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Gt
@@ -230,17 +230,22 @@ def _unused_settings(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
                 yield Problem(name, what, f"null, or {by}")
 
 
-def _uses(a: Algorithm) -> Iterator[tuple[tuple[str, ...], bool, str]]:
-    """Yield names of settings, whether `a` uses them, and the setting that would make it use them."""
-    yield ("ratio",), a.surrogate != "reinforce", "a grpo.surrogate with a ratio"
-    yield ("epsilon", "epsilon_high"), a.surrogate in ("clip", "dual_clip"), "grpo.surrogate clip or dual_clip"
-    yield ("delta",), a.surrogate in ("clip", "dual_clip"), "grpo.surrogate clip or dual_clip"
-    yield ("dual_clip",), a.surrogate == "dual_clip", "grpo.surrogate dual_clip"
-    yield ("cap",), a.surrogate == "cispo", "grpo.surrogate cispo"
-    yield ("sapo_positive", "sapo_negative"), a.surrogate == "sapo", "grpo.surrogate sapo"
-    yield ("kl_target",), a.beta > 0, "a grpo.beta above 0 to begin with"
-    yield ("kl_horizon",), a.kl_target is not None, "a grpo.kl_target"
-    yield ("correction_cap",), a.correction != "none", "a grpo.correction"
-    yield ("overlong_penalty",), a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"
-    yield ("gamma", "gae_lambda", "value_clip"), a.has_critic, "grpo.advantage gae"
-    yield ("whiten",), a.has_critic or not a.whiten, "grpo.advantage gae"
+def _uses(a: Algorithm) -> Sequence[tuple[tuple[str, ...], bool, str]]:
+    """Return names of settings, whether `a` uses them, and the setting that would make it use them."""
+    return (
+        (("ratio",), a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
+        (
+            ("epsilon", "epsilon_high", "delta"),
+            a.surrogate in ("clip", "dual_clip"),
+            "grpo.surrogate clip or dual_clip",
+        ),
+        (("dual_clip",), a.surrogate == "dual_clip", "grpo.surrogate dual_clip"),
+        (("cap",), a.surrogate == "cispo", "grpo.surrogate cispo"),
+        (("sapo_positive", "sapo_negative"), a.surrogate == "sapo", "grpo.surrogate sapo"),
+        (("kl_target",), a.beta > 0, "a grpo.beta above 0 to begin with"),
+        (("kl_horizon",), a.kl_target is not None, "a grpo.kl_target"),
+        (("correction_cap",), a.correction != "none", "a grpo.correction"),
+        (("overlong_penalty",), a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
+        (("gamma", "gae_lambda", "value_clip"), a.has_critic, "grpo.advantage gae"),
+        (("whiten",), a.has_critic or not a.whiten, "grpo.advantage gae"),
+    )

@@ -13,6 +13,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -57,7 +58,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class Trackers:
+class Trackers(AbstractContextManager["Trackers"]):
     """The trackers of a run behind one interface. A context manager.
 
     Args:
@@ -98,9 +99,6 @@ class Trackers:
             reason = mask_secrets(next(iter(str(error).splitlines()), ""))
             fix = f"; {install_command('track')} brings it" if isinstance(error, ImportError) else ""
             log.warning(f"not tracked by {name}: {type(error).__name__}: {reason}{fix}")
-
-    def __enter__(self) -> "Trackers":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -147,20 +145,14 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-class Trackio:
-    """Tracker for the trackio project `covey`, in trackio's own folder."""
+class Trackio(WeightsAndBiases):
+    """Tracker for the trackio project `covey`, in trackio's own folder. Its module has the methods of a W&B run."""
 
     def __init__(self, run: Tracked):
         name = f"{run.folder.name}-{run.identity()}"
         resume = "never" if run.resume_at is None else "allow"
-        self.trackio = import_module("trackio")
-        self.trackio.init(project=PROJECT, name=name, config=dict(run.settings), resume=resume)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.trackio.log(metrics, step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
+        self.run = import_module("trackio")
+        self.run.init(project=PROJECT, name=name, config=dict(run.settings), resume=resume)
 
 
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,7 +50,7 @@ class _Call:
     failed: MutableMapping[str, int]
 
 
-class RewardRunner:
+class RewardRunner(AbstractContextManager["RewardRunner"]):
     """Call reward functions as `safety` specifies. With workers, close it or use it as a context manager.
 
     It is thread-safe. The first failure of each function is logged as a warning.
@@ -124,9 +125,6 @@ class RewardRunner:
         """End the workers. They also end with this object and with the process."""
         for worker in self._workers:
             worker.close()
-
-    def __enter__(self) -> "RewardRunner":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
