@@ -121,7 +121,7 @@ and how to get what is missing.
 """
 
 
-def show(command: str, words: Sequence[str] = ()) -> int:
+def show(command: str, words: Sequence[str] = ()) -> None:
     """Print the help of `command`, with the values of a built-in recipe if `words` names one."""
     from rich.console import Console
 
@@ -133,7 +133,6 @@ def show(command: str, words: Sequence[str] = ()) -> int:
         print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
         shown = strict_yaml.build(settings, _read(named)) if named else settings()
         _show_settings(Console(), shown, "", "general")
-    return 0
 
 
 def _with_forms(text: str) -> str:
@@ -142,7 +141,7 @@ def _with_forms(text: str) -> str:
     return text.replace("FORMS", textwrap.indent(forms.format_forms(), "  "))
 
 
-def show_recipes() -> int:
+def show_recipes() -> None:
     """Print the table of built-in recipes."""
     from rich.console import Console
     from rich.markup import escape
@@ -159,7 +158,6 @@ def show_recipes() -> int:
     by_sft = ", ".join(recipe.names(recipe.SFTRecipe))
     console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)
     console.print(f"covey sft NAME runs: {by_sft}", highlight=False)
-    return 0
 
 
 def _read(name: str) -> strict_yaml.Item:

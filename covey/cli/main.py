@@ -25,7 +25,8 @@ from covey.config.overrides import apply, split
 from covey.display import printable
 from covey.errors import CoveyError, Stopped, nearest
 
-Action = Callable[[], int]
+Action = Callable[[], int | None]
+"""Call that a command line describes. It returns the exit code; None is success."""
 
 _ANOTHER_PLACE = "another place (--out FOLDER says where a run or an export goes), or the right to read and write there"
 _ROOM = "make room; a run that has a checkpoint goes on with --resume"
@@ -54,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         code = parse(sys.argv[1:] if words is None else words)()
         sys.stdout.flush()
-        return code
+        return code or 0
     except CoveyError as error:
         print(printable(str(error), keep="\n"), file=sys.stderr)
         peer: Stopped | None = getattr(error, "stopped", None)
@@ -102,9 +103,9 @@ def parse(words: Sequence[str]) -> Action:
         CoveyError: an unknown command, recipe or setting, or a missing or extra argument.
     """
     if not words or words[0] in ("-h", "--help", "help"):
-        return partial(_print, help.OVERVIEW)
+        return partial(print, help.OVERVIEW, end="")
     if words[0] == "--version":
-        return partial(_print, f"covey {__version__}\n")
+        return partial(print, f"covey {__version__}\n", end="")
     name, rest = words[0], list(words[1:])
     if name not in COMMANDS:
         raise CoveyError(f"there is no command {name!r}", fix=nearest(name, COMMANDS))
@@ -167,7 +168,7 @@ def recipes(words: Sequence[str]) -> Action:
     if pairs:
         raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
     if names:
-        return partial(_print, printable(recipe.text_to_copy(names[0]), keep="\n\t"))
+        return partial(print, printable(recipe.text_to_copy(names[0]), keep="\n\t"), end="")
     return help.show_recipes
 
 
@@ -180,7 +181,7 @@ def doctor(words: Sequence[str]) -> Action:
     return doctor.examine
 
 
-def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
+def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
     check_run(settings)
     out, here = new_run_folder(settings), Path.cwd()
     from covey import run
@@ -200,7 +201,6 @@ def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
     except KeyboardInterrupt:
         _print_resume_command(type(settings), out, here)
         raise
-    return 0
 
 
 def _print_resume_command(kind: type[recipe.AnyRecipe], run: Path, here: Path) -> None:
@@ -210,7 +210,7 @@ def _print_resume_command(kind: type[recipe.AnyRecipe], run: Path, here: Path) -
         print(printable(f"\ngo on with: {command}", keep="\n"), file=sys.stderr)
 
 
-def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> int:
+def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> None:
     if not recipe.is_run(folder):
         raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
     if recipe.kind_of(folder) is not kind:
@@ -231,10 +231,9 @@ def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> 
     except KeyboardInterrupt:
         _print_resume_command(kind, Path(folder), here)
         raise
-    return 0
 
 
-def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> int:
+def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, tokens: Sequence[str]) -> None:
     check_source(source)
     if settings is None and not recipe.is_run(source):
         raise CoveyError(
@@ -248,10 +247,9 @@ def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, to
         run.evaluate_sft(source, settings)
     else:
         run.evaluate(source, settings)
-    return 0
 
 
-def _generate(source: str, prompt: str, options: GenerateOptions) -> int:
+def _generate(source: str, prompt: str, options: GenerateOptions) -> None:
     check_source(source)
     from covey import run
 
@@ -259,23 +257,20 @@ def _generate(source: str, prompt: str, options: GenerateOptions) -> int:
     for number, text in enumerate(answers, start=1):
         print(f"--- {number} of {len(answers)}" if len(answers) > 1 else "", end="\n" if len(answers) > 1 else "")
         print(printable(text, keep="\n\t"))
-    return 0
 
 
-def _chat(source: str, options: ChatOptions) -> int:
+def _chat(source: str, options: ChatOptions) -> None:
     check_source(source)
     from covey import run
 
     run.chat(source, options.rollout)
-    return 0
 
 
-def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) -> int:
+def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) -> None:
     check_source(source)
     from covey import run
 
     run.export(source, out, options.format, options.dtype, shard_bytes)
-    return 0
 
 
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
@@ -300,11 +295,6 @@ def _tokens(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def _built_in(kind: type[recipe.AnyRecipe] = recipe.AnyRecipe) -> str:
     return "built-in recipes: " + ", ".join(recipe.names(kind))
-
-
-def _print(text: str) -> int:
-    print(text, end="")
-    return 0
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {

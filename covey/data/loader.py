@@ -18,7 +18,7 @@ LoaderState = dict[str, Any]
 """State of a loader, JSON-serializable: `position` in rows, and `fingerprint`."""
 
 
-class PromptLoader:
+class PromptLoader(Iterator[list[Row]]):
     """Iterator over batches of rows.
 
     Attributes:
@@ -54,9 +54,6 @@ class PromptLoader:
     def __len__(self) -> int:
         """Return the number of batches per epoch, rounded up."""
         return -(-len(self.rows) // self.prompts_per_step)
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        return self
 
     def __next__(self) -> list[Row]:
         batch = self.take(self.prompts_per_step)

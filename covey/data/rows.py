@@ -7,6 +7,7 @@ message at its end becomes the column `completion`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any
 
 from covey.data.forms import FORMS, find_chat_form
@@ -91,7 +92,7 @@ def iter_items(data: Any) -> Iterator[Any]:
     if isinstance(data, (str, bytes)):
         fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
         raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
-    if _length(data) > MAX_ROWS:
+    if length_hint(data) > MAX_ROWS:
         raise _endless_error()
     try:
         table = _table_rows(data)
@@ -128,13 +129,6 @@ def _refuse_part_of_table(item: Any, number: int, data: Any) -> None:
         return
     fix = "pass the table itself (pandas, Arrow, Polars), or its rows as a list of dicts"
     raise DataError(what, want="rows as dicts", fix=fix)
-
-
-def _length(data: Any) -> int:
-    try:
-        return len(data)
-    except TypeError:  # an iterator: counted while it runs
-        return 0
 
 
 def _endless_error() -> DataError:
