@@ -2,12 +2,13 @@
 
 A class that derives from `Config` is a dataclass. Its fields have strict types, ranges and choices; unknown keywords
 are refused; `contradictions` compares its fields with each other. One `RecipeError` reports all mistakes of a call.
-NumPy scalars are valid as numbers, lists as tuples, and paths as text. This module does not import JAX.
+NumPy scalars are valid as numbers, lists as tuples, and paths as text. `Keywords` refuses unknown keywords of learners
+and clusters with the same errors. This module does not import JAX.
 """
 
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Signature, signature
@@ -18,6 +19,7 @@ from typing import (
     ClassVar,
     Literal,
     NamedTuple,
+    Self,
     TypeVar,
     Union,
     dataclass_transform,
@@ -194,6 +196,35 @@ def _make_optional(cls: type[Config]) -> None:
     for name, kind in cls.kinds.items():
         cls.__annotations__[name] = kind | None
         setattr(cls, name, None)
+
+
+class Keywords:
+    """Base class of learners and clusters, which refuses unknown keywords and settings of a wrong class."""
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Self:
+        """Refuse arguments that the constructor does not accept.
+
+        Raises:
+            RecipeError: arguments are invalid; the error lists all of them.
+        """
+        raise_together(list(_mistakes(cls, args, keywords)))
+        return super().__new__(cls)
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        suggestions.register(cls)
+
+
+def _mistakes(cls: type, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[RecipeError]:
+    if (known := suggestions.keywords_of(cls)) is None:
+        return
+    for name in keywords:
+        if name not in known:
+            yield RecipeError(f"{cls.__name__} has no keyword {name!r}", fix=suggestions.suggest(cls, name))
+    for name, value in [*zip(known, args, strict=False), *keywords.items()]:
+        wanted = classes_in(known.get(name))
+        if wanted and value is not None and not isinstance(value, tuple(wanted)):
+            yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=cls.__name__)
 
 
 def defaults(cls: type[Config]) -> dict[str, Any]:

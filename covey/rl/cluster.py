@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from covey.config.algorithms import algorithm_of
-from covey.config.keywords import Keywords
+from covey.config.base import Keywords
 from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate

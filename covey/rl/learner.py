@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from covey.config.algorithms import algorithm_of
-from covey.config.keywords import Keywords
+from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows

@@ -160,8 +160,7 @@ def _load_pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> t
 
 def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
-    own = load_recipe(folder).model
-    options_of_run = replace(own, **_compute_options(options))
+    options_of_run = replace(load_recipe(folder).model, **_compute_options(options))
     model, tokenizer, origin = _load_run(Path(folder), options_of_run, mesh)
     return (
         merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block)),

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.keywords import Keywords
+from covey.config.base import Keywords
 from covey.config.schema import SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
