@@ -3,6 +3,7 @@ are checked for type and range.
 """
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def open_reader(path: Path) -> Any:
     check_file(path)
 
     class Reader(gguf.GGUFReader):  # type: ignore[name-defined, misc]
-        """Reader that takes nothing beyond the file's end, and an array of numbers as one slice.
+        """Reader that takes nothing beyond the file's end, an array of numbers as one slice, and strings in one loop.
 
         The package reads as many elements as a file declares, one by one, whether or not they exist. The file is sliced
         as a plain array: a memmap costs three times as much, and a vocabulary takes a million slices.
@@ -60,10 +61,24 @@ def open_reader(path: Path) -> Any:
                 if kind[0] != gguf.GGUFValueType.STRING:
                     raise ValueError(f"an array of type {kind[0]}")  # of arrays: llama.cpp refuses them too
                 self._get(orig_offs + 12, np.uint64, length[0])  # each string begins with its length
-                return super()._get_field_parts(orig_offs, raw_type)
+                strings, end = self._get_strings(orig_offs + 12, int(length[0]))
+                types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
+                return end - orig_offs, [kind, length, *strings], range(2, 2 + len(strings)), types
             values = self._get(orig_offs + 12, number, length[0])
             types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(int(kind[0]))]
             return 12 + int(values.nbytes), [kind, length, values], [2], types
+
+        def _get_strings(self, offset: int, count: int) -> tuple[list[np.ndarray], int]:
+            """Return the bytes of the strings from `offset` on, and the offset behind them."""
+            order = "<" if self.endianess == gguf.GGUFEndian.LITTLE else ">"
+            read_size, found, buffer = struct.Struct(f"{order}Q").unpack_from, [], memoryview(self.data)
+            for _ in range(count):
+                (size,) = read_size(buffer, offset)
+                begin, offset = offset + 8, offset + 8 + size
+                if offset > len(buffer):
+                    raise ValueError(f"it claims a string of {size} bytes at {begin}, where the file has fewer")
+                found.append(self.data[begin:offset])
+            return found, offset
 
     try:
         return Reader(path)

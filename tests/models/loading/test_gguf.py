@@ -25,6 +25,7 @@ from covey.models.config import RopeScaling
 from covey.models.loading import gguf as gguf_file
 from covey.models.loading import weights
 from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint, unpermute
+from covey.models.loading.gguf_reader import open_reader
 from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "parity" / "golden"
@@ -312,6 +313,22 @@ def test_an_end_token_that_is_ordinary_text_does_not_stop(make):
 def test_bos_as_the_file_says_or_its_tokenizer_implies(make, fields: dict, wants: bool):
     tokens = GGUFCheckpoint(make(meta=fields)).tokenizer.encode_prompt("ab")
     assert (tokens[0] == 0) == wants
+
+
+@pytest.mark.parametrize("order", gguf.GGUFEndian)
+def test_a_list_of_texts_is_read_as_the_package_reads_it(tmp_path: Path, order: gguf.GGUFEndian):
+    path, words = tmp_path / "words.gguf", ["a", "", "schön", "end"]
+    writer = gguf.GGUFWriter(path, "llama", endianess=order)
+    writer.add_array("words", words)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    field, theirs = open_reader(path).fields["words"], gguf.GGUFReader(path).fields["words"]
+    assert field.contents() == theirs.contents() == words
+    assert field.types == theirs.types
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match="claims a string of 3 bytes"):
+        open_reader(path)
 
 
 # --- spoiled files
