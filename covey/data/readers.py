@@ -68,7 +68,7 @@ def read_records(
     if config.test_path:
         what = f"data.test_path is set, and {path} has its own test split"
         raise DataError(what, want="data.test_path beside a file", fix="leave it out", where="data.test_path")
-    splits = (_load_hub if path.startswith("hf:") else _load_tfds)(path, hub_config)
+    splits = _load_splits(path, hub_config)
     held_out = next((name for name in TEST_SPLITS if name in splits), None)
     train_records = _read_split(path, "train", splits, columns)
     return train_records, None if held_out is None else _read_split(path, held_out, splits, columns)
@@ -191,27 +191,31 @@ def _existing_path(given: str | None, key: str, wanted: str) -> Path:
 # --- hubs
 
 
-def _load_hub(path: str, config: str | None) -> Splits:
+def _load_splits(path: str, config: str | None) -> Splits:
+    load, fix = HUB_LOADERS[path.partition(":")[0]]
+    try:
+        splits: Splits = load(path, config)
+    except DataError:
+        raise
+    except Exception as error:  # whatever the package raises is shown to the user
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"{path} cannot be read: {type(error).__name__}: {reason:.300}"
+        raise DataError(what, fix=fix, where="data.path") from error
+    return splits
+
+
+def _load_hub(path: str, config: str | None) -> Any:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
     if not match:
         raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
     datasets = _import_package("datasets", install_command("hub"), path)
-    try:
-        splits: Splits = datasets.load_dataset(match[1], match[2] or config, revision=match[3])
-        return splits
-    except Exception as error:  # whatever the package raises is shown to the user
-        fix = "look at its name and config, and at the network; a gated data set wants a login: hf auth login"
-        raise _unreadable_error(path, error, fix) from error
+    return datasets.load_dataset(match[1], match[2] or config, revision=match[3])
 
 
-def _load_tfds(path: str, config: str | None) -> Splits:
+def _load_tfds(path: str, config: str | None) -> Any:
     """Load a data set through TFDS's random access, which needs no TensorFlow."""
     tfds = _import_package("tensorflow_datasets", install_command("tfds"), path)
-    try:
-        splits: Splits = tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
-        return splits
-    except Exception as error:  # as above
-        raise _unreadable_error(path, error, "look at its name, at the network and at the free disk") from error
+    return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
 
 
 def _import_package(name: str, fix: str, path: str) -> Any:
@@ -219,11 +223,6 @@ def _import_package(name: str, fix: str, path: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise DataError(f"{path} needs the package {name}: {error}", fix=fix, where="data.path") from None
-
-
-def _unreadable_error(path: str, error: Exception, fix: str) -> DataError:
-    reason = next(iter(str(error).splitlines()), "")
-    return DataError(f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path")
 
 
 def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records:
@@ -243,3 +242,12 @@ READERS: dict[str, tuple[Reader, str]] = {
     ".parquet": (_read_parquet, "a Parquet file with rows"),
 }
 """Reader for each file suffix, and what it reads; files with any other suffix are read as JSON Lines."""
+
+HUB_LOADERS: dict[str, tuple[Callable[[str, str | None], Any], str]] = {
+    "hf": (
+        _load_hub,
+        "look at its name and config, and at the network; a gated data set wants a login: hf auth login",
+    ),
+    "tfds": (_load_tfds, "look at its name, at the network and at the free disk"),
+}
+"""Loader for each hub, and the fix for what it raises."""
