@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from jax.sharding import Mesh
 from rich.console import Console
 
+from covey.allocator import release_free_memory
 from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, to_yaml
 from covey.data import Dataset
@@ -71,6 +72,8 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         def phase(name: str) -> None:
             for listener in (progress, watchdog, compile_counter):
                 listener.phase(name)
+            if name == "update":  # the phase that needs the most memory
+                release_free_memory()
 
         stack.enter_context(show_log(phase, progress.message))
         tracked = Tracked(folder.path, asdict(recipe), folder.resume_at)
