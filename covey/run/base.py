@@ -72,7 +72,8 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         def phase(name: str) -> None:
             for listener in (progress, watchdog, compile_counter):
                 listener.phase(name)
-            if name == "update":  # the phase that needs the most memory
+            if name == "update":  # the phase that needs the most memory, and that donates what a save reads
+                folder.saves.wait_until_read()
                 release_free_memory()
 
         stack.enter_context(show_log(phase, progress.message))

@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -29,6 +29,7 @@ from jaxtyping import PyTree
 from orbax import checkpoint as legacy
 from orbax.checkpoint import v1 as ocp
 
+from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.reshard import flatten
 from covey.train.checksums import (
@@ -43,6 +44,8 @@ from covey.train.checksums import (
 )
 
 ARRAYS, META = "arrays", "meta.json"
+BYTES_IN_FLIGHT = 2**28
+"""Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
 
 
 class Checkpointer:
@@ -66,6 +69,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self._max_to_keep = max_to_keep
         self._pending: Future[None] | None = None
+        self._reading: Future[None] | None = None
         self._abandoned: set[int] = set()
         self._lock = None if read_only else take_lock(self.folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -94,9 +98,10 @@ class Checkpointer:
     def save(
         self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None, *, score: float | None = None
     ) -> None:
-        """Start writing `state`; return as soon as it is copied, so that the caller may continue training or donate it.
+        """Start writing `state`; return at once, so that the caller may continue training or donate it.
 
-        First wait for an earlier save and raise its failure. A step that already exists is replaced.
+        On a CPU the arrays themselves are read, and JAX copies those that are donated meanwhile; `wait_until_read`
+        avoids that. First wait for an earlier save and raise its failure. A step that already exists is replaced.
 
         Args:
             step: number of optimizer updates done.
@@ -127,8 +132,9 @@ class Checkpointer:
         partial = refuse_file_at(refuse_file_at(self._path(step)).with_suffix(".partial"))
         shutil.rmtree(partial, ignore_errors=True)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
-        wait = _write(partial / ARRAYS, stored) if stored else None
-        self._pending = self._worker.submit(self._complete, partial, text, wait, needed)
+        writing = self._worker.submit(_write(partial / ARRAYS, stored))
+        self._reading = writing if any(map(_is_in_host_memory, stored.values())) else None
+        self._pending = self._worker.submit(self._complete, partial, text, writing, needed)
 
     def restore(
         self,
@@ -172,6 +178,11 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    def wait_until_read(self) -> None:
+        """Wait until the last save has read the state, so that donating it costs no copy; see `save`."""
+        if self._reading is not None:
+            wait([self._reading])  # `wait` of the checkpointer raises its error
+
     def close(self) -> None:
         """Wait for the last save, then release the lock of the folder."""
         lock, self._lock = self._lock, None
@@ -200,13 +211,13 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
-    def _complete(self, partial: Path, meta: str, wait: Callable[[], Any] | None, needed: int) -> None:
-        """Run in the worker thread: wait for Orbax, seal, rename into place, and remove steps no longer kept."""
+    def _complete(self, partial: Path, meta: str, writing: Future[None], needed: int) -> None:
+        """Run in the worker thread, after Orbax: seal, rename into place, and remove steps no longer kept."""
+        release_free_memory()  # of what Orbax encoded
         try:
+            writing.result()
             partial.mkdir(exist_ok=True)
             (partial / META).write_text(meta)
-            if wait is not None:
-                wait()
             write_checksums(partial)
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
@@ -278,16 +289,21 @@ class Checkpointer:
 
 
 def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
-    """Hand copies of the arrays to Orbax; return a function that waits until they are written.
+    """Let Orbax begin to write the arrays; return a function that waits until they are written.
 
     With several processes, `v1` would wait for the others to save too and would refuse arrays of one process alone. So
     there Orbax's older API, which does neither, writes the same files from host arrays.
     """
+    if not arrays:
+        return lambda: None
     if jax.process_count() == 1:
-        wait: Callable[[], Any] = ocp.save_async(path, arrays).result
+        context, largest = ocp.Context(), max(leaf.nbytes for leaf in arrays.values())
+        context.memory.write_concurrent_bytes = max(BYTES_IN_FLIGHT, largest)
+        with context:
+            wait: Callable[[], Any] = ocp.save_async(path, arrays).result
         return wait
-    copies = {name: np.array(leaf) for name, leaf in arrays.items()}
-    return lambda: _write_alone(path, copies)
+    on_host = {name: np.asarray(leaf) for name, leaf in arrays.items()}
+    return lambda: _write_alone(path, on_host)
 
 
 def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -318,6 +334,10 @@ def _entry(name: str, leaf: Any) -> dict[str, Any]:
 
 def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _is_in_host_memory(leaf: jax.Array) -> bool:
+    return any(device.platform == "cpu" for device in leaf.devices())
 
 
 def _as_stored(leaf: jax.Array) -> jax.Array:

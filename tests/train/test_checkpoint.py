@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import random
 import resource
 import shutil
@@ -587,3 +588,59 @@ def test_killed_between_two_operations_on_files(tmp_path: Path, where: str, coun
         assert writer.returncode == -signal.SIGKILL
         finished = max([finished, *map(int, output.split())])
         check_after_death(tmp_path, finished)
+
+
+# --- memory
+
+
+def test_arrays_that_were_read_are_donated_without_a_copy(tmp_path: Path) -> None:
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = jax.random.normal(jax.random.key(0), (512, 512))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.wait_until_read()  # nothing was saved yet
+        checkpoints.save(1, {"w": state})
+        checkpoints.wait_until_read()
+        address = state.unsafe_buffer_pointer()
+        assert step(state).unsafe_buffer_pointer() == address
+
+
+def test_a_failed_save_is_raised_once_the_caller_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Any:
+        raise OSError("no space left on device")
+
+    with Checkpointer(tmp_path) as checkpoints:
+        monkeypatch.setattr("covey.train.checkpoint._write", lambda *_: fail)
+        checkpoints.save(1, params(1))
+        checkpoints.wait_until_read()
+        with pytest.raises(ResumeError, match="no space left"):
+            checkpoints.wait()
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+import jax
+from covey.train import checkpoint
+
+def megabytes(name):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(name + ":")[1].split()[0]) / 2**10
+
+checkpoint.BYTES_IN_FLIGHT = 2**23
+state = {f"w{i}": jax.random.normal(jax.random.key(i), (2**19,)) for i in range(100)}
+with checkpoint.Checkpointer(sys.argv[1]) as saves:
+    saves.save(1, {"w": state["w0"]})
+    saves.wait()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = megabytes("VmRSS")
+    saves.save(2, state)
+    saves.wait()
+print(megabytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and counts on glibc")
+def test_a_save_holds_no_second_copy(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert float(found.stdout) < 80  # of 200 MiB of state, with 8 MiB in flight
