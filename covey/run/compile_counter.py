@@ -13,6 +13,8 @@ from typing import Self
 
 import jax
 
+from covey.allocator import release_free_memory
+
 log = logging.getLogger(__name__)
 
 LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -22,11 +24,13 @@ OUTSIDE_STEPS = "beside"
 """Name for everything outside a step: loading, and the evaluations before and after."""
 WARM_UP_STEPS, LOOK_BACK = 20, 10
 """Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
+LONG = 1.0
+"""Seconds of a compilation that leaves enough free memory to return it to the system, before the program runs."""
 
 
 class CompileCounter:
     """Count programs between enter and exit. A phase belongs to the thread that begins it: one may sample while another
-    trains.
+    trains. After a long compilation, return the compiler's memory to the system.
 
     Args:
         on_compile: called when the compilation of a program begins, with its number in the step and phase, and with 0
@@ -80,6 +84,8 @@ class CompileCounter:
             self.counts[phase] += 1
             self._new[phase] += 1
             self._seconds += duration_secs
+            if duration_secs > LONG:
+                release_free_memory()
 
 
 ADVICE = (

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from covey.display import show_log
-from covey.run.compile_counter import LOOK_BACK, WARM_UP_STEPS, CompileCounter
+from covey.run import compile_counter
+from covey.run.compile_counter import COMPILED_EVENT, LONG, LOOK_BACK, WARM_UP_STEPS, CompileCounter
 
 
 def compiled_anew(size: int) -> None:
@@ -22,6 +23,15 @@ def heard() -> Iterator[list[str]]:
     found: list[str] = []
     with show_log(info=print, warning=found.append):
         yield found
+
+
+def test_the_memory_of_a_long_compilation_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bool] = []
+    monkeypatch.setattr(compile_counter, "release_free_memory", lambda: released.append(True))
+    with CompileCounter():
+        for seconds in (LONG / 2, LONG * 2):
+            jax.monitoring.record_event_duration_secs(COMPILED_EVENT, seconds)
+    assert released == [True]
 
 
 def test_programs_are_counted_in_the_phase_that_compiled_them(heard: list[str]) -> None:
