@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import curves, decode, logprobs, rollout, startup, step, update
+from benchmarks import curves, decode, logprobs, memory, rollout, startup, step, update
 from benchmarks.common import Result, Settings, tell
 from benchmarks.sizes import SIZES, size_of
 from covey.errors import CoveyError
@@ -82,6 +82,7 @@ PARTS: dict[str, Callable[[Settings], None]] = {
     "update": partial(_telling, "update", update.measure),
     "step": partial(_telling, "step", step.measure),
     "startup": partial(_telling, "startup", startup.measure),
+    "memory": memory.main,
     "curves": curves.main,
 }
 

@@ -238,6 +238,33 @@ def test_a_start_that_fails_says_why(tmp_path):
         start(["quikstart"], tmp_path / "out", tmp_path)
 
 
+def test_buffers_that_arrays_share_count_once():
+    from benchmarks.memory_events import live_bytes
+
+    array = jax.device_put(np.zeros(1000, np.float32))
+    assert live_bytes([array, array, jnp.ones(1000, jnp.float32)]) == 8000
+
+
+def test_phases_are_told_at_their_first_time_and_at_their_peak():
+    from benchmarks.memory import Phase, selected
+
+    phases = [Phase(name, 1.0, 1.0, peak, 1.0, 0.0) for name, peak in [("a", 2.0), ("b", 1.0), ("a", 1.0), ("a", 3.0)]]
+    assert selected(phases) == [phases[0], phases[1], phases[3]]
+
+
+@pytest.mark.slow
+def test_memory_is_told_by_phase_and_by_part(capsys):
+    from benchmarks.__main__ import main
+
+    words = ["--model.source", "scratch:arithmetic-tiny", "--max-steps", "1", "--evaluation.prompts", "1"]
+    assert main(["memory", "--recipe", "arithmetic-tiny", *words]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"imports", "rollout", "update", "evaluating after training"} <= {p["name"] for p in found["phases"]}
+    parts = found["parts"]
+    assert 0 < parts["weights"] < parts["optimizer"] < parts["floor"] < parts["peak"]
+    assert parts["optimizer"] <= 2 * parts["weights"] + 2  # Adam's two moments, and nothing that a rollout left
+
+
 @pytest.mark.slow
 def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monkeypatch, capsys, tmp_path):
     from benchmarks import common, curves
