@@ -13,7 +13,7 @@ from covey.data import arithmetic, first_letter, gsm8k, readers, sums
 from covey.data.examples import as_example
 from covey.data.forms import FORMS
 from covey.data.rows import Row, as_chat_row, as_prompt
-from covey.errors import DataError, nearest
+from covey.errors import DataError
 from covey.types import Message
 
 Splits = tuple[list[Row], list[Row]]
@@ -73,8 +73,6 @@ def load_examples(config: SFTDataConfig) -> Dataset:
 
 
 def _find_task(config: DataConfig) -> Task:
-    if config.task not in TASKS:
-        raise DataError(f"there is no task {config.task!r}", fix=nearest(config.task, TASKS), where="data.task")
     for problem in config.unread_settings():
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     return TASKS[config.task]

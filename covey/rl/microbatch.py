@@ -56,7 +56,7 @@ def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
     step = training.prompts_per_step
     given = {stage: getattr(training, f"{stage}_micro_batch_size") for stage in STAGES}
     sizes = {stage: step if size is None else size for stage, size in given.items()}
-    bad = {stage: size for stage, size in sizes.items() if not isinstance(size, int) or not 1 <= size <= step}
+    bad = {stage: size for stage, size in sizes.items() if not 1 <= size <= step}
     raise_together([_size_error(stage, size, step, num_generations) for stage, size in bad.items()])
     return StageSizes(**sizes)
 
@@ -140,11 +140,9 @@ def _refuse_other_columns(micro_batches: Sequence[Mapping[str, Any]]) -> None:
             raise DataError(what, want=f"those of the first: {', '.join(sorted(wanted))}")
 
 
-def _size_error(stage: str, size: Any, step: int, num_generations: int) -> RecipeError:
+def _size_error(stage: str, size: int, step: int, num_generations: int) -> RecipeError:
     """Return the error for an invalid stage size, in prompts and in completions, with the valid sizes."""
     name, G = f"{stage}_micro_batch_size", num_generations
-    if not isinstance(size, int):
-        return RecipeError(f"{name} is {size!r}", want="a whole number of prompts", where=f"training.{name}")
     what = f"{name} {size} prompts × num_generations {G} = {size * G} samples"
     what += f", and a step has prompts_per_step {step} × {G} = {step * G}"
     nearest = min(max(size, 1), step)
