@@ -144,6 +144,7 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     assert json.loads((out / "summary.json").read_text()) == summary
     assert {"accuracy", "format_accuracy", "samples"} <= summary["before"].keys() & summary["after"].keys()
     assert summary["steps"] == 6
+    assert "sync" not in summary["programs"]  # schedule and metrics are computed on the host
     metrics, samples = rows(out, "metrics.jsonl"), rows(out, "samples.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert [name for name in logged(out) if not is_logged(name, RL, ready().rewards)] == []
