@@ -46,4 +46,5 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) ->
     mesh, abstract = mesh_of(params), jax.eval_shape(optimizer.init, params)
     if mesh is not None:
         return shardings(abstract, mesh)
-    return jax.tree.map(lambda _: jax.tree.leaves(params)[0].sharding, abstract)
+    sharding = jax.tree.leaves(params)[0].sharding
+    return jax.tree.map(lambda _: sharding, abstract)
