@@ -9,6 +9,7 @@ backward pass rematerialises each unless `remat` is off.
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,13 @@ from covey.models.layers import (
     save_product,
 )
 from covey.parallel.sharding import num_row_shards, row_sharding
+
+
+def rngs_for_shapes() -> Any:
+    """Return a stand-in for `nnx.Rngs` under `nnx.eval_shape`: always the same key, since no value is computed. Rngs
+    counts the keys that it gives, and each count searches the whole trace so far.
+    """
+    return SimpleNamespace(params=lambda: jax.random.key(0))
 
 
 class Embedding(nnx.Module):

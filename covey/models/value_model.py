@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.errors import WeightsError
 from covey.models.attention import Attend
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, rngs_for_shapes
 from covey.models.loading import weights
 
 
@@ -90,7 +90,7 @@ def load_value_model(
     labels = weights.num_labels(checkpoint)
     _check_head(labels, new_head, str(found.path))
     config = replace(checkpoint.config, tie_embeddings=True)
-    build = lambda: ValueModel(Decoder(config, rngs=nnx.Rngs(0), **options))  # noqa: E731
+    build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
     tensors = _tensors(checkpoint, zero=config.hidden_size if labels is None else 0)
     abstract = nnx.eval_shape(build)
     model = weights.fill_parameters(abstract, tensors, put or weights.make_put(abstract, mesh), where=str(found.path))

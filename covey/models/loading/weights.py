@@ -22,7 +22,7 @@ from covey.errors import WeightsError
 from covey.files import check_file
 from covey.models import families
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, rngs_for_shapes
 from covey.models.layers import Linear
 from covey.models.loading import config_fields, sources
 from covey.models.loading.gguf import GGUFCheckpoint
@@ -101,7 +101,7 @@ def load(
     def build() -> Decoder:
         return Decoder(
             checkpoint.config,
-            rngs=nnx.Rngs(0),
+            rngs=rngs_for_shapes(),
             param_dtype=param_dtype,
             compute_dtype=compute_dtype,
             remat=remat,
