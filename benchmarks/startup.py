@@ -157,7 +157,9 @@ def _recipe(settings: Settings, model: Path, data: Path) -> Recipe:
         model=ModelOptions(str(model), lora=LoRAConfig(rank=settings.lora)),
         data=DataConfig("jsonl", str(data)),
         rewards=("benchmarks.peers.work:even_words",),
-        rollout=RolloutConfig(shape.prompt_length, shape.max_new_tokens, slots=shape.slots),
+        rollout=RolloutConfig(
+            max_prompt_length=shape.prompt_length, max_new_tokens=shape.max_new_tokens, slots=shape.slots
+        ),
         grpo=GRPOConfig(num_generations=shape.samples),
         training=RLTrainingConfig(max_steps=100, prompts_per_step=shape.prompts),
         evaluation=EvalConfig(prompts=1),

@@ -196,4 +196,4 @@ for group in after.groups[:2]:
     print(f"\n> {group.columns['question']}\n{group.completions[0].text}\n(right: {group.columns['answer']})")
 
 apart = write_peft(cluster.actor, tokenizer.vocab_size, given.out / "adapter", base=given.model.removeprefix("hf:"))
-print(f"\n{given.out / 'adapter'}: read back, its logits differ by {apart.largest:.2g} at most")
+print(f"\n{given.out / 'adapter'}: read back, its logits differ by {apart.max_difference:.2g} at most")
