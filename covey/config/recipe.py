@@ -100,8 +100,14 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
     """Return the names of the built-in recipes of one kind, by default of both."""
-    found = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
-    return found if kind is AnyRecipe else [name for name in found if kind_of(name) is kind]
+    found = sorted(BUILT_IN.glob("*.yaml"))
+    return [path.stem for path in found if kind is AnyRecipe or _method_line(path) == kind.method]
+
+
+def _method_line(built_in: Path) -> str:
+    """Return the method of a built-in recipe by its line alone: to parse all of them takes a tenth of a second."""
+    line = re.search(r"^method: (\w+)", built_in.read_text(encoding="utf-8"), re.M)
+    return line[1] if line else Recipe.method
 
 
 def find(source: str | Path) -> Path:

@@ -441,6 +441,11 @@ def test_an_unknown_method_is_refused(tmp_path, method):
 # --- finding
 
 
+def test_the_names_of_a_kind_are_those_of_the_recipes_that_load_as_that_kind():
+    for kind in (Recipe, SFTRecipe):
+        assert recipe.names(kind) == [name for name in recipe.names() if recipe.kind_of(name) is kind]
+
+
 def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
     assert {"quickstart", "arithmetic-smollm2", "gsm8k-smollm2"} <= set(recipe.names())
     for name in recipe.names():
