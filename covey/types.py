@@ -13,9 +13,12 @@ Host arrays are NumPy at their true length: nothing is padded before `packing.ro
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax import Array
 
 Message = Mapping[str, str]
 """One chat turn: `{"role": ..., "content": ...}`."""
@@ -86,3 +89,9 @@ class Mean(NamedTuple):
 
     total: Any
     count: Any
+
+
+MetricSums = dict[str, "Mean | Array"]
+"""A micro-batch's contribution to each metric: totals and counts are summed; bare arrays, whose names end in `/min` or
+`/max`, are reduced by minimum or maximum.
+"""

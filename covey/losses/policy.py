@@ -17,13 +17,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.config.algorithms import Algorithm
-from covey.types import Mean
+from covey.types import Mean, MetricSums
 
 MAX_EXPONENT = 20.0
 """Largest exponent: e^20 is 5e8."""
-
-MetricSums = dict[str, Mean | Array]
-"""A micro-batch's part of each metric: a `Mean`, or an array to take the extreme of for names in `/min` or `/max`."""
 
 PerToken = Float[Array, "R M"]
 Ratio = Callable[[PerToken, PerToken, Bool[Array, "R M"], Int[Array, "R M"]], PerToken]

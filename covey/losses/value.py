@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 
 from covey.errors import DataError
 from covey.losses.logprobs import gather_hidden
-from covey.losses.policy import MetricSums, weighted_mean_sums
+from covey.losses.policy import weighted_mean_sums
 from covey.packing.rows import Rows
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, FinishReason, Group, MetricSums
 
 
 class ValueInputs(NamedTuple):

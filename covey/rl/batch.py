@@ -10,12 +10,12 @@ from jaxtyping import Array
 
 from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import token_logps
-from covey.losses.policy import LossInputs, MetricSums, Surrogate, policy_loss
+from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, rows_at_a_time, split_micro_batches
 from covey.parallel.placement import put_rows
 from covey.train.trainer import LossFn, MicroBatch
-from covey.types import Group
+from covey.types import Group, MetricSums
 
 
 @dataclass(frozen=True)

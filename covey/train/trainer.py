@@ -23,12 +23,7 @@ from covey.models.decoder import compiler_options
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
-from covey.types import Mean
-
-MetricSums = dict[str, Mean | Array]
-"""A micro-batch's contribution to each metric: totals and counts are summed; bare arrays, whose names end in `/min` or
-`/max`, are reduced by minimum or maximum.
-"""
+from covey.types import Mean, MetricSums
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
 """Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""

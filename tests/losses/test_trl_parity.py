@@ -17,10 +17,10 @@ import pytest
 from covey.config.algorithms import Algorithm, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
-from covey.losses.policy import AGGREGATES, LossInputs, MetricSums, policy_loss
+from covey.losses.policy import AGGREGATES, LossInputs, policy_loss
 from covey.losses.shaping import kl_penalty
 from covey.rewards.score import score
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, FinishReason, Group, MetricSums
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 FACTS = json.loads((GOLDEN / "trl.json").read_text())
