@@ -10,7 +10,6 @@ holds (`peaks`). A model that fits into the processor's cache can be faster than
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,8 +17,7 @@ from flax import nnx
 from benchmarks.common import Result, Settings, interleaved, short
 from benchmarks.counting import Span, decoding
 from benchmarks.peaks import peaks, product_rate
-from covey.sampling import device as steps
-from covey.sampling.cache import Slots, empty_slots
+from covey.sampling.device import Programs, Slots
 from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams
 
@@ -77,22 +75,17 @@ class _Work:
     def __init__(self, settings: Settings, batch: int, place: int):
         self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
         graph, self.params = nnx.split(settings.model())
-        time = length_bucket(place + self.chunk)
-        self.slots = empty_slots(batch, time, c.num_layers, c.num_kv_heads, c.head_dim, jnp.dtype(settings.dtype))
-        self.place = place
-        program = partial(steps.decode, graph, (c.vocab_size,), sampling_params=SamplingParams(), steps=self.chunk)
-        self.program = jax.jit(program, donate_argnums=(1,))
+        self.programs = Programs(graph, (c.vocab_size,))
+        self.cache = self.programs.empty_cache(self.params, batch, 0, length_bucket(place + self.chunk))
+        length, ones = np.full(batch, place, np.int32), np.ones(batch, np.int32)
+        self.slots = Slots(length, token=ones, num_tokens=ones, active=ones > 0)
+        self.noise = np.random.default_rng(0).random((batch, self.chunk), np.float32)
 
     def __call__(self, tokens: int) -> bool:
-        """Decode `tokens` in all; return whether every slot was busy in every step."""
-        made = 0
+        """Decodes `tokens` in all; whether every slot was busy in every step."""
+        made, limit, sampling_params = 0, np.int32(2**30), SamplingParams()
         for _ in range(tokens // (self.batch * self.chunk)):
-            self.slots, _, valid, _ = self.program(self.params, self._fresh(self.slots))
+            state = self.params, self.cache, self.slots, self.noise, limit
+            self.cache, _, _, valid, _ = self.programs.decode(*state, sampling_params=sampling_params)
             made += int(valid.sum())
         return made == tokens
-
-    def _fresh(self, slots: Slots) -> Slots:
-        full = partial(jnp.full, (self.batch,))
-        return slots._replace(
-            length=full(self.place), num_tokens=full(1), max_tokens=full(2**30), token=full(0), active=full(True)
-        )

@@ -1,73 +1,56 @@
-"""Slots of the KV cache: insert prefilled prompts, attend while decoding, resize.
+"""KV cache of the decode batch in blocks of time: insert prefilled prompts, attend while decoding, keep some slots.
 
-A slot is one row of every cache buffer. Keys are stored [S, K, W, T] and values [S, K, T, W], one buffer per layer: a
-decode step then reads them in order (measured against [S, T, K, W] on CPU: 5 times the bandwidth). The time axis grows
-between chunks of steps and the slot axis shrinks when few completions remain; inside a step both are fixed.
+A layer's cache is a list of blocks, each an array of its own: block b holds the keys and values of all slots for the
+positions from the end of block b - 1 on. The cache grows by further blocks, without a copy. A decode step reads whole
+blocks, as many as its longest active slot needs, so that one program serves all lengths at nearly the cost of the
+tokens present. The slot axis shrinks between chunks of steps when few completions remain.
+
+Keys are stored [S, K, W, B] and values [S, K, B, W]: a decode step then reads them in order (measured against
+[S, B, K, W] on CPU: 5 times the bandwidth).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import causal_spans, span_attention
 from covey.models.layers import apply_softcap
-
-NO_TOKEN = -1
-"""Value that means "no forced token"."""
-
-LayerCache = tuple[Float[Array, "S K W T"], Float[Array, "S K T W"]]
+from covey.sampling.lengths import block_lengths
 
 
-class Slots(NamedTuple):
-    """State of the decode loop on the device.
+class Block(NamedTuple):
+    """Keys and values of one layer for all slots and some positions."""
 
-    Attributes:
-        cache: keys and values of each layer.
-        length: number of tokens in the cache; also the position of the next one.
-        token: the last token drawn, not yet in the cache.
-        num_tokens: number of tokens of the completion so far.
-        max_tokens: maximum number of tokens in the completion.
-        key: the completion's random key; the token's index is folded in at each draw.
-        active: whether the slot is still being decoded.
-        forced_tokens: tokens that replace those the next steps draw, followed by NO_TOKEN; None without a tool.
-    """
+    keys: Float[Array, "S K W B"]
+    values: Float[Array, "S K B W"]
 
-    cache: list[LayerCache]
-    length: Int[Array, "S"]
-    token: Int[Array, "S"]
-    num_tokens: Int[Array, "S"]
-    max_tokens: Int[Array, "S"]
-    key: Array
-    active: Bool[Array, "S"]
-    forced_tokens: Int[Array, "S F"] | None = None
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+        return self.keys.shape[-1]
+
+
+LayerCache = list[Block]
 
 
 class Prefix(NamedTuple):
-    """Prefilled prompts: their caches, the logits after their last token, and their lengths."""
+    """Prefilled prompts: each layer's cache, and the logits after their last tokens."""
 
     cache: list[LayerCache]
     logits: Float[Array, "P V"]
-    length: Int[Array, "P"]
 
 
-@partial(jax.jit, static_argnames=("slots", "time", "layers", "kv_heads", "head_dim", "dtype", "max_forced_tokens"))
-def empty_slots(
-    slots: int, time: int, layers: int, kv_heads: int, head_dim: int, dtype: Any, *, max_forced_tokens: int = 0
-) -> Slots:
-    """Create empty slots, each with room for `max_forced_tokens` tokens from a tool."""
-    zeros = partial(jnp.zeros, (slots,))
-    cache = [
-        (jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype))
-        for _ in range(layers)
-    ]
-    length, token, num_tokens, max_tokens = (zeros(jnp.int32) for _ in range(4))
-    forced_tokens = jnp.full((slots, max_forced_tokens), NO_TOKEN) if max_forced_tokens else None
-    return Slots(
-        cache, length, token, num_tokens, max_tokens, jnp.zeros((slots, 2), jnp.uint32), zeros(bool), forced_tokens
+def empty_block(slots: int, time: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Block:
+    """Create a block of zeros for `time` positions of `slots` slots."""
+    return Block(
+        jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype)
     )
 
 
@@ -79,68 +62,95 @@ def prefill_attention(length: Int[Array, "P"]) -> Attend:
         positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
         inner = span_attention(causal_spans(length, time), positions)
         out, _ = inner(q, k, v, None, window=window, softcap=softcap)
-        return out, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        ends = np.cumsum(block_lengths(time))[:-1]
+        parts = jnp.split(k.transpose(0, 2, 3, 1), ends, axis=3), jnp.split(v.transpose(0, 2, 1, 3), ends, axis=2)
+        return out, list(map(Block, *parts))
 
     return attend
 
 
-def decode_attention(length: Int[Array, "S"]) -> Attend:
-    """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it."""
+def decode_attention(length: Int[Array, "S"], active: Bool[Array, "S"]) -> Attend:
+    """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it.
+
+    Blocks beyond the longest `active` slot are skipped. The output of a slot that is not active has no meaning.
+    """
+    longest = jnp.where(active, length, 0).max()
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
-        keys, values = cache
-        slots = jnp.arange(length.shape[0])
-        keys = keys.at[slots, :, :, length].set(k[:, 0].astype(keys.dtype))
-        values = values.at[slots, :, length].set(v[:, 0].astype(values.dtype))
-        visible = jnp.arange(keys.shape[-1])[None, :] <= length[:, None]
-        if window is not None:
-            visible = visible & (length[:, None] - jnp.arange(keys.shape[-1])[None, :] < window)
-        return _attend_cached(q[:, 0], keys, values, visible, softcap)[:, None], (keys, values)
+        starts = np.cumsum([0, *(block.length for block in cache)])
+        blocks = [_write(block, k[:, 0], v[:, 0], length - start) for block, start in zip(cache, starts, strict=False)]
+        parts = []
+        for block, start in zip(blocks, starts, strict=False):
+            positions = start + jnp.arange(block.length)[None, :]
+            visible = positions <= length[:, None]
+            if window is not None:
+                visible = visible & (length[:, None] - positions < window)
+            attend_block = partial(_attend_block, q[:, 0], block, visible, softcap)
+            skip_block = partial(_skip_block, q[:, 0], block)
+            parts.append(jax.lax.cond(start <= longest, attend_block, skip_block) if start else attend_block())
+        return _combine(parts).reshape(q.shape).astype(q.dtype), blocks
 
     return attend
 
 
-def _attend_cached(
-    q: Float[Array, "S H W"],
-    keys: Float[Array, "S K W T"],
-    values: Float[Array, "S K T W"],
-    visible: Bool[Array, "S T"],
-    softcap: float | None,
-) -> Float[Array, "S H W"]:
-    slots, heads, width = q.shape
+def _write(block: Block, k: Float[Array, "S K W"], v: Float[Array, "S K W"], at: Int[Array, "S"]) -> Block:
+    """Write each slot's key and value at position `at` of the block, unless that lies in another block."""
+    slots, at = jnp.arange(len(at)), jnp.where(at < 0, block.length, at)
+    return Block(
+        block.keys.at[slots, :, :, at].set(k.astype(block.keys.dtype), mode="drop"),
+        block.values.at[slots, :, at].set(v.astype(block.values.dtype), mode="drop"),
+    )
+
+
+class BlockAttention(NamedTuple):
+    """Attention over the positions of one block: output, maximum of the scores, and sum of exp(score - maximum)."""
+
+    output: Float[Array, "S K G W"]
+    max_score: Float[Array, "S K G"]
+    sum_exp: Float[Array, "S K G"]
+
+
+def _attend_block(
+    q: Float[Array, "S H W"], block: Block, visible: Bool[Array, "S B"], softcap: float | None
+) -> BlockAttention:
+    (slots, _, width), kv_heads = q.shape, block.keys.shape[1]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(slots, keys.shape[1], -1, width).astype(keys.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    scores = apply_softcap(product("skgw,skwt->skgt", grouped, keys), softcap)
+    grouped = q.reshape(slots, kv_heads, -1, width).astype(block.keys.dtype)
+    scores = apply_softcap(product("skgw,skwt->skgt", grouped, block.keys), softcap)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return product("skgt,sktw->skgw", weights, values).reshape(slots, heads, width).astype(q.dtype)
+    max_score = scores.max(-1)
+    weights = jnp.exp(scores - max_score[..., None])
+    sum_exp = weights.sum(-1)
+    weights = (weights / sum_exp[..., None]).astype(block.values.dtype)
+    return BlockAttention(product("skgt,sktw->skgw", weights, block.values), max_score, sum_exp)
 
 
-def insert_prefix(
-    slots: Slots, prefix: Prefix, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
-) -> list[LayerCache]:
-    """Copy the cache of prompt `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
-    rows = inserted[:, None, None, None]
-
-    def insert(old: LayerCache, new: LayerCache) -> LayerCache:
-        (keys, values), (new_keys, new_values) = old, new
-        time = min(new_keys.shape[-1], keys.shape[-1])
-        front_keys = jnp.where(rows, new_keys[prompt, ..., :time].astype(keys.dtype), keys[..., :time])
-        front_values = jnp.where(rows, new_values[prompt, :, :time].astype(values.dtype), values[:, :, :time])
-        return keys.at[..., :time].set(front_keys), values.at[:, :, :time].set(front_values)
-
-    return [insert(old, new) for old, new in zip(slots.cache, prefix.cache, strict=True)]
+def _skip_block(q: Float[Array, "S H W"], block: Block) -> BlockAttention:
+    """Return the part of a block without a visible position."""
+    slots, heads, width = q.shape
+    shape = (slots, block.keys.shape[1], heads // block.keys.shape[1])
+    return BlockAttention(jnp.zeros((*shape, width)), jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape))
 
 
-@partial(jax.jit, static_argnames=("time",))
-def resize(slots: Slots, rows: Int[Array, "n"], time: int) -> Slots:
-    """Keep only the slots in `rows`, in that order, and resize their caches to `time` tokens, cutting the rest."""
+def _combine(parts: Sequence[BlockAttention]) -> Float[Array, "S K G W"]:
+    """Return the attention over the positions of all blocks: the outputs weighted by their shares of sum_exp."""
+    if len(parts) == 1:
+        return parts[0].output
+    outputs, max_scores, sums = map(jnp.stack, zip(*parts, strict=True))
+    shares = sums * jnp.exp(max_scores - max_scores.max(0))
+    return (outputs * shares[..., None]).sum(0) / shares.sum(0)[..., None]
 
-    def fit(x: Array, axis: int) -> Array:
-        grow = [(0, 0)] * x.ndim
-        grow[axis] = (0, max(0, time - x.shape[axis]))
-        return jax.lax.slice_in_dim(jnp.pad(x, grow), 0, time, axis=axis)
 
-    kept: Slots = jax.tree.map(lambda x: x[rows], slots)
-    return kept._replace(cache=[(fit(keys, 3), fit(values, 2)) for keys, values in kept.cache])
+def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
+    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
+    rows, time = inserted[:, None, None, None], min(prefix.length, block.length)
+    front = Block(block.keys[..., :time], block.values[:, :, :time])
+    keys = jnp.where(rows, prefix.keys[prompt, ..., :time].astype(front.keys.dtype), front.keys)
+    values = jnp.where(rows, prefix.values[prompt, :, :time].astype(front.values.dtype), front.values)
+    return Block(block.keys.at[..., :time].set(keys), block.values.at[:, :, :time].set(values))
+
+
+def keep_rows(block: Block, rows: Int[Array, "n"]) -> Block:
+    """Keep only the slots in `rows`, in that order."""
+    return Block(block.keys[rows], block.values[rows])

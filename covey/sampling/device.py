@@ -1,37 +1,71 @@
-"""State of the sampler on the device, and the programs that change it: prefill, insert, decode, resume, resize.
+"""State of the sampler on the device, and the programs that change it: prefill, insert, decode, keep.
 
 The programs are pure functions; `Programs` holds those compiled for a decoder, and `DeviceState` the arrays of a call.
+Only the KV cache stays on the device: the few numbers of each slot pass through the host between chunks, where samples
+are admitted, resumed and moved without a program.
 
 The noise of a token depends only on its completion's key and its index in the completion; the key depends only on
 (seed, step, prompt index, sample index). A forced token uses up an index, and the noise of that index is not used.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
+from covey.parallel.reshard import mesh_of
+from covey.parallel.sharding import num_row_shards, row_sharding
 from covey.sampling.cache import (
-    NO_TOKEN,
+    LayerCache,
     Prefix,
-    Slots,
     decode_attention,
-    empty_slots,
-    insert_prefix,
+    empty_block,
+    insert_block,
+    keep_rows,
     prefill_attention,
-    resize,
 )
+from covey.sampling.lengths import block_lengths
 from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
 from covey.sampling.stats import SamplerStats
 from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
+
+NO_TOKEN = -1
+"""Value that means "no forced token"."""
+
+
+class Slots(NamedTuple):
+    """State of each slot but its cache: NumPy arrays between chunks.
+
+    Attributes:
+        length: number of tokens in the cache; also the position of the next one.
+        token: the last token drawn, not yet in the cache.
+        num_tokens: number of tokens of the completion so far.
+        active: whether the slot is still being decoded.
+        forced_tokens: tokens that replace those the next steps draw, followed by NO_TOKEN; None without a tool.
+    """
+
+    length: Int[Any, "S"]
+    token: Int[Any, "S"]
+    num_tokens: Int[Any, "S"]
+    active: Bool[Any, "S"]
+    forced_tokens: Int[Any, "S F"] | None = None
+
+
+def empty_slots(slots: int, max_forced_tokens: int = 0) -> Slots:
+    """Create empty slots, each with room for `max_forced_tokens` tokens from a tool."""
+    length, token, num_tokens = np.zeros((3, slots), np.int32)
+    forced_tokens = np.full((slots, max_forced_tokens), NO_TOKEN, np.int32) if max_forced_tokens else None
+    return Slots(length, token, num_tokens, np.zeros(slots, bool), forced_tokens)
 
 
 class Draws(NamedTuple):
@@ -65,11 +99,33 @@ class Programs:
     """
 
     def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
-        self.graph = graph
+        self.graph, self.stop_ids = graph, stop_ids
         self.prefill = jax.jit(partial(prefill, graph))
-        self.insert = jax.jit(partial(insert, stop_ids), static_argnames="sampling_params", donate_argnums=0)
-        static = ("sampling_params", "steps", "pause_id")
+        self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
+        self.insert = jax.jit(insert_block, donate_argnums=0)
+        self.keep = jax.jit(keep_rows)
+        static = ("sampling_params", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+
+    def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
+        """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
+        model = nnx.merge(self.graph, params)
+        c, make = model.config, _empty_block(_cache_sharding(params, slots))
+        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
+        sizes = block_lengths(end)[len(block_lengths(start)) :]
+        return [[make(slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
+
+    def lower_decode(
+        self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
+    ) -> jax.stages.Lowered:
+        """Lower the decode program of these sizes; `params` may be abstract, and no array is made."""
+        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
+        state = empty_slots(slots, 0 if pause_id is None else MAX_FORCED_TOKENS)
+        noise = np.zeros((slots, config.decode_chunk), np.float32)
+        sampling_params = SamplingParams.from_config(config)
+        return self.decode.lower(
+            params, cache, state, noise, np.int32(0), sampling_params=sampling_params, pause_id=pause_id
+        )
 
 
 class DeviceState:
@@ -90,11 +146,11 @@ class DeviceState:
         self.programs, self.params, self.config = programs, params, config
         self.sampling_params = SamplingParams.from_config(config)
         self.pause_id = None if tool is None else tool.markers.end
-        model = nnx.merge(programs.graph, params)
-        c, forced = model.config, 0 if tool is None else MAX_FORCED_TOKENS
-        shape = (slots, cache_length, c.num_layers, c.num_kv_heads, c.head_dim)
-        self.slots = empty_slots(*shape, model.head_weight.dtype, max_forced_tokens=forced)
-        self.prefix: Prefix | None = None
+        self.slots = empty_slots(slots, 0 if tool is None else MAX_FORCED_TOKENS)
+        self.keys = np.zeros((slots, 2), np.uint32)
+        self.cache, self.cache_length = programs.empty_cache(params, slots, 0, cache_length), cache_length
+        self.prefix: Prefix
+        self.prefix_lengths: np.ndarray
         self.stats = SamplerStats()
 
     def prefill(self, prompts: Sequence[np.ndarray], shape: tuple[int, int]) -> None:
@@ -103,60 +159,98 @@ class DeviceState:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        self.prefix = self.programs.prefill(self.params, tokens, lengths)
+        self.prefix, self.prefix_lengths = self.programs.prefill(self.params, tokens, lengths), lengths
         self.stats.prompt_tokens += sum(map(len, prompts))
         self.stats.prefill_cells += tokens.size
 
     def insert(self, admitted: Sequence[Admission], keys: Mapping[Sample, np.ndarray]) -> Chunk:
         """Insert prefilled prompts into slots, with the random key of each sample; draw the first tokens."""
         size = len(self.slots.token)
-        inserted, prompt, slot_keys = np.zeros(size, bool), np.zeros(size, np.int32), np.zeros((size, 2), np.uint32)
+        inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
         for slot, row, sample in admitted:
-            inserted[slot], prompt[slot], slot_keys[slot] = True, row, keys[sample]
-        self.slots, draws = self.programs.insert(
-            self.slots,
-            self.prefix,
-            prompt,
-            inserted,
-            slot_keys,
-            np.int32(self.config.max_new_tokens),
-            sampling_params=self.sampling_params,
-        )
+            inserted[slot], prompt[slot], self.keys[slot] = True, row, keys[sample]
+        for blocks, new in zip(self.cache, self.prefix.cache, strict=True):
+            blocks[: len(new)] = [
+                self.programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)
+            ]
+        noise = uniform_noise(self.keys, np.zeros(size, np.int32))
+        draws = self.programs.draw_first(self.prefix.logits, prompt, noise, sampling_params=self.sampling_params)
+        self._start(inserted, self.prefix_lengths[prompt], np.asarray(draws[0]))
         self.stats.first_tokens += len(admitted)
-        return self._chunk(draws, inserted[None])
+        return self._chunk(tuple(x[None] for x in map(np.asarray, draws)), inserted[None])
 
     def decode(self) -> Chunk:
         """Run a chunk of decode steps."""
-        self.slots, draws, valid, steps = self.programs.decode(
+        index = self.slots.num_tokens[:, None] + np.arange(self.config.decode_chunk)
+        self.cache, slots, draws, valid, steps = self.programs.decode(
             self.params,
+            self.cache,
             self.slots,
+            uniform_noise(self.keys[:, None], index),
+            np.int32(self.config.max_new_tokens),
             sampling_params=self.sampling_params,
-            steps=self.config.decode_chunk,
             pause_id=self.pause_id,
         )
+        self.slots = jax.tree.map(np.array, slots)
         self.stats.slot_steps += int(steps) * len(self.slots.token)
         self.stats.chunks += 1
         return self._chunk(draws, np.asarray(valid))
 
     def resume(self, responses: Mapping[int, np.ndarray]) -> None:
         """Force the response of each of these slots, and decode them on."""
-        resumed = np.zeros(len(self.slots.token), bool)
-        forced = np.full((len(resumed), MAX_FORCED_TOKENS), NO_TOKEN, np.int32)
         for slot, response in responses.items():
-            resumed[slot], forced[slot, : len(response)] = True, response
-        active, forced_tokens = resume(self.slots.active, self.slots.forced_tokens, resumed, forced)
-        self.slots = self.slots._replace(active=active, forced_tokens=forced_tokens)
+            self.slots.active[slot] = True
+            self._force(slot, response)
 
     def resize(self, kept: np.ndarray, cache_length: int) -> None:
         """Keep only the slots `kept`, in that order, each with room for `cache_length` tokens."""
-        self.slots = resize(self.slots, kept, cache_length)
+        if len(kept) < len(self.slots.token):
+            self.slots, self.keys = jax.tree.map(lambda x: x[kept], (self.slots, self.keys))
+            for blocks in self.cache:  # one block after the other: the whole cache is never there twice
+                for i, block in enumerate(blocks):
+                    blocks[i] = self.programs.keep(block, kept)
+        if cache_length > self.cache_length:
+            new = self.programs.empty_cache(self.params, len(kept), self.cache_length, cache_length)
+            self.cache = [old + more for old, more in zip(self.cache, new, strict=True)]
+            self.cache_length = cache_length
 
-    def _chunk(self, draws: tuple[Array, ...], valid: np.ndarray) -> Chunk:
+    def _start(self, inserted: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """Let the slots that were `inserted` begin after prompts of these lengths with these first tokens."""
+        slots = self.slots
+        slots.length[inserted], slots.token[inserted], slots.num_tokens[inserted] = (
+            lengths[inserted],
+            tokens[inserted],
+            1,
+        )
+        unfinished = ~np.isin(tokens, self.programs.stop_ids) & (self.config.max_new_tokens > 1)
+        slots.active[inserted] = unfinished[inserted]
+        if slots.forced_tokens is not None:
+            slots.forced_tokens[inserted] = NO_TOKEN
+
+    def _force(self, slot: int, response: np.ndarray) -> None:
+        assert self.slots.forced_tokens is not None
+        self.slots.forced_tokens[slot] = NO_TOKEN
+        self.slots.forced_tokens[slot, : len(response)] = response
+
+    def _chunk(self, draws: tuple[Any, ...], valid: np.ndarray) -> Chunk:
         counts = valid.sum(0)
         self.stats.tokens += int(counts.sum())
         # Copies, since the device may use its buffers again.
         host = Draws(*(np.asarray(x).T.copy() for x in draws))
-        return Chunk(host, counts, np.asarray(self.slots.active))
+        return Chunk(host, counts, self.slots.active.copy())
+
+
+@cache
+def _empty_block(sharding: Sharding | None) -> Any:
+    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4), out_shardings=sharding)
+
+
+def _cache_sharding(params: Any, slots: int) -> Sharding | None:
+    """Return the sharding of the cache: that of activations, or on one device that of the weights."""
+    mesh = mesh_of(params)
+    if mesh is None:
+        return getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return row_sharding(mesh) if slots % num_row_shards(mesh) == 0 else NamedSharding(mesh, PartitionSpec())
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -165,118 +259,72 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, cache = model(tokens, positions, prefill_attention(length), [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return Prefix(cache, model.logits(last), length)
+    return Prefix(cache, model.logits(last))
 
 
-def insert(
-    stop_ids: tuple[int, ...],
-    slots: Slots,
-    prefix: Prefix,
-    prompt: Int[Array, "S"],
-    inserted: Any,
-    keys: Array,
-    max_tokens: Array,
-    *,
-    sampling_params: SamplingParams,
-) -> tuple[Slots, tuple[Array, ...]]:
-    """Insert prompt `prompt[s]` of `prefix` into every slot that is `inserted`, and draw the first token of each."""
-    keys = jnp.where(inserted[:, None], keys, slots.key)
-    zero = jnp.zeros_like(slots.num_tokens)
-    token, logp, sampler_logp = draw(prefix.logits[prompt], uniform_noise(keys, zero), sampling_params)
-    unfinished = ~_is_any(token, stop_ids) & (max_tokens > 1)
-
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(inserted, new, old)
-
-    new = Slots(
-        cache=insert_prefix(slots, prefix, prompt, inserted),
-        length=pick(prefix.length[prompt], slots.length),
-        token=pick(token, slots.token),
-        num_tokens=pick(zero + 1, slots.num_tokens),
-        max_tokens=pick(zero + max_tokens, slots.max_tokens),
-        key=keys,
-        active=pick(unfinished, slots.active),
-        forced_tokens=None
-        if slots.forced_tokens is None
-        else jnp.where(inserted[:, None], NO_TOKEN, slots.forced_tokens),
-    )
-    return new, (token[None], logp[None], sampler_logp[None])
+def draw_first(
+    logits: Float[Array, "P V"], prompt: Int[Array, "S"], noise: Float[Array, "S"], *, sampling_params: SamplingParams
+) -> tuple[Array, ...]:
+    """Draw the first token of each slot after prompt `prompt[s]`."""
+    return draw(logits[prompt], noise, sampling_params)
 
 
 def decode(
     graph: Any,
     stop_ids: tuple[int, ...],
     params: Any,
+    cache: list[LayerCache],
     slots: Slots,
+    noise: Float[Array, "S steps"],
+    max_tokens: Int[Array, ""],
     *,
     sampling_params: SamplingParams,
-    steps: int,
     pause_id: int | None = None,
-) -> tuple[Slots, tuple[Array, ...], Array, Array]:
-    """Run up to `steps` decode steps; return the slots, the draws [steps, S], their validity mask and the steps made.
+) -> tuple[list[LayerCache], Slots, tuple[Array, ...], Array, Array]:
+    """Run up to `steps` decode steps; return the cache, the slots, the draws [steps, S], their validity mask and the
+    steps made.
 
-    A slot halts at a stop token, at its limit and at the token `pause_id`, after which the host may `resume` it.
+    A slot halts at a stop token, at `max_tokens` tokens and at the token `pause_id`, after which it may be resumed.
+
+    Args:
+        noise: number in [0, 1) that draws the token of each slot in each step.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
     model = nnx.merge(graph, params)
-    size = slots.token.shape[0]
+    size, steps = noise.shape
     zeros = jnp.zeros((steps, size))
     draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)
 
     def unfinished(carry: Any) -> Array:
-        step, slots, _, _ = carry
+        step, _, slots, _, _ = carry
         more: Array = (step < steps) & slots.active.any()
         return more
 
     def body(carry: Any) -> Any:
-        step, slots, draws, valid = carry
-        hidden, cache = model(slots.token[:, None], slots.length[:, None], decode_attention(slots.length), slots.cache)
+        step, cache, slots, draws, valid = carry
+        length, active = slots.length, slots.active
+        hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(length, active), cache)
         forced = None if slots.forced_tokens is None else slots.forced_tokens[:, 0]
-        drawn = draw(model.logits(hidden[:, 0]), uniform_noise(slots.key, slots.num_tokens), sampling_params, forced)
-        active = slots.active
+        drawn = draw(model.logits(hidden[:, 0]), noise[:, step], sampling_params, forced)
         count = slots.num_tokens + active
         after = Slots(
-            cache=cache,
-            length=slots.length + active,
+            length=length + active,
             token=jnp.where(active, drawn[0], slots.token),
             num_tokens=count,
-            max_tokens=slots.max_tokens,
-            key=slots.key,
-            active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.max_tokens),
+            active=active & ~_is_any(drawn[0], halt_ids) & (count < max_tokens),
             forced_tokens=_without_first(slots.forced_tokens),
         )
         draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))
-        return step + 1, after, draws, valid.at[step].set(active)
+        return step + 1, cache, after, draws, valid.at[step].set(active)
 
-    start = (jnp.int32(0), slots, draws, jnp.zeros((steps, size), bool))
-    steps_made, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
-    return slots, draws, valid, steps_made
-
-
-@jax.jit
-def resume(
-    active: Bool[Array, "S"], forced_tokens: Int[Array, "S F"], resumed: Bool[Array, "S"], new: Int[Array, "S F"]
-) -> tuple[Bool[Array, "S"], Int[Array, "S F"]]:
-    """Return `active` and `forced_tokens` of the slots after the `resumed` ones receive their `new` forced tokens."""
-    return active | resumed, jnp.where(resumed[:, None], new, forced_tokens)
+    start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
+    steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
+    return cache, slots, draws, valid, steps_made
 
 
 def _without_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
     """Drop the first forced token of each slot after a step. Those of inactive slots no longer matter."""
     return None if forced is None else jnp.pad(forced[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-
-
-def uniform_noise(keys: Array, index: Int[Array, "S"]) -> Float[Array, "S"]:
-    """Draw one number in [0, 1) per slot, from the completion's key and the token's index."""
-    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
-
-
-@jax.jit
-def sample_keys(seed: int, rows: Int[Array, "n 3"]) -> Array:
-    """Return the random key of each (step, prompt index, sample index) under the run's seed."""
-    base = jax.random.PRNGKey(seed)
-    fold = jax.random.fold_in
-    return jax.vmap(lambda row: fold(fold(fold(base, row[0]), row[1]), row[2]))(rows)
 
 
 def _is_any(token: Int[Array, "S"], ids: tuple[int, ...]) -> Bool[Array, "S"]:

@@ -22,8 +22,9 @@ from flax import nnx
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling.collector import Collector
-from covey.sampling.device import Chunk, DeviceState, Programs, sample_keys
-from covey.sampling.lengths import check_length, power_of_two
+from covey.sampling.device import Chunk, DeviceState, Programs
+from covey.sampling.lengths import check_length
+from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
 from covey.sampling.stats import SamplerStats
 from covey.sampling.tools import Tool
@@ -96,7 +97,7 @@ class Sampler:
                 _collect(device.insert(scheduler.admit(), keys), scheduler, device, collector)
             if not scheduler.running:
                 continue  # every admitted sample finished with its first token
-            if (kept := scheduler.resize()) is not None:
+            while (kept := scheduler.resize()) is not None:
                 device.resize(kept, scheduler.cache_length)
             _collect(device.decode(), scheduler, device, collector)
             if progress is not None:
@@ -113,8 +114,7 @@ def _collect(chunk: Chunk, scheduler: Scheduler, device: DeviceState, collector:
 
 
 def _sample_keys(requests: Sequence[Request], seed: int) -> dict[Sample, np.ndarray]:
-    """Return the random key of each sample, uint32 [2]; computed for a power of two of them, so that shapes are few."""
+    """Return the random key of each sample, uint32 [2]."""
     samples = {Sample(i, n): (r.step, r.index, n) for i, r in enumerate(requests) for n in range(r.samples)}
-    rows = np.zeros((power_of_two(len(samples)), 3), np.uint32)
-    rows[: len(samples)] = np.array(list(samples.values()), np.uint32).reshape(-1, 3)
-    return dict(zip(samples, np.asarray(sample_keys(seed, rows)), strict=False))
+    rows = np.array(list(samples.values()), np.uint32).reshape(-1, 3)
+    return dict(zip(samples, sample_keys(seed, rows), strict=True))

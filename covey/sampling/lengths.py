@@ -3,6 +3,9 @@
 from covey.config.schema import RolloutConfig
 from covey.errors import DataError, RecipeError
 
+SMALLEST_BLOCK = 128
+"""Number of positions in a block of the KV cache, unless the cache ends before."""
+
 
 def check_length(size: int, config: RolloutConfig, name: str) -> None:
     """Refuse a prompt of `size` tokens that cannot be sampled; `name` is the prompt's in the error.
@@ -58,12 +61,25 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def round_up_to_bucket(count: int) -> int:
-    """Return the smallest number ≥ `count` among the powers of two and, from 4 on, three quarters of them.
+def smaller_batch(slots: int) -> int:
+    """Return the next smaller size of a batch: a power of two, or from 24 on also three quarters of one.
 
-    >>> [round_up_to_bucket(n) for n in (1, 3, 5, 6, 7, 13, 24, 25)]
-    [1, 3, 6, 6, 8, 16, 24, 32]
+    >>> [smaller_batch(n) for n in (64, 48, 32, 24, 20, 16, 8)]
+    [48, 32, 24, 16, 16, 8, 4]
     """
-    power = power_of_two(count)
+    power = power_of_two(slots)
     three_quarters = 3 * power // 4
-    return three_quarters if three_quarters >= max(count, 3) else power
+    return three_quarters if 24 <= three_quarters < slots else power // 2
+
+
+def block_lengths(length: int) -> list[int]:
+    """Divide `length` positions into blocks of at least 128, each as long as half of what is before it or less.
+
+    >>> block_lengths(1024), block_lengths(150)
+    ([128, 128, 128, 128, 256, 256], [128, 22])
+    """
+    lengths: list[int] = []
+    while (start := sum(lengths)) < length:
+        size = max(SMALLEST_BLOCK, 1 << start.bit_length() >> 2)
+        lengths.append(min(size, length - start))
+    return lengths

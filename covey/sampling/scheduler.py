@@ -2,7 +2,8 @@
 
 Samples are admitted in the order of their requests. A prompt is prefilled once, together with those behind it, and
 admitted to the slot of each of its samples. Free slots are refilled as long as samples wait; when none wait, the batch
-shrinks with the samples that are left. Batch and KV cache come in few sizes, so that few programs are compiled.
+shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
+programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
 Plain Python without JAX: the device follows what is decided here (see `device`).
 """
@@ -14,12 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from covey.config.schema import RolloutConfig
-from covey.sampling.lengths import length_bucket, power_of_two, round_up_to_bucket
+from covey.sampling.lengths import SMALLEST_BLOCK, length_bucket, power_of_two, smaller_batch
 
 PREFILL_BATCH = 8
 """Maximum number of prompts that are prefilled together."""
 MIN_SLOTS = 4
 """Number of slots below which the batch does not shrink."""
+MIN_ROOM = 64
+"""Smallest size of the KV cache in tokens per slot."""
+MIN_CACHE_TOKENS = 16384
+"""Size of the KV cache in tokens over all slots that is not divided into steps of growth."""
 
 
 class Sample(NamedTuple):
@@ -63,7 +68,7 @@ class Scheduler:
         self.prefilled = range(0)
         self.slots: list[Sample | None] = [None] * min(config.slots, power_of_two(len(self.samples)))
         self.lengths = np.zeros(len(self.slots), np.int64)
-        self.cache_length = self._room(longest)
+        self.cache_length = self._room(longest, len(self.slots))
 
     @property
     def unfinished(self) -> bool:
@@ -118,23 +123,27 @@ class Scheduler:
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.
 
-        The batch shrinks once no sample waits and at most three quarters of the slots are in use. Returns the slots
-        that are kept, in their new order, or None when neither size changes.
+        Once no sample waits, each call shrinks the batch to its next smaller size if that holds all running samples.
+        Returns the slots that are kept, in their new order, or None when neither size changes.
         """
         running, size = list(self.running), len(self.slots)
-        length = max(self.cache_length, self._room(int(self.lengths[running].max())))
-        if not self.waiting:
-            size = min(size, max(round_up_to_bucket(len(running)), MIN_SLOTS))
+        smaller = smaller_batch(size)
+        if not self.waiting and max(len(running), MIN_SLOTS) <= smaller:
+            size = smaller
+        length = max(self.cache_length, self._room(int(self.lengths[running].max()), size))
         if (size, length) == (len(self.slots), self.cache_length):
             return None
         kept = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
         self.slots, self.lengths, self.cache_length = [self.slots[slot] for slot in kept], self.lengths[kept], length
         return kept
 
-    def _room(self, length: int) -> int:
+    def _room(self, length: int, slots: int) -> int:
         """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.
 
-        It is at most `kv_cache_size`: no prompt with its completion is longer, so a chunk draws no token beyond it.
+        It is a power of two, of at least `MIN_CACHE_TOKENS` over all slots, unless the longest possible sample needs
+        less. No prompt with its completion is longer than that, so a chunk draws no token beyond it.
         """
-        room = length_bucket(length + self.config.decode_chunk)
+        longest = power_of_two(max(self.prompt_lengths, default=1) + self.config.max_new_tokens)
+        needed = max(power_of_two(length + self.config.decode_chunk), MIN_CACHE_TOKENS // power_of_two(slots))
+        room = min(max(needed, SMALLEST_BLOCK), max(longest, MIN_ROOM))
         return min(room, self.config.kv_cache_size or room)

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import DataError, RecipeError
 from covey.losses.value import ValueInputs
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
 from covey.models.lora import has_lora, split_trainable
 from covey.models.value_model import make_value_model
 from covey.packing.rows import scatter_to_rows
@@ -29,7 +31,7 @@ from covey.rl.inference import InferenceWorker
 from covey.rl.queue import DataQueue
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
-from covey.sampling.cache import empty_slots
+from covey.sampling.device import Programs
 from covey.train.trainer import Trainer
 
 
@@ -262,9 +264,14 @@ def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: Ro
 
 
 def test_the_cache_has_the_size_layers_kv_heads_and_head_width_asked_for() -> None:
-    slots = empty_slots(slots=4, time=64, layers=3, kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
-    assert [keys.shape for keys, _ in slots.cache] == [(4, 2, 8, 64)] * 3
-    assert [values.shape for _, values in slots.cache] == [(4, 2, 64, 8)] * 3
+    config = ModelConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16))
+    cache = Programs(graph, ()).empty_cache(params, 4, 0, 192)
+    assert [[block.keys.shape for block in blocks] for blocks in cache] == [[(4, 2, 8, 128), (4, 2, 8, 64)]] * 3
+    assert [[block.values.shape for block in blocks] for blocks in cache] == [[(4, 2, 128, 8), (4, 2, 64, 8)]] * 3
+    assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.slow

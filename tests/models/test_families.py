@@ -19,9 +19,9 @@ from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import weights
 from covey.packing.rows import pack, unpack
-from covey.sampling import device as steps
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.noise import sample_keys, uniform_noise
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
@@ -87,11 +87,11 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     sampler, request = Sampler(graph, (), config), [Request(prompt, 2, 3, step=4)]
     greedy = sampler.generate(params, request, config=dataclasses.replace(config, temperature=0.0))
     assert greedy[0][0].tokens.tolist() == likeliest[f"{name}/greedy"].tolist()
-    keys = steps.sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
+    keys = sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
     whole = np.zeros((2, len(prompt) + 12), np.int32)
     whole[:, : len(prompt)] = prompt
     for at in range(12):
-        noise = steps.uniform_noise(keys, np.full(2, at))
+        noise = uniform_noise(keys, np.full(2, at))
         last = logits(model, whole)[:, len(prompt) + at - 1]
         whole[:, len(prompt) + at] = draw(last, noise, SamplingParams.from_config(config))[0]
     drawn = sampler.generate(params, request)[0]

@@ -13,7 +13,8 @@ from covey.errors import DataError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.sampling import device
+from covey.sampling.cache import LayerCache
+from covey.sampling.device import Programs
 from covey.sampling.engine import Request, Sampler
 from covey.types import Completion, FinishReason
 
@@ -163,7 +164,12 @@ def test_attention_covers_the_live_length_only() -> None:
     seen: list[int] = []
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
     inner = sampler.programs.decode
-    sampler.programs.decode = lambda p, slots, **k: seen.append(slots.cache[0][0].shape[-1]) or inner(p, slots, **k)  # type: ignore[assignment,func-returns-value]
+
+    def noted(params: Any, cache: list[LayerCache], *args: Any, **settings: Any) -> Any:
+        seen.append(sum(block.length for block in cache[0]))
+        return inner(params, cache, *args, **settings)
+
+    sampler.programs.decode = noted  # type: ignore[assignment]
     sampler.generate(PARAMS, requests(1))
     assert set(seen) == {64}
 
@@ -198,17 +204,16 @@ def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
 
 
 def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers come in few lengths, so that few programs are compiled; 300 tokens would have 384."""
+    """Buffers come in few lengths, so that few programs are compiled; 94 tokens would have 128."""
     made: list[int] = []
-    for name in ("empty_slots", "resize"):
-        build = getattr(device, name)
+    build = Programs.empty_cache
 
-        def noted(*args: Any, build: Any = build, **options: Any) -> Any:
-            slots = build(*args, **options)
-            made.extend(size for keys, values in slots.cache for size in (keys.shape[-1], values.shape[-2]))
-            return slots
+    def noted(*args: Any) -> list[LayerCache]:
+        cache = build(*args)
+        made.extend(sum(block.length for block in blocks) for blocks in cache)
+        return cache
 
-        monkeypatch.setattr(device, name, noted)
+    monkeypatch.setattr(Programs, "empty_cache", noted)
     tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
     limited = sample(tall, kv_cache_size=94, decode_chunk=32)
     assert max(made) == 94

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from covey.config.schema import RolloutConfig
+from covey.sampling.lengths import block_lengths
 from covey.sampling.scheduler import MIN_SLOTS, PREFILL_BATCH, Admission, Sample, Scheduler
 
 
@@ -73,16 +74,16 @@ def test_requests_without_samples_are_passed_over() -> None:
 
 
 def test_the_batch_shrinks_once_none_wait_and_keeps_what_runs() -> None:
-    scheduler = made([4] * 20, slots=16)
+    scheduler = made([4] * 40, slots=32)
     fill(scheduler)
-    scheduler.update(np.ones(16, int), range(10))
-    assert scheduler.resize() is None  # four samples wait
+    scheduler.update(np.ones(32, int), range(20))
+    assert scheduler.resize() is None  # eight samples wait
     fill(scheduler)
     running = {sample: scheduler.lengths[slot] for slot, sample in scheduler.running.items()}
-    assert len(running) == 10
+    assert len(running) == 20
     kept = scheduler.resize()
     assert kept is not None
-    assert len(kept) == len(scheduler.slots) == len(scheduler.lengths) == 12
+    assert len(kept) == len(scheduler.slots) == len(scheduler.lengths) == 24
     assert {sample: scheduler.lengths[slot] for slot, sample in scheduler.running.items()} == running
     assert scheduler.resize() is None
 
@@ -100,19 +101,90 @@ def test_the_batch_never_shrinks_below_a_minimum_nor_grows() -> None:
     assert small.resize() is None
 
 
-@pytest.mark.parametrize(("limit", "sizes"), [(None, [64, 128, 256]), (150, [64, 128, 150])])
+def test_the_batch_shrinks_step_by_step() -> None:
+    """Each way from a size leads to the next: few programs that move slots."""
+    scheduler, sizes = made([4] * 64, slots=64), [64]
+    fill(scheduler)
+    scheduler.update(np.ones(64, int), range(3, 64))
+    while (kept := scheduler.resize()) is not None:
+        assert kept.tolist() == list(range(len(kept)))
+        sizes.append(len(kept))
+    assert sizes == [64, 48, 32, 24, 16, 8, 4]
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(None, [128, 256]), (150, [128, 150])])
 def test_the_cache_grows_in_few_steps_to_its_limit_and_always_holds_the_next_chunk(
     limit: int | None, sizes: list[int]
 ) -> None:
-    scheduler = Scheduler([30, 50], [1, 1], RolloutConfig(slots=2, decode_chunk=8, kv_cache_size=limit))
+    scheduler = Scheduler(
+        [30, 50],
+        [128, 128],
+        RolloutConfig(max_prompt_length=50, max_new_tokens=100, slots=256, decode_chunk=8, kv_cache_size=limit),
+    )
     fill(scheduler)
     seen = [scheduler.cache_length]
     while scheduler.lengths.max() < 140:
         assert scheduler.resize() is None or scheduler.cache_length > seen[-1]
         seen.append(scheduler.cache_length)
         assert scheduler.lengths.max() + 8 <= scheduler.cache_length
-        scheduler.update(np.full(2, 8), ())
+        scheduler.update(np.full(256, 8), ())
     assert sorted(set(seen)) == sizes
+
+
+def test_a_small_cache_has_room_for_the_longest_sample_at_once() -> None:
+    """Room that is not in use costs no time in a decode step, and each size of the cache costs a program."""
+    sizes = [made([50] * slots, slots=slots, max_new_tokens=4000).cache_length for slots in (4, 16, 64, 512)]
+    assert sizes == [4096, 1024, 256, 128]
+
+
+def test_few_programs_serve_a_ragged_run() -> None:
+    """30 steps on prompts and completions of all lengths: programs count once for each set of shapes."""
+    rng, config = np.random.default_rng(0), RolloutConfig(max_prompt_length=256, max_new_tokens=256, slots=32)
+    programs: set[tuple[object, ...]] = set()
+    for _ in range(30):
+        prompts = rng.lognormal(4.6, 0.35, 8).astype(int).clip(20, 250).tolist()
+        programs |= programs_of(Scheduler(prompts, [8] * 8, config), np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
+    assert {name: sum(name == key[0] for key in programs) for name, *_ in programs} == {
+        "prefill": 2, "empty": 1, "insert": 1, "first": 1, "decode": 5, "keep": 4,
+    }  # fmt: skip
+
+
+def programs_of(scheduler: Scheduler, lengths: np.ndarray) -> set[tuple[object, ...]]:
+    """Return the programs and shapes that a call takes whose samples end after `lengths` tokens, int [P, G]."""
+    drawn, rows = np.zeros_like(lengths), scheduler.prefill_shape[0]
+    blocks = block_lengths(scheduler.prefill_shape[1])
+    programs: set[tuple[object, ...]] = {
+        ("empty", len(scheduler.slots), block) for block in block_lengths(scheduler.cache_length)
+    }
+
+    def collect(counts: dict[int, int]) -> None:
+        running = scheduler.running
+        for slot, count in counts.items():
+            drawn[running[slot]] += count
+        every = np.array([counts.get(slot, 0) for slot in range(len(scheduler.slots))])
+        scheduler.update(every, [slot for slot, sample in running.items() if drawn[sample] >= lengths[sample]])
+
+    while scheduler.unfinished:
+        while scheduler.can_admit:
+            if scheduler.next_prefill():
+                programs.add(("prefill", scheduler.prefill_shape))
+            slots, room = len(scheduler.slots), block_lengths(scheduler.cache_length)
+            programs |= {("insert", slots, rows, *pair) for pair in zip(blocks, room, strict=False)}
+            programs.add(("first", slots, rows))
+            collect({admission.slot: 1 for admission in scheduler.admit()})
+        if not scheduler.running:
+            continue
+        slots, length = len(scheduler.slots), scheduler.cache_length
+        while (kept := scheduler.resize()) is not None:
+            if len(kept) < slots:
+                programs |= {("keep", slots, len(kept), block) for block in block_lengths(length)}
+            new = block_lengths(scheduler.cache_length)[len(block_lengths(length)) :]
+            programs |= {("empty", len(kept), block) for block in new}
+            slots, length = len(kept), scheduler.cache_length
+        programs.add(("decode", slots, length))
+        chunk = scheduler.config.decode_chunk
+        collect({slot: min(chunk, lengths[sample] - drawn[sample]) for slot, sample in scheduler.running.items()})
+    return programs
 
 
 def test_it_is_plain_python() -> None:

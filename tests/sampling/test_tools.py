@@ -24,11 +24,10 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
-from covey.sampling import device as steps
-from covey.sampling.cache import empty_slots
 from covey.sampling.calculator import calculate
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.noise import sample_keys
 from covey.sampling.tools import MAX_FORCED_TOKENS, Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
@@ -243,7 +242,7 @@ def test_noise_depends_on_the_place_in_the_completion_whatever_was_put_before_it
     redraw = jax.jit(lambda logits, uniform: draw(logits, uniform, SamplingParams(0.9, top_k=20)))
     for request, group in zip(requests(), drawn, strict=True):
         for number, c in enumerate(group):
-            key = steps.sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))[0]
+            key = sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))[0]
             uniform = jax.vmap(lambda i, key=key: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(LIMIT))
             logits = jnp.zeros((LIMIT, 24)).at[: len(c.tokens)].set(logits_at(request.prompt, c.tokens))
             token, _, sampler_logp = redraw(logits, uniform)
@@ -283,17 +282,13 @@ def test_a_tool_that_never_answers_changes_nothing() -> None:
 def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
     """No cost where it is off."""
 
-    def program(forced: int, pause: int | None) -> str:
-        slots = empty_slots(
-            8, 128, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32, max_forced_tokens=forced
-        )
-        return SHARED.programs.decode.lower(
-            PARAMS, slots, sampling_params=SamplingParams(), steps=4, pause_id=pause
-        ).as_text()
+    def program(pause: int | None) -> str:
+        config = RolloutConfig(decode_chunk=4)
+        return SHARED.programs.lower_decode(PARAMS, 8, 128, config, pause).as_text()
 
     queue = f"tensor<8x{MAX_FORCED_TOKENS}xi32>"
-    assert queue not in program(0, None)
-    assert queue in program(MAX_FORCED_TOKENS, 20)
+    assert queue not in program(None)
+    assert queue in program(20)
 
 
 # --- the worker
