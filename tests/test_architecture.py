@@ -58,6 +58,15 @@ def test_examples_in_docstrings_are_true(file):
     assert doctest.testmod(importlib.import_module(module_name(file))).failed == 0
 
 
+def test_no_program_asks_for_the_devices_of_this_process():
+    """Programs are also built for devices that are not there; the platform is an argument."""
+    folders = ("models", "losses", "packing", "sampling", "train", "rl", "sft")
+    questions = re.compile(r"\bjax\.(default_backend|devices|device_count|local_device_count)\b")
+    sources = {module_name(file): file.read_text() for file in PACKAGE if file.relative_to(ROOT).parts[1] in folders}
+    assert len(sources) > 50
+    assert {name: found for name, text in sources.items() if (found := questions.findall(text))} == {}
+
+
 def test_public_names_are_there():
     assert set(covey.__all__) == set(covey._HOMES)
     for name in covey.__all__:

@@ -54,20 +54,22 @@ def causal_spans(length: Int[Array, "B"], time: int) -> Spans:
     return Spans(zeros, zeros, jnp.where(index < length[:, None], 0, time))
 
 
-def span_attention(spans: Spans, positions: Int[Array, "B T"]) -> Attend:
-    """Return the `Attend` that attends within rows as `spans` define; a layer's window is measured in `positions`."""
+def span_attention(spans: Spans, positions: Int[Array, "B T"], platform: str) -> Attend:
+    """Return the `Attend` that attends within rows as `spans` define; a layer's window is measured in `positions`.
+    `platform` is that of the devices for which the program is built (`parallel.mesh.platform_of`).
+    """
 
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
-        name = choose_implementation(_backend(), q, softcap)
+        name = choose_implementation(platform, q, softcap)
         return IMPLEMENTATIONS[name](q, k, v, spans, positions, window, softcap), cache
 
     return attend
 
 
-def choose_implementation(backend: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
-    """Return the name in IMPLEMENTATIONS of the best implementation for these queries on `backend` (see `_backend`).
+def choose_implementation(platform: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
+    """Return the name in IMPLEMENTATIONS of the best implementation for these queries on `platform`.
 
     cuDNN's attention needs 16-bit operands, a head size that is a multiple of 8 and at most 128, and no soft-cap. On a
     mesh JAX needs all operands sharded alike, which fails with few key heads. TPU's splash kernel needs masks known at
@@ -75,14 +77,7 @@ def choose_implementation(backend: str, q: Float[Array, "B T H W"], softcap: flo
     """
     is_16_bit = q.dtype in (jnp.bfloat16, jnp.float16)
     supported = is_16_bit and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
-    return "cudnn" if backend == "cuda" and supported and jax.typeof(q).sharding.mesh.empty else "blocks"
-
-
-def _backend() -> str:
-    """Return JAX's backend, or `cuda` where cuDNN has attention: on devices of compute capability 8.0 or more."""
-    device = jax.devices()[0]
-    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name
-    return "cuda" if device.platform == "gpu" and major.isdigit() and int(major) >= 8 else jax.default_backend()
+    return "cudnn" if platform == "cuda" and supported and jax.typeof(q).sharding.mesh.empty else "blocks"
 
 
 def blockwise_attention(

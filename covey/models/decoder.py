@@ -106,6 +106,10 @@ class Decoder(nnx.Module):
         compute_dtype: type of the operands of products.
         remat: recompute layers in the backward pass.
         remat_keeps: what a rematerialised layer saves; see `config.schema.ModelOptions`.
+
+    Attributes:
+        platform: that of the devices for which its programs are built, see `parallel.mesh.platform_of`. A model that is
+            loaded or placed has that of its parameters; one that is only made is built for a CPU, correct on all.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Decoder(nnx.Module):
         remat_keeps: str = "products",
     ):
         self.config, self.dtype = config, jnp.dtype(compute_dtype)
-        self.remat, self.remat_keeps = remat, remat_keeps
+        self.remat, self.remat_keeps, self.platform = remat, remat_keeps, "cpu"
         table = partial(Embedding, config, param_dtype=param_dtype, rngs=rngs)
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
@@ -204,7 +208,8 @@ class Decoder(nnx.Module):
             return self._shard_rows(out), None
 
         run = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected)
-        return jax.lax.scan(run, x, (jnp.arange(len(states)), gradient_slots(states), local, window_sizes))[0]
+        slots = gradient_slots(states, self.platform)
+        return jax.lax.scan(run, x, (jnp.arange(len(states)), slots, local, window_sizes))[0]
 
 
 def head_logits(
@@ -232,7 +237,7 @@ def compiler_options(model: nnx.Module) -> dict[str, str]:
     """
     decoders = [node for _, node in nnx.iter_graph(model) if isinstance(node, Decoder)]
     iterations = [len(loop) for decoder in decoders for loop in decoder.layer_runs()]
-    if jax.default_backend() != "cpu" or iterations.count(1) < 2:
+    if any(decoder.platform != "cpu" for decoder in decoders) or iterations.count(1) < 2:
         return {}
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 

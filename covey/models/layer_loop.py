@@ -18,11 +18,12 @@ from jaxtyping import Array, Int
 Tree = TypeVar("Tree")
 
 
-def gradient_slots(trees: Sequence[Tree]) -> Tree:
+def gradient_slots(trees: Sequence[Tree], platform: str) -> Tree:
     """Return what a scan takes as `xs` to receive the gradients of `trees`: a tree like each of them, with leaves
     [n, ...]; float32 on a CPU, since XLA has no narrower floats there and would convert a whole leaf per iteration.
     """
-    slots: Tree = jax.tree.map(lambda *leaves: _gradient_slots(leaves[0].dtype, leaves), *trees)
+    widen = platform == "cpu"
+    slots: Tree = jax.tree.map(lambda *leaves: _gradient_slots(leaves[0].dtype, widen, leaves), *trees)
     return slots
 
 
@@ -40,17 +41,19 @@ def save_all_but_selected(primitive: Any, *_: Any, **params: Any) -> bool:
     return not is_routed and primitive.name != "cond"
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradient_slots(kind: DTypeLike, leaves: Sequence[Array]) -> Array:
-    widen = jax.default_backend() == "cpu" and jnp.issubdtype(kind, jnp.floating)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gradient_slots(kind: DTypeLike, widen: bool, leaves: Sequence[Array]) -> Array:
+    widen = widen and jnp.issubdtype(kind, jnp.floating)
     return jnp.zeros((len(leaves), *leaves[0].shape), jnp.promote_types(kind, jnp.float32) if widen else kind)
 
 
-def _gradient_slots_backward(kind: DTypeLike, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
+def _gradient_slots_backward(kind: DTypeLike, widen: bool, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
     return (tuple(part.astype(kind) for part in grad),)
 
 
-_gradient_slots.defvjp(lambda kind, leaves: (_gradient_slots(kind, leaves), None), _gradient_slots_backward)
+_gradient_slots.defvjp(
+    lambda kind, widen, leaves: (_gradient_slots(kind, widen, leaves), None), _gradient_slots_backward
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,34 +71,36 @@ def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array)
 project.defvjp(_project_forward, _project_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def project_quantised(x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def project_quantised(
+    x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str, platform: str
+) -> Array:
     """Compute `project` with a kernel stored as `kind` (see `QuantisedKernel`): it is dequantised for each product,
-    forward and backward, and has no gradient.
+    forward and backward, and has no gradient. `platform`: see `Linear`.
     """
-    values, scales, x = _barrier(values, scales, x)
+    values, scales, x = _barrier(platform, values, scales, x)
     return project(x, dequantise(values, scales, kind), dtype)
 
 
 def _project_quantised_forward(
-    x: Array, values: Array, scales: Array, dtype: DTypeLike, kind: str
+    x: Array, values: Array, scales: Array, dtype: DTypeLike, kind: str, platform: str
 ) -> tuple[Array, tuple[Array, Array]]:
-    return project_quantised(x, values, scales, dtype, kind), (values, scales)
+    return project_quantised(x, values, scales, dtype, kind, platform), (values, scales)
 
 
 def _project_quantised_backward(
-    dtype: DTypeLike, kind: str, saved: tuple[Array, Array], grad: Array
+    dtype: DTypeLike, kind: str, platform: str, saved: tuple[Array, Array], grad: Array
 ) -> tuple[Array, None, None]:
-    values, scales, grad = _barrier(*saved, grad)
+    values, scales, grad = _barrier(platform, *saved, grad)
     kernel = dequantise(values, scales, kind)
     return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(grad.dtype), None, None
 
 
-def _barrier(values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
+def _barrier(platform: str, values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
     """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
     the forward for the backward pass, or makes all of them before a decoding loop begins.
     """
-    if jax.default_backend() == "cpu":  # CPU drops barriers early, but cannot fold this zero
+    if platform == "cpu":  # CPU drops barriers early, but cannot fold this zero
         zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
         return values + zero.astype(values.dtype), scales, beside
     barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
@@ -132,19 +134,23 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `QuantisedKernel`."""
+    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `QuantisedKernel`.
+
+    Attributes:
+        platform: that of the devices for which its programs are built; see `Decoder`.
+    """
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
         self.kernel: nnx.Param[Array] | QuantisedKernel = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
-        self.dtype = dtype
+        self.dtype, self.platform = dtype, "cpu"
 
     def __call__(self, x: Float[Array, "... n_in"]) -> Array:
         kernel = self.kernel
         if isinstance(kernel, QuantisedKernel):
-            out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind)
+            out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
         else:
             out = project(x, kernel[...], self.dtype)
         if self.bias is not None:

@@ -108,9 +108,11 @@ def scatter_to_rows(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.nda
     return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -1)], np.float32(0))
 
 
-def tree_attention(rows: Rows) -> Attend:
-    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past."""
-    return span_attention(attention_spans(rows), rows.positions)
+def tree_attention(rows: Rows, platform: str) -> Attend:
+    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past.
+    `platform` is the decoder's.
+    """
+    return span_attention(attention_spans(rows), rows.positions, platform)
 
 
 def attention_spans(rows: Rows) -> Spans:

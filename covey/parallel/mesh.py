@@ -6,9 +6,10 @@ within one process; several processes have one each (`distributed`).
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding
 
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError, nearest
@@ -65,6 +66,17 @@ def mesh_from_config(config: MeshConfig) -> Mesh | None:
         del sizes["data"]
     count = math.prod(sizes.values())
     return make_mesh(tuple(sizes.values()), tuple(sizes), jax.local_devices()[:count]) if count > 1 else None
+
+
+def platform_of(place: Mesh | Sharding) -> str:
+    """Return the platform for which programs on these devices are built: `cpu`, `tpu`, `gpu`, or `cuda` for NVIDIA GPUs
+    of compute capability 8.0 or more, on which cuDNN has attention. The devices may be those of a description of a
+    topology (`jax.experimental.topologies`), which are not there.
+    """
+    device: Any = next(iter(place.devices.flat if isinstance(place, Mesh) else place.device_set))
+    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name
+    has_cudnn_attention = device.platform == "gpu" and major.isdigit() and int(major) >= 8
+    return "cuda" if has_cudnn_attention else str(device.platform)
 
 
 def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from covey.parallel.mesh import with_auto_axes
+from covey.parallel.mesh import platform_of, with_auto_axes
 from covey.parallel.reshard import mesh_of, reshard
 from covey.parallel.sharding import row_sharding, shardings
 
@@ -31,7 +31,16 @@ def place_model(model: Model, mesh: Mesh | None) -> Model:
     whose device was chosen and not defaulted, so it is chosen for all of them from the start.
     """
     graph, params = nnx.split(model)
-    return nnx.merge(graph, reshard(params, weight_shardings(params, mesh)))
+    return build_for_devices(nnx.merge(graph, reshard(params, weight_shardings(params, mesh))))
+
+
+def build_for_devices(model: Model) -> Model:
+    """Set the platform of the programs of `model`, in place, to that of the devices of its parameters."""
+    platform = platform_of(jax.tree.leaves(nnx.state(model))[0].sharding)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and hasattr(node, "platform"):
+            node.platform = platform
+    return model
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:

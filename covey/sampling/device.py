@@ -257,7 +257,8 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
     model = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, cache = model(tokens, positions, prefill_attention(length), [None] * model.config.num_layers)
+    attend = prefill_attention(length, model.platform)
+    hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
     return Prefix(cache, model.logits(last))
 

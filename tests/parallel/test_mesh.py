@@ -1,5 +1,8 @@
 """Meshes on four virtual devices."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_from_config
+from covey.parallel.mesh import platform_of
 
 
 def test_without_a_shape_it_is_one_device() -> None:
@@ -76,3 +80,16 @@ def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
     assert mesh_from_config(MeshConfig()) is None
     with pytest.raises(RecipeError, match="1 x 8 = 8 devices, and there are 4"):
         mesh_from_config(MeshConfig(tp=8))
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "found"),
+    [("tpu", None, "tpu"), ("gpu", "9.0", "cuda"), ("gpu", "7.5", "gpu"), ("gpu", "gfx90a", "gpu")],
+)
+def test_cuda_is_where_cudnn_has_attention(platform: str, capability: str | None, found: str) -> None:
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    assert platform_of(cast(Any, SimpleNamespace(device_set=[device]))) == found
+
+
+def test_the_platform_of_a_mesh_is_that_of_its_devices() -> None:
+    assert platform_of(make_mesh((2, 2))) == "cpu"

@@ -28,6 +28,7 @@ from covey.models.loading import config_fields, sources
 from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.quantised import QuantisationFormat, abstract_kernel, parse_format, quantise_tensors
 from covey.models.scratch import PREFIX, ScratchCheckpoint
+from covey.parallel.placement import build_for_devices
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
 from covey.text.tokenizer import Tokenizer, read_json
@@ -168,7 +169,7 @@ def fill_parameters(model: Model, tensors: Iterable[tuple[str, np.ndarray]], put
         del tensor, host  # free them before the next is read
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return build_for_devices(nnx.merge(graph, nnx.from_flat_state(flat)))
 
 
 def _quantise_abstract(model: Decoder, fmt: QuantisationFormat) -> Decoder:
