@@ -367,6 +367,97 @@ def test_peers_take_the_same_steps_in_turn(capsys):
 
 
 @pytest.mark.slow
+def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+    from benchmarks.peers.runner import PeerError
+    from benchmarks.peers.whole import Clock, measure
+    from benchmarks.peers.work import Work
+
+    sizes = {"prompts": 2, "samples": 2, "prompt_length": 4, "max_prompt_length": 8, "max_new_tokens": 6}
+    work = Work("smallest", "lora", "fixed", 500, **sizes, lora_rank=2, micro_prompts=2, steps=3)
+    clock = Clock((1, 2), folder=tmp_path, warm_steps=1)
+    found, _ = measure(work, SHAPE, {"covey": sys.executable}, clock)
+    cold, warm = found["cold"]["covey"], found["warm"]["covey"]
+    assert cold["from_cache"] == 0 < cold["programs"]
+    assert 0 < warm["from_cache"] == warm["programs"] <= cold["programs"]
+    assert 0 < cold["from_enter"][0] < cold["from_enter"][1] < cold["from_enter"][2]
+    assert warm["from_enter"][2] is None
+    with pytest.raises(PeerError, match="a cold run needs a folder without any"):
+        measure(work, SHAPE, {"covey": sys.executable}, clock)
+
+
+def finished(start, *seconds):
+    """A process that took steps of so many seconds."""
+    from types import SimpleNamespace
+
+    programs = {"compiled": 2, "from_cache": 1, "compile_seconds": 0.5}
+    steps = [{"seconds": s, "lengths": [3, 5], "cores": 2.0, **programs} for s in seconds]
+    return SimpleNamespace(start=start, facts={"processor": 1.0, **programs}, steps=steps)
+
+
+def test_the_whole_time_counts_start_compiling_and_every_step():
+    from benchmarks.peers.whole import whole
+
+    told = whole(finished(4.0, 10.0, 1.0, 2.0), (1, 3, 5))
+    assert told["from_enter"] == {0: 4, 1: 14, 3: 17, 5: None}
+    assert told["from_first_step"] == {1: 10, 3: 13, 5: None}
+    assert (told["steps"], told["tokens"], told["processor"]) == (3, 8, 1 + 2 * 13)
+    assert (told["programs"], told["from_cache"], told["compile_seconds"]) == (4 * 2, 4, 2)
+
+
+def test_whole_times_are_told_with_ratios_and_without_guesses():
+    from benchmarks.peers.whole import tables, whole
+
+    processes = {"covey": finished(2.0, 8.0, 1.0), "trl": finished(4.0, 1.0)}
+    found = {"cold": {name: whole(process, (1, 2)) for name, process in processes.items()}}
+    from_enter, from_first_step, work = tables(found).values()
+    assert from_enter[0] == ["cache", "", "start", "1 step", "2 steps"]
+    assert from_enter[1:] == [
+        ["cold", "covey", "2", "10", "11"],
+        ["cold", "trl", "4 (2.00×)", "5 (0.50×)", "not measured"],
+    ]
+    assert from_first_step[2] == ["cold", "trl", "1 (0.12×)", "not measured"]
+    assert work[1] == ["cold", "covey", "2", "8", "19", "6", "3", "1.5"]
+
+
+def test_steps_are_limited_by_peer_and_by_cache():
+    from benchmarks.peers.runner import turns
+    from benchmarks.peers.whole import Clock
+
+    clock = Clock((1, 100), at_most={"tunix": 20}, warm_steps=50)
+    steps = {cache: [clock.steps(name, cache) for name in ("covey", "tunix")] for cache in clock.caches}
+    assert steps == {"cold": [100, 20], "warm": [50, 20]}
+    assert list(turns({"a": 3, "b": 2})) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a")]
+
+
+def test_a_cache_goes_to_the_library_that_has_one(monkeypatch, tmp_path):
+    from benchmarks.peers.runner import _environment
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "the/user's")
+    names = ("COVEY_CACHE", "JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("COVEY_CACHE", raising=False)
+    kept = {w: [_environment(f"{w}_worker", tmp_path).get(n) for n in names] for w in ("covey", "tunix", "trl")}
+    assert kept == {"covey": [str(tmp_path), None], "tunix": [None, str(tmp_path)], "trl": [None, None]}
+    assert [_environment("covey_worker", None).get(n) for n in names] == [None, ""]
+
+
+def test_a_warm_run_alone_needs_what_a_cold_one_left(capsys, tmp_path):
+    from benchmarks.peers.__main__ import main
+
+    asked = ["--whole", "1", "--cache", "warm", "--peers", "covey", "--cache-folder", str(tmp_path)]
+    assert main(asked) == 1
+    assert "a warm run of covey finds no programs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--whole", "0"], ["--whole", "1,200"], ["--at-most", "torch=3"]])
+def test_steps_that_cannot_be_taken_are_refused(words, capsys):
+    from benchmarks.peers.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(words)
+    assert re.search("the data last for 127|no peer is called torch", capsys.readouterr().err)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.0, 0.02, 0.3])
 def test_the_stop_token_has_its_probability_at_every_step(tmp_path, probability):
     from benchmarks.peers.checkpoint import write

@@ -3,20 +3,24 @@
 Each library runs in a process and an environment of its own (`make bench-peers` makes them), on the same checkpoint. In
 every round each takes one step, and every other round they go backwards, so that whatever else the machine does falls
 on all; only one computes at a time. The first step, which compiles, is told apart, and so is what later steps compile:
-their seconds are without it. A ratio is the median of the rounds' own ratios of seconds per completion token.
+their seconds are without it. A ratio is the median of the rounds' own ratios of seconds per completion token. With
+--whole everything counts, from Enter on (see `whole`).
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import machine, short, spread_of
-from benchmarks.peers.runner import DEFAULT, OURS, PEERS, PYTHONS, PeerError, Runner, check, running
-from benchmarks.peers.work import SHAPES, Work
+from benchmarks.peers.runner import DEFAULT, OURS, PEERS, PYTHONS, PeerError, Runner, prepared, running, show, turns
+from benchmarks.peers.whole import Clock, Found, measure, tables
+from benchmarks.peers.work import SHAPES, STEPS_OF_DATA, Work
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -25,7 +29,13 @@ def main(words: Sequence[str] | None = None) -> int:
     work = Work.of(asked.size, asked.mode, asked.lengths)
     pythons = {name: getattr(asked, f"{PEERS[name].python}_python") for name in asked.peers}
     try:
-        tell(compare(work, SHAPES[asked.size], asked.rounds, pythons), work)
+        if asked.whole:
+            work, clock = replace(work, steps=max(asked.whole) + 1), _clock(asked)
+            found, runners = measure(work, SHAPES[asked.size], pythons, clock)
+            several = all(len(runner.steps) > 1 for runner in runners.values())
+            tell(figures(runners) if several else {}, work, found)
+        else:
+            tell(compare(work, SHAPES[asked.size], asked.rounds, pythons), work)
     except PeerError as error:
         print(f"benchmarks.peers: {error}", file=sys.stderr)
         return 1
@@ -41,28 +51,21 @@ def compare(work: Work, shape: Mapping[str, Any], rounds: int, pythons: Mapping[
         rounds: timed steps of each, after the first.
         pythons: the interpreter for each peer that takes part.
     """
-    for name, python in pythons.items():
-        check(name, python)
-    with running(work, shape, pythons) as runners:
-        for number in range(-1, rounds):
-            for runner in runners[:: 1 if number % 2 else -1]:
-                _show(number, runner.name, runner.step())
-        return {runner.name: _figures(runner, runners) for runner in runners}
+    with prepared(work, shape, pythons) as folder, running(work, folder, pythons) as runners:
+        for number, name in turns(dict.fromkeys(pythons, rounds + 1)):
+            show(number, name, runners[name].step())
+        return figures(runners)
 
 
-def _show(number: int, name: str, step: Mapping[str, Any]) -> None:
-    kind = f"round {number + 1}" if number >= 0 else "first step"
-    tokens, others = sum(step["lengths"]), step["others"]
-    print(
-        f"{kind}: {name} {step['seconds']:.2f} s, {tokens} tokens, others use {others:.1f} cores",
-        file=sys.stderr,
-        flush=True,
-    )
+def figures(runners: Mapping[str, Runner]) -> dict[str, Any]:
+    """Return the figures of each peer, by name, from at least two steps of each."""
+    ours = _per_token(runners[OURS].steps[1:]) if OURS in runners else None
+    return {name: _figures(runner, ours) for name, runner in runners.items()}
 
 
-def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
+def _figures(runner: Runner, ours: Sequence[float] | None) -> dict[str, Any]:
     first, *steps = runner.steps
-    spent, ours = _per_token(steps), next((_per_token(r.steps[1:]) for r in runners if r.name == OURS), None)
+    spent = _per_token(steps)
     plain = [s for s in steps if not s["compiled"]] or steps
     phases = {p: np.median([s["phases"].get(p, 0.0) for s in plain]) for p in ("rollout", "logps")}
     rest = np.median([s["seconds"] - sum(s["phases"].values()) for s in plain])
@@ -73,7 +76,7 @@ def _figures(runner: Runner, runners: Sequence[Runner]) -> dict[str, Any]:
         **{name: short(value) for name, value in {**phases, "update": rest}.items()},
         "tokens": spread_of([sum(s["lengths"]) for s in steps]),
         "seconds_per_1000": spread_of([1000 * x for x in spent]),
-        "times_covey": None if ours is None else spread_of([x / y for x, y in zip(spent, ours, strict=True)]),
+        "times_covey": None if ours is None else spread_of([x / y for x, y in zip(spent, ours, strict=False)]),
         "peak_gib": max(s["peak_gib"] for s in (runner.facts, *runner.steps)),
         "peak_gib_warm": max(s["peak_gib"] for s in steps),
         "compiled": sum(s["compiled"] for s in steps),
@@ -94,19 +97,29 @@ def _net(step: Mapping[str, Any]) -> float:
     return step["seconds"] - step["compile_seconds"]
 
 
-def tell(results: Mapping[str, Mapping[str, Any]], work: Work) -> None:
-    """Print the table, and last the line of JSON."""
+def tell(results: Mapping[str, Mapping[str, Any]], work: Work, found: Found | None = None) -> None:
+    """Print the tables, those of the whole time first, and last the line of JSON."""
     print(
         f"\npeers: {work.size}, {work.mode}, {work.lengths}: {work.prompts} prompts × {work.samples}, prompts of "
         f"{work.prompt_length} tokens, at most {work.max_new_tokens} new ones"
     )
-    rows = [[""] + [title for title, _ in COLUMNS]]
-    rows += [[name] + [_cell(result[key]) for _, key in COLUMNS] for name, result in results.items()]
+    for title, rows in tables(found).items() if found else ():
+        print(f"\n{title}:\n")
+        _print(rows)
+    if results:
+        print("\nThe steps; those after the first without the seconds of compiling:\n")
+        rows = [[name] + [_cell(result[key]) for _, key in COLUMNS] for name, result in results.items()]
+        _print([[""] + [title for title, _ in COLUMNS], *rows])
+    whole = {"whole": found} if found else {}
+    told = {"part": "peers", "work": work.json(), **whole, "results": results, "machine": machine()}
+    print(json.dumps(told), flush=True)
+
+
+def _print(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         print("| " + " | ".join(row) + " |")
         if row is rows[0]:
             print("|" + "---|" * len(row))
-    print(json.dumps({"part": "peers", "work": work.json(), "results": results, "machine": machine()}), flush=True)
 
 
 def _cell(value: Any) -> str:
@@ -122,10 +135,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", default="lora", choices=["lora", "full"], help="what is trained")
     parser.add_argument("--lengths", default="fixed", choices=["fixed", "ragged"], help="of completions")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps of each after the first")
+    parser.add_argument("--whole", type=_numbers, metavar="N,N,...", help=f"instead: {WHOLE}, e.g. 1,5,20,100")
+    parser.add_argument("--cache", default="both", choices=["cold", "warm", "both"], help="of programs, with --whole")
+    parser.add_argument("--cache-folder", type=Path, metavar="PATH", help="keep it here; for warm alone: filled before")
+    parser.add_argument("--at-most", type=_limits, default={}, metavar="NAME=N,...", help="steps of a peer")
+    parser.add_argument("--warm-steps", type=_number, metavar="N", help="steps from a warm cache, at most")
     parser.add_argument("--peers", type=_names, default=list(DEFAULT), metavar="NAMES", help=",".join(PEERS))
     for name, path in PYTHONS.items():
         parser.add_argument(f"--{name}-python", default=path, metavar="PATH", help="interpreter of its environment")
     return parser
+
+
+def _clock(asked: argparse.Namespace) -> Clock:
+    caches = ("cold", "warm") if asked.cache == "both" else (asked.cache,)
+    return Clock(
+        asked.whole, caches, asked.cache_folder and asked.cache_folder.resolve(), asked.at_most, asked.warm_steps
+    )
+
+
+def _number(text: str) -> int:
+    if not 1 <= int(text) < STEPS_OF_DATA:
+        raise argparse.ArgumentTypeError(f"{text} steps: at least 1, and the data last for {STEPS_OF_DATA - 1}")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_number(n) for n in text.split(",")}))
+
+
+def _limits(text: str) -> dict[str, int]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    _names(",".join(name for name, _, _ in pairs))
+    return {name: _number(n) for name, _, n in pairs}
 
 
 def _names(text: str) -> list[str]:
@@ -134,6 +175,8 @@ def _names(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(f"no peer is called {unknown[0]}; there are {', '.join(PEERS)}")
     return names
 
+
+WHOLE = "whole time of so many steps from Enter, cold and warm"
 
 COLUMNS = (
     ("first step s", "first_step"),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks.peers.work import Work, even_words
+from benchmarks.peers.work import STEPS_OF_DATA, Work, even_words
 from benchmarks.peers.worker import Steps
 from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.models.loading.weights import load
@@ -15,15 +15,15 @@ from covey.models.lora import split_trainable, with_lora
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
+from covey.run import use_compilation_cache
 from covey.train.loop import StepRecord
-
-STEPS_OF_DATA = 64
 
 
 def main() -> None:
     """Set up, and train until the driver ends the process."""
     steps = Steps()
-    jax.monitoring.register_event_duration_secs_listener(steps.heard)
+    steps.listen(jax.monitoring)
+    use_compilation_cache()  # as every run does
     work = steps.work
     loaded = load(steps.folder, **steps.options.get("model", {}))
     lora = LoRAConfig(rank=work.lora_rank, alpha=work.lora_alpha)
@@ -60,7 +60,7 @@ def settings(work: Work, options: dict[str, Any]) -> ClusterConfig:
         schedule="constant",
         warmup_ratio=0.0,
     )
-    training = RLTrainingConfig(max_steps=10**6, prompts_per_step=work.prompts, actor_optimizer=optimizer)
+    training = RLTrainingConfig(max_steps=work.steps, prompts_per_step=work.prompts, actor_optimizer=optimizer)
     rollout = RolloutConfig(
         max_prompt_length=work.max_prompt_length, max_new_tokens=work.max_new_tokens, temperature=work.temperature
     )

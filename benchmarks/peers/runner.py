@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,16 +40,22 @@ class Runner:
         python: interpreter of its environment.
         work, folder: what to do, and the checkpoint.
         log: takes what its library prints.
+        cache: folder for its compiled programs; None keeps none.
+
+    Attributes:
+        facts: its answer once it is set up.
+        start: seconds from the start of the process to that answer.
+        steps: the measurements of each step.
     """
 
-    def __init__(self, name: str, python: str, work: Work, folder: Path, log: Path):
+    def __init__(self, name: str, python: str, work: Work, folder: Path, log: Path, cache: Path | None = None):
         self.name, self.log, self.steps = name, log, list[dict[str, Any]]()
-        peer = PEERS[name]
+        peer, began = PEERS[name], time.perf_counter()
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", f"benchmarks.peers.{peer.worker}"],
                 cwd=ROOT,
-                env=_environment(),
+                env=_environment(peer.worker, cache),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -56,6 +63,7 @@ class Runner:
             )
         asked = {"work": work.json(), "folder": str(folder), "options": dict(peer.options)}
         self.facts = self._answer(asked)
+        self.start = time.perf_counter() - began
 
     def step(self) -> dict[str, Any]:
         """Let it take a step, and return its measurements; `steps` gathers them."""
@@ -89,20 +97,60 @@ class Runner:
 
 
 @contextmanager
-def running(work: Work, shape: Mapping[str, Any], pythons: Mapping[str, str]) -> Iterator[list[Runner]]:
+def prepared(work: Work, shape: Mapping[str, Any], pythons: Mapping[str, str]) -> Iterator[Path]:
+    """Give a temporary folder with the checkpoint in `model`, once every peer has its environment."""
+    for name, python in pythons.items():
+        _check(name, python)
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        write(Path(folder) / "model", shape, work.stop_probability)
+        yield Path(folder)
+
+
+@contextmanager
+def running(
+    work: Work, folder: Path, pythons: Mapping[str, str], caches: Path | None = None
+) -> Iterator[dict[str, Runner]]:
+    """Start the peers one after the other, and end them with the block.
+
+    Args:
+        work: what a step is.
+        folder: of `prepared`.
+        pythons: the interpreter for each peer that takes part.
+        caches: holds a folder of compiled programs for each; None keeps none.
+    """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
-        write(folder / "model", shape, work.stop_probability)
-        runners = []
+        runners = {}
         for name, python in pythons.items():
-            runner = Runner(name, python, work, folder / "model", folder / f"{name}.log")
-            stack.callback(runner.close)
-            runners.append(runner)
-            print(f"{name}: ready after {runner.facts['setup']:.1f} s", file=sys.stderr, flush=True)
+            cache = caches and caches / name
+            runners[name] = Runner(name, python, work, folder / "model", folder / f"{name}.log", cache)
+            stack.callback(runners[name].close)
+            print(f"{name}: ready after {runners[name].start:.1f} s", file=sys.stderr, flush=True)
         yield runners
 
 
-def check(name: str, python: str) -> None:
+def turns(steps: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """Yield the number of a step, from 0, and who takes it: in turn, backwards every other time.
+
+    Args:
+        steps: how many steps each takes; who has taken all of them is left out.
+    """
+    for number in range(max(steps.values())):
+        for name in list(steps)[:: -1 if number % 2 else 1]:
+            if number < steps[name]:
+                yield number, name
+
+
+def show(number: int, name: str, step: Mapping[str, Any]) -> None:
+    """Print a line about a step that is over, to standard error."""
+    kind, tokens = f"round {number}" if number else "first step", sum(step["lengths"])
+    print(
+        f"{kind}: {name} {step['seconds']:.2f} s, {tokens} tokens, others use {step['others']:.1f} cores",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _check(name: str, python: str) -> None:
     if not Path(python).is_file():
         raise PeerError(
             f"{name} has no environment: {python} is not there.\n"
@@ -111,9 +159,16 @@ def check(name: str, python: str) -> None:
         )
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment without a cache of compiled programs: a first step compiles, in every library."""
-    return {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"JAX_PLATFORMS": "cpu"}
+def _environment(worker: str, cache: Path | None) -> dict[str, str]:
+    """Return the environment of a worker, with compiled programs in the folder `cache`; None: none are kept.
+
+    A library that has a cache keeps every program in it, however short its compilation: Covey's default, set for all.
+    """
+    known = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"JAX_PLATFORMS": "cpu"}
+    if cache is None:
+        return known | {"JAX_COMPILATION_CACHE_DIR": ""}
+    kept = {CACHES[worker]: str(cache)} if worker in CACHES else {}
+    return known | kept | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 PYTHONS = {
@@ -134,5 +189,8 @@ PEERS = {
 """Peers by name. tunix-exact has the prompts' exact length as its maximum, which a user seldom knows. Of those with
 bf16 the weights are float32 and the operands of products bfloat16.
 """
+
+CACHES = {"covey_worker": "COVEY_CACHE", "tunix_worker": "JAX_COMPILATION_CACHE_DIR"}
+"""Variable that names the folder of compiled programs. TRL's library, PyTorch, keeps none."""
 
 DEFAULT = ("covey", "tunix", "tunix-exact", "trl")

@@ -17,10 +17,8 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.work import Work, even_words
+from benchmarks.peers.work import STEPS_OF_DATA, Work, even_words
 from benchmarks.peers.worker import Steps
-
-STEPS_OF_DATA = 64
 
 
 class _Trainer(GRPOTrainer):
@@ -100,7 +98,7 @@ def _settings(work: Work, folder: str, options: dict[str, Any]) -> GRPOConfig:
         "adam_beta2": work.b2,
         "weight_decay": work.weight_decay,
         "max_grad_norm": work.max_grad_norm,
-        "max_steps": 10**6,
+        "max_steps": work.steps,
         "gradient_checkpointing": False,
         "use_vllm": False,
         "bf16": False,

@@ -34,7 +34,7 @@ LINEAR = ".*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 def main() -> None:
     """Set up, and train until the driver ends the process."""
     steps = Steps()
-    jax.monitoring.register_event_duration_secs_listener(steps.heard)
+    steps.listen(jax.monitoring)
     work = steps.work
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     reference = _load(steps.folder, mesh)
@@ -87,7 +87,7 @@ def _settings(work: Work, mesh: Mesh, options: dict[str, Any]) -> rl.ClusterConf
     training = rl.RLTrainingConfig(
         actor_optimizer=optax.chain(optax.clip_by_global_norm(work.max_grad_norm), adamw),
         eval_every_n_steps=10**6,
-        max_steps=10**6,
+        max_steps=work.steps,
         mini_batch_size=work.prompts,
         train_micro_batch_size=work.micro_prompts,
         compute_logps_micro_batch_size=work.micro_prompts,

@@ -11,6 +11,9 @@ from typing import Any
 PAD, STOP = 0, 1
 """Special tokens of every vocabulary; the others are words `w2`, `w3`, ..."""
 
+STEPS_OF_DATA = 128
+"""Steps for which there are prompts, where a library wants them all at the start."""
+
 SHARE = 0.35
 """Mean length of a ragged completion, as a fraction of the maximum number of new tokens."""
 
@@ -26,6 +29,7 @@ class Work:
         prompt_length: of every prompt; `max_prompt_length` is what the libraries are told to expect.
         max_new_tokens: of a completion; with fixed lengths every one has them.
         lora_rank: 0 trains every weight.
+        steps: of the whole run, as the libraries are told; nobody waits for its end.
         micro_prompts: prompts (× samples) in a forward-backward of the peers, as many as fit into 16 GiB.
     """
 
@@ -49,6 +53,7 @@ class Work:
     b2: float = 0.99
     weight_decay: float = 0.1
     max_grad_norm: float = 0.1
+    steps: int = 10**6
 
     @classmethod
     def of(cls, size: str, mode: str, lengths: str) -> "Work":

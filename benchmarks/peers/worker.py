@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.peers.work import Work
 
 COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
-"""Events of JAX about a program: it is lowered, and compiled."""
+"""Events of JAX about a program: it is lowered, and compiled or loaded from the cache."""
+LOADED = "/jax/compilation_cache/cache_hits"
 
 
 class Steps:
@@ -30,7 +31,8 @@ class Steps:
         options: what sets one variant of a library apart from another.
         lengths: tokens of each completion of the step, the stop token included; the worker puts them here.
         phases: seconds of each phase of the step.
-        compiled, compile_seconds: programs that the step compiled, and what that took.
+        compiled, from_cache: programs that the step made ready, and those of them that came from the cache on disk.
+        compile_seconds: what that took.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class Steps:
         self.work, self.folder, self.options = Work(**asked["work"]), asked["folder"], asked["options"]
         self.lengths: Sequence[int] = ()
         self.phases: dict[str, float] = {}
-        self.compiled, self.compile_seconds = 0, 0.0
+        self._forget_programs()
         self._began = time.perf_counter()
         self._at: dict[str, float] | None = None
 
@@ -48,10 +50,12 @@ class Steps:
         """Report that the model is loaded and a step follows."""
         self._tell(
             setup=round(time.perf_counter() - self._began, 2),
+            processor=round(time.process_time(), 2),
             parameters=parameters,
             trainable=trainable,
             versions={name: version(name) for name in packages},
             peak_gib=peak_gib(),
+            **self._programs(),
         )
 
     def turn(self) -> None:
@@ -60,7 +64,8 @@ class Steps:
             self._tell(**self._measured())
         if json.loads(sys.stdin.readline() or "null") != "step":
             os._exit(0)  # in the middle of a library's loop, maybe with threads of its own
-        self.phases, self.compiled, self.compile_seconds = {}, 0, 0.0
+        self.phases = {}
+        self._forget_programs()
         forget_peak()
         self._at = _clocks()
 
@@ -80,11 +85,24 @@ class Steps:
 
         return timed
 
-    def heard(self, event: str, seconds: float, **_: Any) -> None:
-        """Note a compiled program: a listener for `jax.monitoring`."""
+    def listen(self, monitoring: Any) -> None:
+        """Count programs from here on, as `jax.monitoring` reports them."""
+        monitoring.register_event_duration_secs_listener(self._heard)
+        monitoring.register_event_listener(self._loaded)
+
+    def _heard(self, event: str, seconds: float, **_: Any) -> None:
         if event in COMPILING:
             self.compile_seconds += seconds
             self.compiled += event == COMPILING[-1]
+
+    def _loaded(self, event: str, **_: Any) -> None:
+        self.from_cache += event == LOADED
+
+    def _forget_programs(self) -> None:
+        self.compiled, self.from_cache, self.compile_seconds = 0, 0, 0.0
+
+    def _programs(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("compiled", "from_cache", "compile_seconds")}
 
     def _measured(self) -> dict[str, Any]:
         assert self._at is not None
@@ -93,8 +111,7 @@ class Steps:
         return {
             "seconds": spent["wall"],
             "phases": self.phases,
-            "compiled": self.compiled,
-            "compile_seconds": self.compile_seconds,
+            **self._programs(),
             "lengths": list(map(int, self.lengths)),
             "peak_gib": peak_gib(),
             "cores": spent["own"] / spent["wall"],
