@@ -2,8 +2,8 @@
 (`losses.logprobs`, the sampler).
 
 Training and sampling run this same forward pass; they differ in the `attend` they pass. Layers are a list. Decoding,
-which has a cache, is unrolled layer by layer. Without a cache the layers are a loop, compiled once for all of them; the
-backward pass rematerialises each unless `remat` is off.
+which has a cache, is unrolled layer by layer; layers that are alike are traced once. Without a cache the layers are a
+loop, compiled once for all of them; the backward pass rematerialises each unless `remat` is off.
 """
 
 from collections.abc import Sequence
@@ -148,13 +148,12 @@ class Decoder(nnx.Module):
         x, ropes = self._embed_tokens(tokens), self._rope_tables(positions)
         if cache is None:
             return self.norm(self._run_layers(x, ropes, attend)), []
-        caches = []
-        for index, layer in enumerate(self.layers):
-            window = c.window(index)
-            rope = ropes[c.local_rope_theta is not None and window is not None]
-            x, new = layer(x, rope, attend, cache[index], window)
-            x = self._shard_rows(x)
-            caches.append(new)
+        caches, run = [], self._layer_traced_once(ropes, attend)
+        for layers in self.layer_runs():
+            graph = nnx.split(next(iter(layers.values())))[0]
+            for index, layer in layers.items():
+                x, new = run(graph, nnx.split(layer)[1], x, cache[index], c.window(index))
+                caches.append(new)
         return self.norm(x), caches
 
     def layer_runs(self) -> list[dict[int, Layer]]:
@@ -187,6 +186,19 @@ class Decoder(nnx.Module):
             return x
         sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
         return sharded
+
+    def _layer_traced_once(self, ropes: list[Rope], attend: Attend) -> Any:
+        """Return a layer as a function of its graph, weights, input, cache and window. It is traced and lowered once
+        for all layers that are alike; XLA copies it to each call before it optimizes the program.
+        """
+
+        @partial(jax.jit, static_argnums=(0, 4))
+        def run(graph: Any, state: Any, x: Array, cache: Any, window: int | None) -> tuple[Array, Any]:
+            rope = ropes[self.config.local_rope_theta is not None and window is not None]
+            x, new = nnx.merge(graph, state)(x, rope, attend, cache, window)
+            return self._shard_rows(x), new
+
+        return run
 
     def _run_layers(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
         for layers in self.layer_runs():
