@@ -17,6 +17,7 @@ from covey.errors import RecipeError, WeightsError, nearest
 from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
+from covey.models.operands import operand_type, round_kernels
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.placement import put_rows
@@ -38,6 +39,7 @@ class RowScorer:
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
+        params = round_kernels(params, operand_type(nnx.merge(self.graph, params)))
         parts = [np.asarray(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
 

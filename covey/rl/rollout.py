@@ -9,6 +9,7 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
+from covey.models.operands import operand_type, round_kernels
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
@@ -75,6 +76,7 @@ class RolloutWorker:
         graph, self.params = nnx.split(model)
         self.tokenizer, self.config = tokenizer, config
         self.sampler = Sampler(graph, tokenizer.stop_ids, config)
+        self._operand_type = operand_type(model)
         self._scorer = RowScorer(graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
@@ -122,7 +124,8 @@ class RolloutWorker:
         row_prompts = [row["prompt"] for row in examples]
         tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        sampled = self.sampler.generate(self.params, requests, config=config, tool=tool, progress=progress)
+        params = round_kernels(self.params, self._operand_type)
+        sampled = self.sampler.generate(params, requests, config=config, tool=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from covey.errors import NumbersError
 from covey.models.decoder import compiler_options
 from covey.models.lora import apply_lora_dropout, split_trainable
+from covey.models.operands import operand_type, round_kernels
 from covey.parallel import distributed
 from covey.parallel.placement import optimizer_shardings
 from covey.types import Mean, MetricSums
@@ -79,7 +80,7 @@ class Trainer:
         state_shardings = optimizer_shardings(optimizer, self.trainable)
         shardings = jax.tree.map(lambda x: x.sharding, self.trainable)
         self.opt_state = jax.jit(optimizer.init, out_shardings=state_shardings)(self.trainable)
-        options = compiler_options(model)
+        options, self._operand_type = compiler_options(model), operand_type(model)
         self._accumulate = jax.jit(
             self._accumulate_grads, donate_argnums=(2,), out_shardings=(shardings, None), compiler_options=options
         )
@@ -108,10 +109,11 @@ class Trainer:
     def gradients(self, parts: Iterable[MicroBatch]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
         grads = self._no_gradient(self.trainable, dtype=jnp.float32)
+        frozen = round_kernels(self.frozen, self._operand_type)
         shares: list[MetricSums] = []
         denominator = 0.0
         for part in parts:
-            grads, metric_sums = self._accumulate(self.trainable, self.frozen, grads, part.batch, self.step)
+            grads, metric_sums = self._accumulate(self.trainable, frozen, grads, part.batch, self.step)
             shares.append(metric_sums)
             denominator += part.denominator
         grads, totals, denominator = _sum_over_processes(grads, _combine(jax.device_get(shares)), denominator)

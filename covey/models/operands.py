@@ -1,0 +1,49 @@
+"""Kernels in the type of the products, made once for a call of many programs.
+
+A product rounds its kernel to the decoder's compute type. On a CPU, XLA rounds the kernels of the whole model again in
+each program: for each chunk of decode steps, each prefill and each micro-batch. Rounded before the call, the products
+have the same operands.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from covey.models.layers import Linear
+from covey.parallel.reshard import dotted_path
+
+State = TypeVar("State")
+
+
+def operand_type(model: nnx.Module) -> jnp.dtype[Any] | None:
+    """Return the type to which `round_kernels` rounds the kernels of `model`; None where that gains nothing: in
+    float32, and on accelerators, where a product rounds what it reads anyway and a copy would cost memory.
+    """
+    linear = next((node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)), None)
+    if linear is None or linear.platform != "cpu" or jnp.dtype(linear.dtype) == jnp.float32:
+        return None
+    return jnp.dtype(linear.dtype)
+
+
+def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
+    """Return `params` with the kernels of its projections in `dtype`, if they are wider; all other arrays are shared.
+
+    Args:
+        params: state of a model, or a part of it.
+        dtype: the model's `operand_type`; None changes nothing.
+    """
+    if dtype is None:
+        return params
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    arrays = [x for _, x in leaves]
+    wide = [i for i, (path, x) in enumerate(leaves) if _is_kernel(path) and x.dtype.itemsize > dtype.itemsize]
+    for i in wide:
+        arrays[i] = arrays[i].astype(dtype)
+    rounded: State = jax.tree.unflatten(tree, arrays)
+    return rounded
+
+
+def _is_kernel(path: tuple[Any, ...]) -> bool:
+    return dotted_path(path).endswith(".kernel")

@@ -1,0 +1,107 @@
+"""Kernels rounded once for a call: the same bits as rounded in each product, and nothing copied that need not be."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from covey.config.schema import RolloutConfig
+from covey.losses.logprobs import token_logps
+from covey.models.decoder import Decoder
+from covey.models.lora import split_trainable
+from covey.models.operands import operand_type, round_kernels
+from covey.models.value_model import make_value_model
+from covey.packing.rows import Rows, pack
+from covey.parallel.reshard import flatten
+from covey.rl.inference import RowScorer
+from covey.rl.rollout import RolloutWorker
+from covey.text.tokenizer import Tokenizer
+from covey.train.trainer import MicroBatch, Trainer
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+
+BF16 = jnp.dtype("bfloat16")
+
+
+@pytest.fixture
+def rows(groups_of: Callable[..., Any]) -> Rows:
+    """One row of a prompt with two completions."""
+    return pack(groups_of([(5, [4, 6])]))
+
+
+def kernel_types(state: Any) -> set[Any]:
+    """The types of the kernels of projections."""
+    return {x.dtype for name, x in flatten(state).items() if name.endswith(".kernel")}
+
+
+def test_only_kernels_are_rounded_and_the_rest_is_shared(decoder: Callable[..., Decoder]) -> None:
+    frozen = split_trainable(decoder(2, compute_dtype="bfloat16"))[2]
+    before, after = flatten(frozen), flatten(round_kernels(frozen, BF16))
+    assert before.keys() == after.keys()
+    assert kernel_types(round_kernels(frozen, BF16)) == {BF16}
+    assert all(x is before[name] for name, x in after.items() if not name.endswith(".kernel"))
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_nothing_is_done_where_nothing_is_gained(decoder: Callable[..., Decoder], held: str) -> None:
+    in_float32 = decoder(param_dtype=held)
+    assert operand_type(in_float32) is None
+    params = nnx.split(in_float32)[1]
+    assert round_kernels(params, None) is params
+    narrow = nnx.split(decoder(param_dtype="bfloat16", compute_dtype="bfloat16"))[1]
+    rounded = round_kernels(narrow, BF16)
+    assert all(x is y for x, y in zip(jax.tree.leaves(narrow), jax.tree.leaves(rounded), strict=True))
+
+
+def test_only_programs_for_a_cpu_get_rounded_kernels(decoder: Callable[..., Decoder]) -> None:
+    model = decoder(compute_dtype="bfloat16")
+    assert operand_type(make_value_model(model)) == operand_type(model) == BF16
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and hasattr(node, "platform"):
+            node.platform = "cuda"
+    assert operand_type(model) is None
+
+
+def test_log_probs_and_gradients_have_the_same_bits(
+    decoder: Callable[..., Decoder], rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(graph: Any, params: Any, rows: Rows) -> Any:
+        seen.append(kernel_types(params))
+        return token_logps(graph, params, rows, 1.0).logps.sum(), {}
+
+    def compute() -> list[np.ndarray]:
+        model = decoder(2, compute_dtype="bfloat16")
+        logps = RowScorer(nnx.split(model)[0], 1.0)(nnx.split(model)[1], rows, [4, 6], 1)
+        grads = Trainer(model, optax.sgd(1.0), loss).gradients([MicroBatch(rows, 10.0)])
+        return [*logps, *map(np.asarray, jax.tree.leaves(grads.sums))]
+
+    seen: list[set[Any]] = []
+    got = compute()
+    for module in ("covey.rl.inference", "covey.train.trainer"):
+        monkeypatch.setattr(f"{module}.operand_type", lambda model: None)
+    for new, old in zip(got, compute(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert seen == [{BF16}, {jnp.dtype("float32")}]
+
+
+def test_the_sampler_gets_rounded_kernels(decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, seen = RolloutConfig(max_new_tokens=2), []
+    worker = RolloutWorker(decoder(compute_dtype="bfloat16"), Tokenizer.from_folder(TINY), config)
+    sampled = worker.sampler.generate
+
+    def generate(params: Any, *args: Any, **options: Any) -> Any:
+        seen.append(kernel_types(params))
+        return sampled(params, *args, **options)
+
+    monkeypatch.setattr(worker.sampler, "generate", generate)
+    rounded = worker.generate(["b"], 2).tokens
+    monkeypatch.setattr(worker, "_operand_type", None)
+    plain = worker.generate(["b"], 2).tokens
+    assert seen == [{BF16}, {jnp.dtype("float32")}]
+    assert all(map(np.array_equal, rounded, plain))
