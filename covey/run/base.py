@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,11 +21,12 @@ from rich.console import Console
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
-from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, to_yaml
+from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, load_any, to_yaml
 from covey.data import Dataset
 from covey.data.loader import PromptLoader
-from covey.display import show_log
+from covey.display import echo, show_log
 from covey.errors import Stopped
+from covey.models.compute_dtype import AUTO, resolve_compute_dtype
 from covey.parallel import distributed, mesh_from_config
 from covey.run.compile_counter import CompileCounter
 from covey.run.folder import RunFolder, create_folder, reopen_folder
@@ -115,6 +116,7 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
+        recipe = _with_compute_dtype(recipe, resolve_compute_dtype(recipe.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with create_folder(out, recipe) as folder:
             return cls._execute(recipe, data, mesh, folder)
@@ -122,6 +124,8 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Resume the run in the folder `out`; return the content of `summary.json`."""
+        if recipe.model.compute_dtype == AUTO:  # the run keeps the type that it began with, on any machine
+            recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with reopen_folder(out, recipe, cls.rows) as folder:
             return cls._execute(recipe, data, mesh, folder)
@@ -281,6 +285,16 @@ class Run(ABC, Generic[RecipeT]):
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, those before a resume included."""
         return time.monotonic() - self.started
+
+
+def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
+    """Return `recipe` with the type of products that was chosen, and report it where the recipe leaves the choice."""
+    if recipe.model.compute_dtype != AUTO:
+        return recipe
+    if distributed.is_first():
+        echo(f"model.compute_dtype auto: this run computes in {chosen}")
+    model: Any = replace(recipe.model, compute_dtype=chosen)
+    return replace(recipe, model=model)
 
 
 def _refuse_changed_settings(recipe: Recipe | SFTRecipe, extra: Mapping[str, Any], folder: RunFolder) -> None:

@@ -86,6 +86,24 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return arm
 
 
+def test_a_run_says_which_type_of_products_auto_chose_and_keeps_it_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_a_machine_with(flags: str) -> None:
+        (tmp_path / "cpuinfo").write_text(f"flags : {flags}")
+        monkeypatch.setattr("covey.models.compute_dtype.CPUINFO", tmp_path / "cpuinfo")
+
+    folder, auto = tmp_path / "run", "model.compute_dtype=auto"
+    on_a_machine_with("amx_bf16")
+    run.train(ready(auto, "training.max_steps=1", "training.actor_optimizer.schedule=constant"), folder)
+    assert "model.compute_dtype auto: this run computes in bfloat16" in capsys.readouterr().out
+    on_a_machine_with("sse2")
+    run.resume(folder, [auto, "training.max_steps=2"])
+    assert "this run computes in bfloat16" in capsys.readouterr().out
+    assert recipe.load(folder).model.compute_dtype == "bfloat16"
+    assert len(rows(folder, "metrics.jsonl")) == 2
+
+
 @pytest.mark.parametrize("more", [(), ("model.lora.rank=4", "grpo.beta=0.1", "grpo.num_iterations=1")])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     tmp_path: Path, stopping: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]

@@ -60,8 +60,10 @@ class ModelOptions(Config, section="model"):
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the operands of matrix products; they always accumulate in float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Type of the operands of matrix products; they always accumulate in float32. auto chooses bfloat16 where the
+    device multiplies it in hardware, else float32; the run folder records the choice.
+    """
     remat: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     remat_keeps: Literal["nothing", "products"] = "products"

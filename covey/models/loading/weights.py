@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from covey.errors import WeightsError
 from covey.files import check_file
 from covey.models import families
+from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, rngs_for_shapes
 from covey.models.layers import Linear
@@ -104,7 +105,7 @@ def load(
             checkpoint.config,
             rngs=rngs_for_shapes(),
             param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
+            compute_dtype=resolve_compute_dtype(compute_dtype),
             remat=remat,
             remat_keeps=remat_keeps,
         )
