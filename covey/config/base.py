@@ -245,6 +245,25 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, Number, list, Mapping, types.NoneType, Config)) or type(value) is tuple
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a nested recipe by dotted name; tuples become lists, as in JSON.
+
+    >>> flatten({"seed": 0, "model": {"lora": {"targets": ("all-linear",)}}})
+    {'seed': 0, 'model.lora.targets': ['all-linear']}
+    """
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+MAPPINGS = ("reward_safety.on_error_of",)
+"""Settings whose value is itself a mapping."""
+
+
 def classes_in(kind: Any) -> list[type[Config]]:
     """Return the classes of settings that a field of type `kind` may hold."""
     if get_origin(kind) in (Annotated, Union, types.UnionType):

@@ -208,7 +208,7 @@ class _Builder:
         """Build `cls`; missing settings are those of `start`, or else the defaults of the class."""
         given, entries = dict(start), item.value or {}  # an empty section is null
         if not isinstance(entries, dict):
-            what = f"{path or 'the file'} is {shown(_plain(item))}"
+            what = f"{path or 'the file'} is {shown(plain(item))}"
             self.basic.append(RecipeError(what, want=describe(dict), where=item.where))
             entries = {}
         for name, entry in entries.items():
@@ -218,7 +218,7 @@ class _Builder:
                 default = given[name] if name in given else defaults(cls)[name]
                 given[name] = self.section(inner[-1], entry, f"{path}.{name}".lstrip("."), vars(default))
             else:
-                given[name] = _plain(entry)
+                given[name] = plain(entry)
         made = object.__new__(cls)
         for problem in made.assign(given, path, shown):
             error = _error(problem, _where(entries.get(problem.key), problem.loc))
@@ -253,11 +253,11 @@ def shown(value: Any) -> str:
     return "nothing" if value is None else shortened(value)
 
 
-def _plain(item: Item) -> Any:
+def plain(item: Item) -> Any:
     """Return the value of `item` without places."""
     if isinstance(item.value, list):
-        return [_plain(one) for one in item.value]
-    return {name: _plain(one) for name, one in item.value.items()} if isinstance(item.value, dict) else item.value
+        return [plain(one) for one in item.value]
+    return {name: plain(one) for name, one in item.value.items()} if isinstance(item.value, dict) else item.value
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

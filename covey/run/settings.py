@@ -9,12 +9,13 @@ refuse the run: it is reported, unless it was not set.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from covey.config.algorithms import algorithm_of
+from covey.config.base import flatten
 from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def settings_of(recipe: AnyRecipe) -> Settings:
     """Return the JSON value of every setting by dotted name, except `IGNORED_ON_RESUME`."""
-    return {name: value for name, value in _flat(asdict(recipe)).items() if not _is_in(name, IGNORED_ON_RESUME)}
+    return {name: value for name, value in flatten(asdict(recipe)).items() if not _is_in(name, IGNORED_ON_RESUME)}
 
 
 def may_need_earlier_values(recipe: Recipe) -> bool:
@@ -78,16 +79,6 @@ def _earlier_values(saved: Settings, now: Settings) -> Settings:
     return found
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Settings:
-    found: Settings = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
 def _is_in(name: str, sections: tuple[str, ...]) -> bool:
     """Return whether the setting `name` is one of `sections`, or in one of them."""
     return any(name == one or name.startswith(one + ".") for one in sections)
@@ -112,9 +103,6 @@ BEFORE_IT_EXISTED = {
     )
 }
 """Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
-
-MAPPINGS = ("reward_safety.on_error_of",)
-"""Settings whose value is itself a mapping."""
 
 DECISIVE = (
     "seed", "rollout.seed", "data", "model.dtype", "model.compute_dtype", "model.quantize", "model.quantize_block",
