@@ -10,7 +10,7 @@ import html
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -93,12 +93,16 @@ def _escape_marks(text: str) -> str:
 
 def mask_secrets(value: Any) -> Any:
     """Return `value` with every secret of the environment masked in its strings; tuples become lists."""
+    return _masked(value, [secret for _, secret in _secrets()])
+
+
+def _masked(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
-        return {name: mask_secrets(entry) for name, entry in value.items()}
+        return {name: _masked(entry, secrets) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [mask_secrets(entry) for entry in value]
+        return [_masked(entry, secrets) for entry in value]
     if isinstance(value, str):
-        for _, secret in _secrets():
+        for secret in secrets:
             value = value.replace(secret, "***")
     return value
 
