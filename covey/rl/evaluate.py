@@ -57,6 +57,7 @@ class Evaluation:
         mean_length: tokens per completion.
         clipped_ratio: fraction of completions that reached the token limit.
         groups: the completions themselves, with the training rewards when their functions were given.
+        correct: which completions of each group are right, by the name of the metric: bool [G].
         others: results by preset, for the presets after the first.
     """
 
@@ -71,11 +72,12 @@ class Evaluation:
     mean_length: float
     clipped_ratio: float
     groups: tuple[Group, ...]
+    correct: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     others: Mapping[str, "Evaluation"] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Return all metrics by name, without the completions, for `summary.json` and `metrics.jsonl`."""
-        excluded = ("pass_at", "pass_at_any", "groups", "others")
+        excluded = ("pass_at", "pass_at_any", "groups", "correct", "others")
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in excluded}
         found |= {f"pass@{k}": share for k, share in enumerate(self.pass_at, 1)}
         found |= {f"pass@{k}_any": share for k, share in enumerate(self.pass_at_any, 1)}
@@ -145,6 +147,7 @@ def evaluate_groups(
         mean_length=float(np.mean([len(c.tokens) for c in completions])),
         clipped_ratio=float(np.mean([c.finish is FinishReason.LENGTH for c in completions])),
         groups=tuple(scored),
+        correct=correct,
     )
 
 

@@ -20,7 +20,7 @@ from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release, replace_file
-from covey.train.metrics import BAD, SUMMARY, MetricsWriter, write_answers, write_bad_batch, write_summary
+from covey.train.metrics import BAD, SUMMARY, Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.types import Group
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self._rows is not None:
             self._rows.samples(step, groups)
 
-    def write_answers(self, name: str, groups: Iterable[Group]) -> None:
-        """Write the completions of the evaluation `name`."""
+    def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
+        """Write the completions of the evaluation `name`, and which of them are right."""
         if self.writes:
-            write_answers(self.path, name, groups)
+            write_answers(self.path, name, groups, correct)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""

@@ -24,6 +24,7 @@ from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_mesh, open_model
 from covey.text.tokenizer import Tokenizer
+from covey.train.metrics import Correct
 from covey.train.progress import Progress
 from covey.types import Group
 
@@ -150,13 +151,17 @@ def _describe_too_long(tokens: Sequence[int], config: RolloutConfig) -> str:
 
 def answer_examples(
     worker: RolloutWorker, examples: Sequence[Row], recipe: SFTRecipe, progress: Progress
-) -> tuple[dict[str, Any], Sequence[Group]]:
-    """Generate answers to `examples` and score them; the result is empty when there are none."""
+) -> tuple[dict[str, Any], Sequence[Group], Correct]:
+    """Generate answers to `examples` and score them; the result is empty when there are none.
+
+    Returns:
+        The metrics, the completions, and which of these are right.
+    """
     if not examples:
-        return {}, ()
+        return {}, (), {}
     every = dataclasses.replace(recipe.evaluation, prompts=0)
     evaluation = evaluate_model(worker, examples, every, worker.config, progress=progress.advance)
-    return evaluation.summary(), evaluation.groups
+    return evaluation.summary(), evaluation.groups, evaluation.correct
 
 
 def _mesh_of(source: str) -> Mesh | None:

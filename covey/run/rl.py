@@ -176,9 +176,9 @@ class RLRun(Run[Recipe]):
         summary = evaluation.summary()
         self.progress.evaluation(name, summary, _lines(evaluation.groups))
         self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in summary.items()})
-        self.folder.write_answers(name, evaluation.groups)
+        self.folder.write_answers(name, evaluation.groups, evaluation.correct)
         for preset, other in evaluation.others.items():
-            self.folder.write_answers(f"{name}-{preset}", other.groups)
+            self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
         return summary
 
     def _write(self, record: StepRecord) -> None:

@@ -96,11 +96,11 @@ class SFTRun(Run[SFTRecipe]):
     def evaluate(self, name: str) -> dict[str, Any]:
         self.phase(f"evaluating {name} training")
         self.worker.update_params(self.trainer.params)
-        answered, groups = answer_examples(self.worker, self.answerable, self.recipe, self.progress)
+        answered, groups, correct = answer_examples(self.worker, self.answerable, self.recipe, self.progress)
         metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
         self.progress.evaluation(name, metrics)
         self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in metrics.items()})
-        self.folder.write_answers(name, groups)
+        self.folder.write_answers(name, groups, correct)
         return metrics
 
     def train(self) -> None:

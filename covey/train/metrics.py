@@ -23,6 +23,8 @@ from covey.train.checksums import is_open_at, replace_file, sync
 from covey.types import Group, Prompt
 
 METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
+Correct = Mapping[str, Sequence[np.ndarray]]
+"""Map from a metric to which completions of each group are right: bool [G]."""
 CONTROL_CHARACTERS = re.compile(
     r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
 )
@@ -114,10 +116,16 @@ class MetricsWriter:
         self.close()
 
 
-def write_answers(folder: Path, name: str, groups: Iterable[Group]) -> None:
-    """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0."""
+def write_answers(folder: Path, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
+    """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0.
+
+    Args:
+        correct: which completions of each group are right, by the name of the metric: written as `correct` of the row.
+    """
     with (folder / f"{name}.jsonl").open("wb") as file:
-        file.writelines(encode_row(row) for row in sample_rows(0, groups))
+        for row in sample_rows(0, groups):
+            judged = {name: bool(right[row["group"]][row["sample"]]) for name, right in (correct or {}).items()}
+            file.write(encode_row(row | {"correct": judged} if judged else row))
 
 
 def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray]) -> Path:
@@ -141,6 +149,7 @@ def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
                 "group": number,
                 "sample": index,
                 "prompt": prompt_text(group.prompt),
+                **prompt_turns(group.prompt),
                 "text": completion.text,
                 "rewards": {name: values[index] for name, values in group.rewards_by_function.items()},
                 "reward": None if group.rewards is None else group.rewards[index],
@@ -156,6 +165,15 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def prompt_turns(prompt: Prompt) -> dict[str, Any]:
+    """Return `turns` of a row: role and number of characters of each chat message in `prompt_text`. A prompt that is
+    plain text has none.
+    """
+    if isinstance(prompt, str):
+        return {}
+    return {"turns": [[str(message["role"]), len(str(message["content"]))] for message in prompt]}
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

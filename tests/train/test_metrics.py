@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from covey.errors import ResumeError
 from covey.train import metrics
-from covey.train.metrics import MetricsWriter
+from covey.train.metrics import MetricsWriter, read_rows, write_answers
 from covey.types import Completion, FinishReason, Group
 
 
@@ -44,6 +44,14 @@ def write(folder, steps, **options):
             writer.samples(step, [a_group()])
 
 
+def test_answers_tell_which_completions_are_right(tmp_path):
+    write_answers(tmp_path, "after", [a_group()], {"accuracy": [np.array([True, False])]})
+    write_answers(tmp_path, "unjudged", [a_group()])
+    judged, unjudged = (list(read_rows(tmp_path / f"{name}.jsonl")) for name in ("after", "unjudged"))
+    assert [row["correct"] for row in judged] == [{"accuracy": True}, {"accuracy": False}]
+    assert all("correct" not in row for row in unjudged)
+
+
 def test_a_row_holds_every_completion_and_unscored_is_null(tmp_path):
     write(tmp_path, [1])
     first, second = map(strictly, (tmp_path / "samples.jsonl").read_text().splitlines())
@@ -52,6 +60,7 @@ def test_a_row_holds_every_completion_and_unscored_is_null(tmp_path):
         "group": 0,
         "sample": 0,
         "prompt": "system: Be brief.\nuser: Rain?",
+        "turns": [["system", 9], ["user", 5]],
         "text": "Rain falls.",
         "rewards": {"letter": 0.7},
         "reward": 0.7,
