@@ -29,6 +29,7 @@ from covey.errors import Stopped
 from covey.models.compute_dtype import AUTO, resolve_compute_dtype
 from covey.parallel import distributed, mesh_from_config
 from covey.run.compile_counter import CompileCounter
+from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.load_model import refuse_other_weights
 from covey.run.settings import refuse_changed_settings, settings_of
@@ -202,7 +203,7 @@ class Run(ABC, Generic[RecipeT]):
         if self.folder.is_finished(self.total):
             return _report_finished(self.recipe, self.folder, self.progress)
         self.folder.update_recipe(self.recipe)
-        summary = self.folder.summary or self.initial_summary() | {"before": self._evaluate_before()}
+        summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
         self._train_and_save()
         if (best := self.folder.saves.best()) is not None:
@@ -212,6 +213,10 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.write_summary(summary)
         self.progress.done(summary, self.folder.given)
         return summary
+
+    def _begin_summary(self) -> dict[str, Any]:
+        """Return the summary of what is known before training; the evaluation is made here."""
+        return self.initial_summary() | {"environment": describe_environment(), "before": self._evaluate_before()}
 
     def write(self, record: StepRecord) -> None:
         """Write a step's metrics to the folder and to the trackers."""
