@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
     "run": "a run folder: start, resume, export",
+    "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
     "rewards": "reward functions and their sandbox",

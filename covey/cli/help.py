@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions
+from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, ReportOptions
 from covey.config import recipe, strict_yaml
 from covey.config.base import Config, classes_in, defaults, describe, without_check
 from covey.config.explanations import explanations
@@ -23,6 +23,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey generate RUN_OR_MODEL "PROMPT"
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
+  covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey doctor                   what this machine has, and what is missing
 
@@ -105,6 +106,18 @@ examples
   covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
   covey export runs/gsm8k-smollm2-1 --out adapter --format peft
   covey export smollm2-135m --out for-llama-cpp --format gguf
+"""
+
+REPORT = """\
+covey report RUN [RUN ...] [--out FILE]
+
+Writes a run as one HTML page that needs no network: curves, held-out results before and after, completions, recipe.
+Several runs share their charts, and the page lists the settings that differ. A run that trains writes its own report;
+this command writes it again at any time. The page holds the prompts and completions of the run.
+
+examples
+  covey report runs/quickstart-1
+  covey report runs/quickstart-1 runs/longer --out comparison.html
 """
 
 RECIPES = """\
@@ -210,6 +223,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "generate": (GENERATE, GenerateOptions),
     "chat": (CHAT, ChatOptions),
     "export": (EXPORT, ExportOptions),
+    "report": (REPORT, ReportOptions),
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 from covey import __version__
 from covey.cli import help
 from covey.cli.checks import check_run, check_source, has_checkpoint, new_run_folder, reserve_run_folder, resume_command
-from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT
+from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT, ReportOptions
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
 from covey.display import printable
@@ -162,6 +162,15 @@ def export(words: Sequence[str]) -> Action:
     return partial(_export, source, Path(options.out).expanduser(), options, options.shard_bytes)
 
 
+def report(words: Sequence[str]) -> Action:
+    """Parse `covey report RUN [RUN ...] [--out FILE]`."""
+    runs, pairs = split(words, len(words))
+    if not runs:
+        raise CoveyError("no run is given to report on", want="covey report RUN [RUN ...] [--out FILE]")
+    options = apply(ReportOptions, strict_yaml.Item({}, "covey report"), _tokens(pairs))
+    return partial(_report, [Path(run) for run in runs], strict_yaml.build(ReportOptions, options).out)
+
+
 def recipes(words: Sequence[str]) -> Action:
     """Parse `covey recipes [NAME]`."""
     names, pairs = split(words, 1)
@@ -273,6 +282,14 @@ def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) ->
     run.export(source, out, options.format, options.dtype, shard_bytes)
 
 
+def _report(runs: Sequence[Path], out: str | None) -> None:
+    from covey.report import REPORT, write_report  # late: it needs NumPy
+
+    file = Path(out).expanduser() if out else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+    size = write_report(file, runs)
+    print(printable(f"{file} ({size / 1e6:.1f} MB): open it in a browser; it needs no network"))
+
+
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
     """Build `cls` with the rollout settings of the run at `source`, if it is one, overridden by `pairs`."""
     item = strict_yaml.Item({}, source)
@@ -304,6 +321,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "generate": generate,
     "chat": chat,
     "export": export,
+    "report": report,
     "recipes": recipes,
     "doctor": doctor,
 }

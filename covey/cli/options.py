@@ -58,4 +58,11 @@ class ExportOptions(Config):
         return size
 
 
+class ReportOptions(Config):
+    """Settings of `covey report`."""
+
+    out: str | None = None
+    """File to write; report.html in the folder of a single run, and in the working directory for several runs."""
+
+
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -28,10 +28,12 @@ from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.models.compute_dtype import AUTO, resolve_compute_dtype
 from covey.parallel import distributed, mesh_from_config
+from covey.report import REPORT
 from covey.run.compile_counter import CompileCounter
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.load_model import refuse_other_weights
+from covey.run.report_writer import ReportWriter
 from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
@@ -112,6 +114,7 @@ class Run(ABC, Generic[RecipeT]):
         self.recipe: RecipeT = recipe
         self.data, self.mesh, self.resources = data, mesh, resources
         self.folder, self.progress, self.phase = resources.folder, resources.progress, resources.phase
+        self.reports = ReportWriter(resources.folder)
         self.started = time.monotonic()
 
     @classmethod
@@ -211,7 +214,8 @@ class Run(ABC, Generic[RecipeT]):
         summary |= {"after": self.evaluate("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
-        self.progress.done(summary, self.folder.given)
+        report = self.folder.given / REPORT if self.reports.write() else ""
+        self.progress.done(summary, self.folder.given, report)
         return summary
 
     def _begin_summary(self) -> dict[str, Any]:
@@ -230,9 +234,11 @@ class Run(ABC, Generic[RecipeT]):
         if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
+            self.reports.write()
             raise Stopped(name)
         if due:
             self.save()
+        self.reports.write_if_due()
 
     def save(self) -> None:
         """Start writing a checkpoint."""

@@ -157,17 +157,17 @@ class Progress:
         for line in _extremes(samples):
             self._print(line)
 
-    def done(self, summary: Mapping[str, Any], folder: Path | str = "") -> None:
-        """Show before → after, the run folder, and what to do next; end the live view."""
+    def done(self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "") -> None:
+        """Show before → after, the run folder, its report, and what to do next; end the live view."""
         if self._live.is_started:
             self._live.stop()
-        body = Text(printable("\n".join(self._closing(summary, str(folder))), keep="\n"))
+        body = Text(printable("\n".join(self._closing(summary, str(folder), str(report))), keep="\n"))
         if self.console.is_terminal:
             self.console.print(Panel(body, title="done", title_align="left"))
         else:
             self.console.print(body, soft_wrap=True)
 
-    def _closing(self, summary: Mapping[str, Any], folder: str) -> list[str]:
+    def _closing(self, summary: Mapping[str, Any], folder: str, report: str) -> list[str]:
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
         facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}
@@ -175,6 +175,7 @@ class Progress:
         if "steps" in summary and "seconds" in summary:
             facts["steps"] = f"{summary['steps']} in {_clock(summary['seconds'])}"
         facts |= {"run": folder} if folder else {}
+        facts |= {"report": report} if report else {}
         width = max(12, *map(len, facts)) if facts else 0
         lines = [f"{name:<{width}} {fact}" for name, fact in facts.items()]
         if folder:

@@ -169,8 +169,12 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     assert len(samples) == 6 * 2 * 4
     first = [s for s in samples if s["step"] == 1]
     assert metrics[0]["reward"] == pytest.approx(np.mean([s["reward"] for s in first]))
-    wanted = {"prompt", "text", "rewards", "advantage", "finish", "prompt_length", "length"}
+    wanted = {"prompt", "turns", "text", "rewards", "advantage", "finish", "prompt_length", "length"}
     assert all(wanted <= s.keys() for s in samples)
+    right = [row["correct"]["accuracy"] for row in rows(out, "after.jsonl")]
+    assert np.mean(right) == summary["after"]["accuracy"]
+    assert summary["environment"]["jax"] == jax.__version__
+    assert '"wrong"' in (out / "report.html").read_text(encoding="utf-8")
     # The sampler's log-probs are the trainer's, so that the ratio of the first update is 1 in truth too.
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in metrics)
     assert all(row["clip_ratio/region_mean"] == 0 for row in metrics)

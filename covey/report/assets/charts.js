@@ -1,0 +1,391 @@
+// Charts of metrics by step or by time: uPlot, with zoom, synchronised values, smoothing, keys and touch.
+
+const view = { axis: 'step', smooth: 0, range: null };
+const drawn = new Set();
+const DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3], [1, 4], [14, 4]];
+let colours = {};
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  const value = (name) => style.getPropertyValue(name).trim();
+  colours = { text: value('--muted'), line: value('--line'), series: Array.from({ length: 8 }, (_, i) => value('--series-' + (i + 1))) };
+}
+
+const colourOf = (number) => colours.series[number % colours.series.length];
+const faint = (colour, alpha) => colour + Math.round(255 * alpha).toString(16).padStart(2, '0');
+
+// The seconds of training up to a step of a run.
+function timeOf(run, step) {
+  const [steps, seconds] = run.clock;
+  let low = 0, high = steps.length;
+  while (low < high) { const middle = (low + high) >> 1; if (steps[middle] < step) low = middle + 1; else high = middle; }
+  if (low === steps.length) return seconds.length ? seconds[seconds.length - 1] : 0;
+  if (steps[low] === step) return seconds[low];
+  const [s0, t0] = low ? [steps[low - 1], seconds[low - 1]] : [0, 0];
+  return t0 + (seconds[low] - t0) * (step - s0) / (steps[low] - s0);
+}
+
+// Exponential moving average without the bias of its start.
+function smoothed(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + 1 - weight;
+    return sum / total;
+  });
+}
+
+class ChartView {
+  constructor(chart, runs) {
+    this.chart = chart;
+    this.lines = [];
+    runs.forEach((run, r) => chart.series.forEach((series, s) => {
+      const points = run.series[series.name];
+      if (points && points[0].length) this.lines.push({ run, r, series, s, steps: points[0], values: points[1], ends: ends(run, series) });
+    }));
+    this.several = runs.length > 1;
+    this.figure = this.build();
+  }
+
+  get unit() { return this.chart.series[0].unit; }
+
+  label(line) {
+    const parts = [];
+    if (this.several) parts.push(escapedLine(line.run.name));
+    if (this.chart.series.length > 1) parts.push(line.series.label);
+    return parts.join(' \u00b7 ') || line.series.label;
+  }
+
+  number(line) { return this.several ? line.r : line.s; }
+
+  build() {
+    const { chart } = this, names = chart.series.map((series) => series.name);
+    this.plot = element('div', { class: 'plot', tabindex: 0, role: 'img', 'aria-label': this.inWords() });
+    this.values = this.lines.map(() => element('span', { class: 'value' }));
+    this.legend = element('ul', { class: 'legend' }, this.lines.map((line, i) => element('li', {},
+      this.lines.length > 1 ? [element('span', { class: 'swatch swatch-' + (this.number(line) % 8 + 1) + (this.several && line.s ? ' dashed' : '') }), element('span', {}, this.label(line))] : null,
+      this.values[i])), this.bandNote());
+    const details = element('details', { class: 'numbers', ontoggle: () => this.fillTable(details) }, element('summary', {}, 'Numbers'));
+    this.plot.addEventListener('keydown', (event) => this.key(event));
+    return element('figure', { class: 'chart', 'data-names': (chart.title + ' ' + names.join(' ')).toLowerCase() },
+      element('figcaption', {}, element('span', { class: 'chart-title' }, escapedLine(chart.title)),
+        element('span', { class: 'unit muted' }, this.unit && this.unit !== 'share' && this.unit !== chart.title.toLowerCase() ? this.unit : '')),
+      this.legend, this.plot, details);
+  }
+
+  bandNote() {
+    const series = this.lines.map((line) => line.ends && line.series).find(Boolean);
+    return series ? element('li', {}, series.error ? 'band: standard error' : 'band: lowest to highest') : null;
+  }
+
+  // The chart in one sentence, for readers that cannot see it.
+  inWords() {
+    const { title, series } = this.chart;
+    const about = this.lines.map((line) => {
+      const [first, last] = [line.values[0], line.values[line.values.length - 1]].map((value) => inUnit(value, line.series.unit));
+      return this.label(line) + ' from ' + first + ' to ' + last;
+    });
+    return 'Line chart of ' + escapedLine(title) + (this.unit ? ' in ' + this.unit : '') + ': ' + about.join('; ') +
+      '. Arrow keys read values, plus and minus zoom, 0 resets.';
+  }
+
+  fillTable(details) {
+    if (!details.open || details.querySelector('table')) return;
+    const headings = [this.several ? 'run and metric' : 'metric', 'first', 'last', 'lowest', 'highest', 'points'].map((h, i) => (i ? numeric(h) : h));
+    const rows = this.lines.map((line) => {
+      const { values, series: { unit } } = line;
+      let low = Infinity, high = -Infinity;
+      for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+      const name = (this.several ? escapedLine(line.run.name) + ' ' : '') + line.series.name;
+      return [element('code', {}, escapedLine(name)), ...[values[0], values[values.length - 1], low, high].map((value) => numeric(inUnit(value, unit))), numeric(whole(values.length))];
+    });
+    const meanings = this.chart.series.filter((series) => series.meaning && this.lines.some((line) => line.series === series));
+    details.append(element('dl', { class: 'meanings' }, meanings.map((series) =>
+      [element('dt', {}, element('code', {}, escapedLine(series.name))), element('dd', {}, series.meaning)])),
+      table(headings, rows, { label: 'Numbers of ' + this.chart.title }));
+  }
+
+  xs(line) { return view.axis === 'step' ? line.steps : line.steps.map((step) => timeOf(line.run, step)); }
+
+  // One table per line: x, the measured values, the smoothed ones, and the ends of its band.
+  data() {
+    return uPlot.join(this.lines.map((line) => {
+      const smooth = view.smooth > 0 ? smoothed(line.values, view.smooth) : line.values.map(() => null);
+      const columns = [dedupe(this.xs(line)), line.values, smooth];
+      if (line.ends) columns.push(line.ends[0], line.ends[1]);
+      return columns;
+    }), this.lines.map((line) => (line.ends ? [0, 0, 0, 0, 0] : [0, 0, 0])));
+  }
+
+  draw() {
+    if (this.u) return;
+    const series = [{}], bands = [];
+    this.columns = [];
+    for (const line of this.lines) {
+      const number = this.number(line), dash = this.several ? DASHES[line.s % DASHES.length] : [];
+      this.columns.push(series.length);
+      const points = { show: (u, i) => this.isSparse(u, i), size: 5, width: 0, fill: () => colourOf(number), stroke: () => colourOf(number) };
+      series.push({ stroke: () => faint(colourOf(number), view.smooth ? 0.28 : 1), width: 1.5, dash, spanGaps: true, points });
+      series.push({ stroke: () => colourOf(number), width: 2, dash, spanGaps: true, points: { show: false } });
+      if (line.ends) {
+        const hidden = { stroke: 'transparent', width: 0, spanGaps: true, points: { show: false } };
+        series.push({ ...hidden }, { ...hidden });
+        bands.push({ series: [series.length - 1, series.length - 2], fill: () => faint(colourOf(number), 0.14) });
+      }
+    }
+    const size = this.size();
+    this.u = new uPlot({
+      ...size, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
+      scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high) } },
+      axes: [
+        { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
+          values: (u, splits) => splits.map((value) => (view.axis === 'step' ? (Number.isInteger(value) ? whole(value) : '') : clockText(value, splits))) },
+        { stroke: () => colours.text, grid: { stroke: () => colours.line, width: 1 }, ticks: { show: false }, size: 54, font: '11px system-ui, sans-serif',
+          values: (u, splits) => splits.map((value) => axisValue(value, this.unit, splits)) },
+      ],
+      cursor: {
+        drag: { x: true, y: false, setScale: false }, y: false,
+        points: { size: 6, width: 0, show: true },
+        sync: { key: 'covey', setSeries: false, scales: ['x', null], filters: { pub: (type) => type === 'mousemove' || type === 'mouseleave' } },
+        dataIdx: (u, i, near) => nearest(u.data[i], near),
+        bind: { dblclick: () => () => { zoom(null); return null; } },
+      },
+      hooks: { setCursor: [() => this.showValues()], setSelect: [(u) => this.select(u)] },
+    }, this.data(), this.plot);
+    touch(this);
+    drawn.add(this);
+    this.showValues();
+    new ResizeObserver(() => {
+      const { width, height } = this.size();
+      if (width > 0 && (width !== this.u.width || height !== this.u.height)) this.u.setSize({ width, height });
+    }).observe(this.plot);
+  }
+
+  size() { return { width: Math.floor(this.plot.clientWidth), height: Math.max(120, Math.floor(this.plot.clientHeight)) }; }
+
+  isSparse(u, i) {
+    const values = u.data[i];
+    let found = 0;
+    for (const value of values) if (value !== undefined && value !== null && ++found > 40) return false;
+    return found > 0;
+  }
+
+  rangeX(low, high) {
+    if (view.range) return view.range;
+    const [from, to] = wholeRange();
+    return [from, to > from ? to : from + 1];
+  }
+
+  select(u) {
+    if (u.select.width > 4) {
+      const range = [u.posToVal(u.select.left, 'x'), u.posToVal(u.select.left + u.select.width, 'x')];
+      zoom(range);
+    }
+    if (u.select.width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  // Values at the cursor, or the last ones.
+  showValues() {
+    if (!this.u) return;
+    const at = this.u.cursor.left >= 0;
+    this.lines.forEach((line, i) => {
+      const column = this.columns[i] + (view.smooth ? 1 : 0);
+      const index = at ? this.u.cursor.idxs[column] : null;
+      const value = index === null || index === undefined ? lastOf(this.u.data[column]) : this.u.data[column][index];
+      let text = inUnit(value, line.series.unit);
+      if (line.series.error && line.ends && !view.smooth) {
+        const j = index === null || index === undefined ? lastIndex(this.u.data[column]) : index;
+        const high = this.u.data[this.columns[i] + 3][j];
+        if (high !== undefined && high !== null) text += ' \u00b1\u202f' + inUnit(high - value, line.series.unit, 2);
+      }
+      this.values[i].textContent = text;
+    });
+    if (at && this.u.cursor.idx !== null && this.u.cursor.event) showPosition(this.u.data[0][this.u.cursor.idx]);
+    else if (!at) showPosition(null);
+  }
+
+  key(event) {
+    const { u } = this;
+    if (!u || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { min, max } = u.scales.x, width = max - min, middle = (min + max) / 2;
+    const moves = {
+      '+': () => zoom([middle - width / 4, middle + width / 4]), '=': () => zoom([middle - width / 4, middle + width / 4]),
+      '-': () => zoom(inside([middle - width, middle + width])), 0: () => zoom(null), Escape: () => zoom(null),
+      ArrowLeft: () => (event.shiftKey ? zoom(inside([min - width / 4, max - width / 4])) : this.step(-1)),
+      ArrowRight: () => (event.shiftKey ? zoom(inside([min + width / 4, max + width / 4])) : this.step(1)),
+      Home: () => this.step(-Infinity), End: () => this.step(Infinity),
+    };
+    if (moves[event.key]) { moves[event.key](); event.preventDefault(); }
+  }
+
+  // Move the cursor of all charts by one point, and say the values.
+  step(by) {
+    const { u } = this, xs = u.data[0];
+    const [first, last] = u.series[0].idxs || [0, xs.length - 1];
+    const from = u.cursor.idx === null || u.cursor.idx === undefined || u.cursor.left < 0 ? (by > 0 ? first - 1 : last + 1) : u.cursor.idx;
+    const index = Math.min(last, Math.max(first, from + by));
+    for (const chart of drawn) chart.u.setCursor({ left: chart.u.valToPos(xs[index], 'x'), top: 10 });
+    showPosition(xs[index]);
+    say(positionText(xs[index]) + ': ' + this.lines.map((line, i) => this.label(line) + ' ' + this.values[i].textContent).join(', '));
+  }
+
+  update() {
+    if (!this.u) return;
+    this.u.setData(this.data(), true);
+    this.showValues();
+  }
+}
+
+// The ends of the band of a series: from its standard error, or measured.
+function ends(run, series) {
+  const measured = (name) => { const found = name && run.series[name]; return found ? new Map(found[0].map((step, i) => [step, found[1][i]])) : null; };
+  const points = run.series[series.name], error = measured(series.error), low = measured(series.low), high = measured(series.high);
+  if (!points) return null;
+  const [steps, values] = points;
+  if (error) return [steps.map((s, i) => (error.has(s) ? values[i] - error.get(s) : null)), steps.map((s, i) => (error.has(s) ? values[i] + error.get(s) : null))];
+  return low && high ? [steps.map((s) => (low.has(s) ? low.get(s) : null)), steps.map((s) => (high.has(s) ? high.get(s) : null))] : null;
+}
+
+// Ascending x without repetition: two steps may end at the same moment.
+function dedupe(xs) {
+  let last = -Infinity;
+  return xs.map((x) => (last = x > last ? x : last + Math.max(1e-9, Math.abs(last) * 1e-12)));
+}
+
+function rangeY(low, high) {
+  if (low === null || high === null || low === undefined) return [0, 1];
+  if (low === high) { const room = Math.abs(low) * 0.1 || 1; return [low - room, high + room]; }
+  const room = (high - low) * 0.06;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+}
+
+let everything = null;
+function wholeRange() {
+  if (everything && everything.axis === view.axis) return everything.range;
+  let low = Infinity, high = -Infinity;
+  for (const run of DATA.runs) for (const [steps] of Object.values(run.series)) {
+    if (!steps.length) continue;
+    const [first, last] = [steps[0], steps[steps.length - 1]].map((step) => (view.axis === 'step' ? step : timeOf(run, step)));
+    if (first < low) low = first;
+    if (last > high) high = last;
+  }
+  everything = { axis: view.axis, range: low > high ? [0, 1] : [low, high] };
+  return everything.range;
+}
+
+function inside([from, to]) {
+  const [first, last] = wholeRange(), width = Math.min(to - from, last - first);
+  if (width >= last - first) return null;
+  const start = Math.min(Math.max(from, first), last - width);
+  return [start, start + width];
+}
+
+function zoom(range) {
+  view.range = range;
+  for (const chart of drawn) chart.u.setScale('x', { min: range ? range[0] : wholeRange()[0], max: range ? range[1] : wholeRange()[1] });
+  byId('reset-zoom').disabled = !range;
+}
+
+function nearest(values, index) {
+  for (let away = 0; away < values.length; away++) {
+    if (values[index - away] !== undefined && values[index - away] !== null) return index - away;
+    if (values[index + away] !== undefined && values[index + away] !== null) return index + away;
+  }
+  return null;
+}
+
+function lastIndex(values) {
+  for (let i = values.length - 1; i >= 0; i--) if (values[i] !== undefined && values[i] !== null) return i;
+  return -1;
+}
+const lastOf = (values) => values[lastIndex(values)];
+
+const positionText = (x) => (view.axis === 'step' ? 'step ' + whole(x) : duration(x));
+const showPosition = (x) => { const shown = byId('position'); if (shown) shown.textContent = x === null ? 'last step' : positionText(x); };
+
+function axisValue(value, unit, splits) {
+  if (unit === 'share') return (100 * value).toLocaleString('en-US', { maximumFractionDigits: 2 }) + '%';
+  const size = Math.max(...splits.map(Math.abs)), step = splits.length > 1 ? Math.abs(splits[1] - splits[0]) : size;
+  if (size && (size >= 1e5 || size < 1e-3)) return value === 0 ? '0' : value.toExponential(1).replace('e+', 'e').replace(/-/g, '\u2212');
+  return value.toLocaleString('en-US', { maximumFractionDigits: Math.max(0, Math.min(6, Math.ceil(-Math.log10(step || 1) + 0.01))) }).replace('-', '\u2212');
+}
+
+function clockText(value, splits) {
+  const step = splits.length > 1 ? splits[1] - splits[0] : value;
+  const last = splits[splits.length - 1];
+  if (last < 120) return brief(value) + ' s';
+  return last < 7200 ? brief(Math.round(value / 6) / 10) + ' min' : brief(Math.round(value / 360) / 10) + ' h';
+}
+
+// Two fingers zoom, one moves a chart that is zoomed; up and down scrolls the page.
+function touch(chart) {
+  const { u } = chart, fingers = new Map();
+  for (const type of ['pointerup', 'pointercancel', 'pointerleave']) u.over.addEventListener(type, (event) => fingers.delete(event.pointerId));
+  u.over.addEventListener('pointerdown', (event) => { if (event.pointerType === 'touch') fingers.set(event.pointerId, event.offsetX); });
+  u.over.addEventListener('pointermove', (event) => {
+    if (!fingers.has(event.pointerId)) return;
+    const places = () => [...fingers.values()].sort((a, b) => a - b), value = (place) => u.posToVal(place, 'x');
+    const before = places();
+    fingers.set(event.pointerId, event.offsetX);
+    const now = places(), { min, max } = u.scales.x;
+    if (now.length === 1 && view.range) {
+      const by = value(before[0]) - value(now[0]);
+      zoom(inside([min + by, max + by]));
+    } else if (now.length > 1 && now[1] - now[0] > 10) {
+      const factor = (before[1] - before[0]) / (now[1] - now[0]), middle = (value(now[0]) + value(now[1])) / 2;
+      zoom(inside([middle - (middle - min) * factor, middle + (max - middle) * factor]));
+    }
+  });
+}
+
+const whenSeen = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) { whenSeen.unobserve(entry.target); entry.target.chart.draw(); }
+}, { rootMargin: '300px' });
+
+function chartGrid(charts, runs) {
+  return element('div', { class: 'grid' }, charts.map((chart) => {
+    const made = new ChartView(chart, runs);
+    made.figure.chart = made;
+    whenSeen.observe(made.figure);
+    return made.figure;
+  }));
+}
+
+// All curves: the main ones, then a section that opens for each subject.
+function showCurves(body) {
+  const runs = DATA.runs;
+  if (!DATA.charts.length) return false;
+  const smooth = element('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: 0, oninput: (event) => {
+    view.smooth = Number(event.target.value);
+    for (const chart of drawn) chart.update();
+  } });
+  const axis = choice([['step', 'steps'], ['time', 'time of training']], 'step', (value) => {
+    view.axis = value;
+    view.range = null;
+    for (const chart of drawn) chart.update();
+    zoom(null);
+  });
+  const search = element('input', { type: 'search', placeholder: 'name of a metric', oninput: () => filterCharts(body, search.value) });
+  body.append(element('div', { class: 'tools' }, labelled('Smoothing', smooth), labelled('Along', axis), labelled('Find', search),
+    element('button', { type: 'button', id: 'reset-zoom', disabled: true, onclick: () => zoom(null) }, 'Reset zoom'),
+    element('span', { class: 'muted position' }, 'Values: ', element('span', { id: 'position' }, 'last step'))));
+  body.append(chartGrid(DATA.charts.filter((chart) => chart.main), runs));
+  const others = DATA.charts.filter((chart) => !chart.main);
+  for (const section of new Set(others.map((chart) => chart.section))) {
+    const here = others.filter((chart) => chart.section === section);
+    body.append(element('details', { class: 'charts' }, element('summary', {}, element('h3', {}, section),
+      element('span', { class: 'muted' }, here.map((chart) => escapedLine(chart.title)).join(' \u00b7 '))), chartGrid(here, runs)));
+  }
+  body.append(element('p', { class: 'hint muted' }, 'Drag over a chart to zoom, double-click to see all again. With the keyboard: arrows read values, + and \u2212 zoom, 0 resets.'));
+  return true;
+}
+
+function filterCharts(body, text) {
+  const wanted = text.trim().toLowerCase();
+  for (const figure of body.querySelectorAll('figure.chart')) figure.hidden = wanted !== '' && !figure.dataset.names.includes(wanted);
+  for (const section of body.querySelectorAll('details.charts')) {
+    const found = section.querySelectorAll('figure.chart:not([hidden])').length > 0;
+    section.hidden = !found;
+    if (wanted) section.open = found;
+  }
+}

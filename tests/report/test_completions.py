@@ -1,0 +1,116 @@
+"""Completions and held-out questions of a report."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.report.completions import collect, encoded_size, locate, prompt_turns, shortened
+from covey.report.evaluation import questions
+from covey.report.run_data import read_run
+from covey.train.metrics import sample_rows
+from covey.types import Completion, FinishReason, Group
+
+MEGABYTE = 1_000_000
+
+
+def test_all_groups_are_kept_whole_when_they_fit(make_run: Any) -> None:
+    found = collect(make_run(steps=5, groups=3) / "samples.jsonl", MEGABYTE, {})
+    assert found["total"] == found["kept"] == {"steps": 5, "groups": 15}
+    assert [step for step, _, _ in found["steps"]] == [1, 2, 3, 4, 5]
+    (step, groups_of_step, kept) = found["steps"][0]
+    assert (step, groups_of_step, [number for number, _, _ in kept]) == (1, 3, [0, 1, 2])
+    (_, prompt, samples) = kept[1]
+    assert found["prompts"][prompt] == [["user", "Question 1-1?"]]
+    assert samples[3] == ["Answer 1-1-3", 1.5, 0.5, [0.5, 1.0], "stop", 9]
+    assert found["rewards"] == ["spelling", "answer"]
+
+
+def test_a_long_run_keeps_evenly_spaced_steps_within_the_budget(make_run: Any) -> None:
+    folder = make_run(steps=200, groups=6, text="A longer answer " * 20)
+    found = collect(folder / "samples.jsonl", 100_000, {})
+    steps = [step for step, _, _ in found["steps"]]
+    assert encoded_size(found) < 110_000
+    assert found["total"] == {"steps": 200, "groups": 1200}
+    assert 20 < found["kept"]["groups"] < 120
+    assert (steps[0], steps[-1]) == (1, 200)
+    assert max(after - before for before, after in pairwise(steps)) <= 3 * 200 / len(steps)
+    assert {len(samples) for _, _, groups in found["steps"] for _, _, samples in groups} == {4}
+
+
+def test_one_group_is_shown_however_large_it_is(made: SimpleNamespace, tmp_path: Path) -> None:
+    made.write_lines(tmp_path / "samples.jsonl", [made.sample(1, 0, 0, "x" * 5000)])
+    assert collect(tmp_path / "samples.jsonl", 10, {})["kept"]["groups"] == 1
+
+
+def test_rows_of_another_form_are_left_out_and_counted(made: SimpleNamespace, tmp_path: Path) -> None:
+    file, unreadable = tmp_path / "samples.jsonl", dict[str, int]()
+    odd = {"group": 1, "step": 1, "text": 7, "reward": "high", "rewards": [1], "finish": None, "length": "long"}
+    file.write_text(f'nonsense\n[1]\n{json.dumps(odd)}\n{json.dumps(made.sample(2, 0, 0, "fine"))}\n{{"step": 3, "gro')
+    found = collect(file, MEGABYTE, unreadable)
+    assert unreadable == {"samples.jsonl": 2}
+    assert [step for step, _, _ in found["steps"]] == [1, 2]
+    assert found["steps"][0][2] == [[1, 0, [["", None, None, [], "", None]]]]
+
+
+def test_lines_are_located_by_their_beginning(make_run: Any) -> None:
+    file = make_run(steps=2, groups=2) / "samples.jsonl"
+    found = locate(file, {})
+    assert [(one.step, one.group) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert found[0].start == 0
+    assert found[-1].stop == file.stat().st_size
+
+
+def test_a_long_text_is_cut_in_the_middle_and_says_so() -> None:
+    head, left_out, tail = shortened("a" * 4000 + "b" * 1_000_000 + "c" * 2000)
+    assert (set(head), left_out, set(tail)) == ({"a"}, 1_000_000, {"c"})
+
+
+def test_turns_are_those_that_were_written() -> None:
+    """A message that imitates another role does not become a turn."""
+    prompt = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nassistant: I am a user"})
+    completion = Completion(*([0],) * 3, FinishReason.STOP, "Ho")  # type: ignore[arg-type]
+    (row,) = sample_rows(1, [Group(prompt, [1], (completion,))])  # type: ignore[arg-type]
+    row = json.loads(json.dumps(row, default=str))
+    assert prompt_turns(row) == [["system", "Be brief."], ["user", "Hi\nassistant: I am a user"]]
+    without = {name: value for name, value in row.items() if name != "turns"}
+    assert prompt_turns(without) == [["", row["prompt"]]]
+
+
+@pytest.mark.parametrize("turns", ["x", [["user", 99]], [["user", -1]], [["system", 2]], [7], [["user", "2"]]])
+def test_turns_that_do_not_fit_the_prompt_are_not_used(turns: Any) -> None:
+    assert prompt_turns({"prompt": "user: Hi", "turns": turns}) == [["", "user: Hi"]]
+
+
+def test_questions_are_compared_by_whether_they_are_right(make_run: Any) -> None:
+    found = questions(read_run(make_run()), MEGABYTE)
+    assert found["judged"]
+    assert sorted(found["changes"]) == [["right", "right", 1], ["right", "wrong", 1], ["wrong", "right", 4]]
+    prompt, was, now, before, after = found["rows"][0]
+    assert found["prompts"][prompt] == [["", "Held-out 0"]]
+    assert (was, now, before, after) == ("right", "wrong", [["old 0", 1.0, True]], [["new 0", 0.0, False]])
+
+
+def test_questions_of_older_runs_are_compared_by_reward(made: SimpleNamespace, make_run: Any) -> None:
+    folder = make_run()
+    for name, rewards in (("before", (0.0, 1.0, 1.0)), ("after", (1.0, 1.0, 0.5))):
+        rows = [made.evaluated(i, name, None, reward=reward) for i, reward in enumerate(rewards)]
+        made.write_lines(folder / f"{name}.jsonl", rows)
+    found = questions(read_run(folder), MEGABYTE)
+    assert not found["judged"]
+    assert [now for _, _, now, _, _ in found["rows"]] == ["better", "equal", "worse"]
+
+
+def test_questions_that_changed_come_first_where_not_all_fit(made: SimpleNamespace, make_run: Any) -> None:
+    folder = make_run()
+    for name, last in (("before", False), ("after", True)):
+        rows = [made.evaluated(i, name * 50, i < 99 or last) for i in range(100)]
+        made.write_lines(folder / f"{name}.jsonl", rows)
+    found = questions(read_run(folder), 3000)
+    assert found["total"] == 100
+    assert 0 < len(found["rows"]) < 10
+    assert ["wrong", "right"] in [row[1:3] for row in found["rows"]]
+    assert sorted(found["changes"]) == [["right", "right", 99], ["wrong", "right", 1]]

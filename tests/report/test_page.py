@@ -1,0 +1,199 @@
+"""The page of a report: one file, a strict policy, harmless texts, its size, and what is embedded in it."""
+
+import hashlib
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from base64 import b64encode
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.config.metrics import TABLE
+from covey.errors import CoveyError
+from covey.report import Finding, write_report
+from covey.report.charts import CHARTS, MAIN, OTHER, charts_for
+from covey.report.page import page_data
+from covey.report.run_data import read_run
+
+ROOT = Path(__file__).parents[2]
+EMBEDDED = {
+    "uPlot-1.6.32.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot-1.6.32.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot-LICENSE.txt": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+"""SHA-256 of each file of the npm package uplot 1.6.32 that is embedded."""
+
+
+class Parsed(html.parser.HTMLParser):
+    """Start tags with their attributes, and the text of scripts and styles."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, dict[str, str | None], str]] = []
+        self._data = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._data = ""
+
+    def handle_data(self, data: str) -> None:
+        self._data += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self.texts.append((tag, self.tags[-1][1], self._data))
+
+
+def parsed(folder: Path, **more: Any) -> Parsed:
+    write_report(folder / "report.html", [folder], **more)
+    return Parsed((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def data_of(page: Parsed) -> Any:
+    (text,) = (text for tag, attributes, text in page.texts if attributes.get("type") == "application/json")
+    return json.loads(text)
+
+
+def test_the_policy_allows_what_is_in_the_page_and_nothing_else(make_run: Any) -> None:
+    page = parsed(make_run())
+    (policy,) = (one["content"] for tag, one in page.tags if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split("; ")}
+    digest = lambda text: f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"  # noqa: E731
+    scripts = [digest(text) for tag, one, text in page.texts if tag == "script" and "type" not in one]
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    assert len(scripts) == 2
+    assert rules["script-src"] == scripts
+    assert rules["style-src"] == [digest(text) for tag, _, text in page.texts if tag == "style"]
+    assert rules.keys() == {"default-src", "script-src", "style-src", "img-src", "base-uri", "form-action"}
+    assert not {"'unsafe-inline'", "'unsafe-eval'"} & set(policy.split())
+
+
+def test_the_page_asks_for_nothing_and_has_no_inline_handlers(make_run: Any) -> None:
+    page = parsed(make_run())
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on") or name in ("style", "src", "srcset")], tag
+        assert all(value in ("data:,", "#overview") for name, value in attributes.items() if name == "href")
+
+
+def test_our_scripts_never_parse_markup_nor_evaluate_text() -> None:
+    for file in (ROOT / "covey" / "report" / "assets").glob("*.js"):
+        text = file.read_text(encoding="utf-8")
+        assert "</script" not in text.lower(), file
+        if not file.name.startswith("uPlot"):
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|https?:", text
+            )
+
+
+def test_hostile_texts_stay_texts(make_run: Any, made: SimpleNamespace) -> None:
+    folder = make_run()
+    rows = [made.sample(1, 0, i, text, prompt=text, rewards={text[:99]: 1.0}) for i, text in enumerate(made.hostile)]
+    made.write_lines(folder / "samples.jsonl", rows)
+    for name in ("before", "after"):
+        made.write_lines(
+            folder / f"{name}.jsonl", [made.evaluated(i, t, True, prompt=t) for i, t in enumerate(made.hostile)]
+        )
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(re.sub("description: .*", "description: '</script><b>'", recipe))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "</script><img src=x>": 3.0}\n')
+    named = folder.rename(folder.with_name("<img src=x>\u202e"))
+    page = parsed(named, findings=[Finding("</script>", "<b>", "\u2028", "&lt;")])
+    assert [tag for tag, _ in page.tags].count("script") == 3
+    assert "img" not in {tag for tag, _ in page.tags}
+    data = data_of(page)
+    samples = data["runs"][0]["completions"]["steps"][0][2][0][2]
+    assert [one[0] for one in samples[:-1]] == list(made.hostile[:-1])
+    assert samples[-1][0][1] == 1_000_000 - 6000
+    (raw,) = (text for _, one, text in page.texts if one.get("type") == "application/json")
+    assert not re.search("[<>&\u2028\u2029\u202e\u200b\ufeff]", raw)
+
+
+def test_a_long_run_is_under_five_megabytes(make_run: Any) -> None:
+    folder = make_run("long", 2000, 4, text="A completion of a usual length, with ten words or so. " * 8)
+    assert (folder / "samples.jsonl").stat().st_size > 15_000_000
+    size = write_report(folder / "report.html", [folder])
+    assert 1_000_000 < size < 5_000_000
+    (run,) = page_data([read_run(folder)])["runs"]
+    assert len(run["series"]) > 60
+    assert {len(points[0]) for name, points in run["series"].items() if not name.startswith("eval/")} == {2000}
+    assert run["completions"]["total"]["groups"] == 8000
+    assert 100 < run["completions"]["kept"]["groups"] < 8000
+
+
+def test_several_runs_share_the_room(make_run: Any) -> None:
+    one = make_run("one", 2000, 1)
+    data = page_data([read_run(folder) for folder in [one] * 8])
+    assert len({len(points[0]) for run in data["runs"] for points in run["series"].values()}) > 1
+    assert len(json.dumps(data)) < 5_000_000
+
+
+def test_secrets_of_the_environment_are_masked(make_run: Any, made: SimpleNamespace, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    folder = make_run()
+    made.write_lines(folder / "samples.jsonl", [made.sample(1, 0, 0, "the key is hunter2-hunter2")])
+    write_report(folder / "report.html", [folder])
+    assert "hunter2" not in (folder / "report.html").read_text()
+
+
+def test_the_diagnosis_has_its_place(make_run: Any) -> None:
+    folder = make_run()
+    assert data_of(parsed(folder))["findings"] == []
+    finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "rewards")
+    assert data_of(parsed(folder, findings=[finding]))["findings"] == [vars(finding)]
+
+
+def test_nothing_but_a_report_is_replaced(make_run: Any, tmp_path: Path) -> None:
+    folder, mine = make_run(), tmp_path / "mine.html"
+    mine.write_text("<!doctype html>mine")
+    with pytest.raises(CoveyError, match="no report of Covey"):
+        write_report(mine, [folder])
+    assert mine.read_text() == "<!doctype html>mine"
+    with pytest.raises(CoveyError, match="no such folder"):
+        write_report(tmp_path / "nowhere" / "report.html", [folder])
+    with pytest.raises(CoveyError, match="a folder"):
+        write_report(tmp_path, [folder])
+    write_report(tmp_path / "new.html", [folder])
+    write_report(tmp_path / "new.html", [folder])
+
+
+def test_every_metric_has_a_chart() -> None:
+    charted = {name for chart in CHARTS for name in (*chart.metrics, *chart.band, chart.error) if name}
+    names = {row.name for row in TABLE} - {"step"}
+    by_pattern = {"rewards/overlong/mean", "rewards/overlong/std"}
+    assert names - charted == by_pattern
+    assert charted - names == set()
+    assert {title for titles in MAIN.values() for title in titles} <= {chart.title for chart in CHARTS}
+
+
+def test_charts_are_those_of_the_metrics_in_the_file() -> None:
+    names = ["reward", "reward_error", "rewards/a/mean", "rewards/b/mean", "entropy", "strange/one"]
+    charts = {chart["title"]: chart for chart in charts_for(names, ["rl"])}
+    assert list(charts) == ["Reward", "Entropy", "Reward by function", "strange/one"]
+    assert charts["Reward"]["series"][0]["error"] == "reward_error"
+    assert [one["label"] for one in charts["Reward by function"]["series"]] == ["a", "b"]
+    assert [chart["main"] for chart in charts.values()] == [True, True, False, False]
+    assert charts["strange/one"]["section"] == OTHER
+
+
+def test_a_report_needs_no_accelerator_library() -> None:
+    code = "import sys, covey.report; print({'jax', 'flax', 'orbax', 'tokenizers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_what_is_embedded_is_what_npm_has() -> None:
+    assets = ROOT / "covey" / "report" / "assets"
+    for name, digest in EMBEDDED.items():
+        assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest, name
+    assert {file.name for file in assets.glob("uPlot*")} == EMBEDDED.keys()
+    notice = (ROOT / "NOTICE").read_text()
+    assert "uPlot 1.6.32" in notice
+    assert "Leon Sorokin" in notice

@@ -1,0 +1,102 @@
+"""Run folders as plain data, whatever is in them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.errors import CoveyError
+from covey.report.comparison import settings_table
+from covey.report.reduce import extremes, reduce_series
+from covey.report.run_data import Series, read_run
+
+
+def test_a_run_is_read_as_it_was_written(make_run: Any) -> None:
+    run = read_run(make_run(steps=3))
+    assert (run.name, run.method, run.state, list(run.steps)) == ("run", "rl", "finished", [1, 2, 3])
+    assert run.seconds == [1.5, 3.0, 4.5]
+    assert run.settings["training.max_steps"] == 3
+    assert run.series["a/new/metric"] == Series([1, 2, 3], [1.0, 2.0, 3.0])
+    assert len(run.before) == len(run.after) == 6
+    assert run.unreadable == {}
+
+
+def test_a_run_that_has_just_begun_is_read(make_run: Any) -> None:
+    folder = make_run(steps=2)
+    for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "before.jsonl", "after.jsonl"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert (run.state, run.steps, run.series) == ("not started", [], {})
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CoveyError, match="no run folder"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "nonsense",
+        '{"step": "one", "reward": 1}',
+        '{"step": 4, "reward": NaN, "kl": "high", "loss": 1e999}',
+        f'{{"step": 4, "reward": {"9" * 400}}}',
+        "[" * 100_000,
+        '{"step": 2, "reward": 7}',
+    ],
+    ids=range(7),
+)
+def test_lines_of_another_form_are_left_out(make_run: Any, line: str) -> None:
+    folder = make_run(steps=3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    run = read_run(folder)
+    assert run.series["reward"].steps == [1, 2, 3]
+
+
+def test_an_unfinished_last_line_is_not_counted(make_run: Any) -> None:
+    folder = make_run(steps=3)
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + 'x\n{"step": 4, "rew')
+    run = read_run(folder)
+    assert (len(run.steps), run.unreadable) == (3, {"metrics.jsonl": 1})
+
+
+def test_reduction_keeps_spikes_ends_and_true_rows() -> None:
+    values = [0.0] * 10_000
+    values[4321], values[8765] = 5.0, -3.0
+    reduced = reduce_series(Series(range(1, 10_001), values), 200)
+    points = dict(zip(reduced.steps, reduced.values, strict=True))
+    assert (points[4322], points[8766]) == (5.0, -3.0)
+    assert {1, 10_000} <= points.keys()
+    assert len(points) <= 200
+    assert list(reduced.steps) == sorted(reduced.steps)
+    assert extremes([2.0], 1) == [0]
+
+
+def test_settings_are_compared_with_defaults_and_with_each_other(make_run: Any) -> None:
+    runs = [read_run(make_run(name, 3, settings=["--seed", seed])) for name, seed in (("a", "0"), ("b", "7"))]
+    rows = {row["name"]: row for row in settings_table(runs)}
+    assert (rows["seed"]["values"], rows["seed"]["default"]) == (["0", "7"], "0")
+    assert rows["seed"]["differs"]
+    assert rows["training.max_steps"]["changed"]
+    assert not rows["training.max_steps"]["differs"]
+    assert not rows["description"]["changed"]
+    assert not rows["grpo.beta"]["differs"]
+    assert {name for name, row in rows.items() if row["differs"]} == {"seed"}
+
+
+def test_settings_of_another_version_are_shown(make_run: Any) -> None:
+    folder = make_run()
+    text = (folder / "recipe.yaml").read_text().replace("seed: 0\n", "from_the_future: [1, 2]\n", 1)
+    (folder / "recipe.yaml").write_text(text)
+    rows = {row["name"]: row for row in settings_table([read_run(folder)])}
+    assert (rows["from_the_future"]["values"], rows["from_the_future"]["default"]) == (["[1, 2]"], None)
+
+
+def test_a_summary_of_another_form_is_left_out(make_run: Any) -> None:
+    for text in ("[]", "{", json.dumps({"before": 3, "after": ["x"], "seconds": "long"})):
+        folder = make_run(f"run{len(text)}", 2)
+        (folder / "summary.json").write_text(text)
+        read_run(folder)
