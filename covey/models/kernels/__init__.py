@@ -1,0 +1,1 @@
+"""Attention kernels for accelerators; `models.span_attention` chooses among them."""
