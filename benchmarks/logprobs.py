@@ -51,7 +51,7 @@ def measure(settings: Settings) -> Result:
 def plain_scores(graph: Any, params: Any, rows: Rows, temperature: float) -> TokenLogps:
     """Compute the same numbers as `token_logps` from the whole [R, M, V] array, as its reference."""
     model = nnx.merge(graph, params)
-    hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows, model.platform))
+    hidden, _ = model(rows.tokens, rows.positions, tree_attention(model, rows))
     picked = jnp.take_along_axis(hidden, rows.gather_index[..., None], axis=1)
     logps = jax.nn.log_softmax(model.logits(picked) / temperature)
     entropy = -(jnp.exp(logps) * logps).sum(-1)

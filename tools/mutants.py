@@ -142,12 +142,6 @@ EQUIVALENT = {
         "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "return Spans(latest(new_group), jnp.where(«in_completion & (group_ids > 0) → in_completion | "
-        "(group_ids > 0)», prefix_end, 0), segment_start)": (
-            "at a prompt, `prefix_end` is 0 or where an earlier group's completions began: the prefix is empty"
-        ),
-        "return Spans(latest(new_group), jnp.where(in_completion & («group_ids > 0 → group_ids >= 0»), "
-        "prefix_end, 0), segment_start)": ("a completion's token always belongs to a group"),
         "for completion, index in zip(piece.completions, piece.indices, strict=«True → False»):": (
             "`pack` makes every piece with one index per completion"
         ),

@@ -91,7 +91,7 @@ def vocab_block_size(vocabulary: int) -> int:
 
 def gather_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
     """Return the hidden state from which each scored token is predicted; arbitrary at padding."""
-    hidden, _ = model(rows.tokens, rows.positions, tree_attention(rows, model.platform))
+    hidden, _ = model(rows.tokens, rows.positions, tree_attention(model, rows))
     return jnp.take_along_axis(hidden, rows.gather_index[..., None], axis=1)
 
 

@@ -2,22 +2,20 @@
 
 Rows and prompts are causal, so a run of queries needs only the keys up to its own end: half of the T × T scores, of
 which one block exists at a time. The backward pass recomputes them from the logsumexp (Dao et al., 2022,
-"FlashAttention"). Three numbers per query (`Spans`) replace the mask.
+"FlashAttention"). Two numbers per token (`Spans`) replace the mask.
 
-`span_attention` is the one place where an implementation is chosen; `attention.dot_product_attention` is the oracle for
-all of them. An accelerator's own kernel takes a whole T × T mask, and runs again when a layer is rematerialised.
+It runs on CPU; accelerators have kernels (`kernels`). `attention.dot_product_attention` is the oracle for all of them.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from covey.models.attention import Attend, within_window
 from covey.models.layers import save_product
+from covey.models.spans import Spans, span_mask
 
 BLOCK_SIZE = 64
 """Number of queries in the smallest block (64 was the fastest of 32, 64 and 128 on CPU)."""
@@ -27,97 +25,37 @@ MASKED_SCORE = -1e30
 """Score of a masked key: finite, so that a fully masked query has a finite output."""
 
 
-class Spans(NamedTuple):
-    """Indices of the keys in its row that each query attends to: `prefix_start` to `prefix_end` (exclusive), and
-    `segment_start` to its own index.
-
-    In a group's row these are the prompt and the completion's past. For padding, `segment_start` is past the end of the
-    row.
-    """
-
-    prefix_start: Int[Array, "B T"]
-    prefix_end: Int[Array, "B T"]
-    segment_start: Int[Array, "B T"]
-
-
-def span_mask(spans: Spans, index: Int[Array, "n"], keys: int) -> Bool[Array, "B n keys"]:
-    """Return the mask over the first `keys` keys; `index` holds the row indices of the queries of `spans`."""
-    prefix_start, prefix_end, segment_start = (x[..., None] for x in spans)
-    key = jnp.arange(keys)
-    return ((key >= prefix_start) & (key < prefix_end)) | ((key >= segment_start) & (key <= index[:, None]))
-
-
-def causal_spans(length: Int[Array, "B"], time: int) -> Spans:
-    """Return the spans of plain causal attention over rows whose first `length` positions hold tokens."""
-    index = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
-    zeros = jnp.zeros_like(index)
-    return Spans(zeros, zeros, jnp.where(index < length[:, None], 0, time))
-
-
-def span_attention(spans: Spans, positions: Int[Array, "B T"], platform: str) -> Attend:
-    """Return the `Attend` that attends within rows as `spans` define; a layer's window is measured in `positions`.
-    `platform` is that of the devices for which the program is built (`parallel.mesh.platform_of`).
-    """
-
-    def attend(
-        q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
-    ) -> tuple[Array, Any]:
-        name = choose_implementation(platform, q, softcap)
-        return IMPLEMENTATIONS[name](q, k, v, spans, positions, window, softcap), cache
-
-    return attend
-
-
-def choose_implementation(platform: str, q: Float[Array, "B T H W"], softcap: float | None) -> str:
-    """Return the name in IMPLEMENTATIONS of the best implementation for these queries on `platform`.
-
-    cuDNN's attention needs 16-bit operands, a head size that is a multiple of 8 and at most 128, and no soft-cap. On a
-    mesh JAX needs all operands sharded alike, which fails with few key heads. TPU's splash kernel needs masks known at
-    compile time, which ragged rows do not have.
-    """
-    is_16_bit = q.dtype in (jnp.bfloat16, jnp.float16)
-    supported = is_16_bit and softcap is None and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
-    return "cudnn" if platform == "cuda" and supported and jax.typeof(q).sharding.mesh.empty else "blocks"
-
-
 def blockwise_attention(
     q: Float[Array, "B T H W"],
     k: Float[Array, "B T K W"],
     v: Float[Array, "B T K W"],
     spans: Spans,
-    positions: Int[Array, "B T"],
-    window: Any = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T H W"]:
     """Compute grouped-query attention, with the softmax in float32 and memory linear in T.
 
     Args:
         q: already scaled queries.
-        window: keys `window` positions or more behind the query are masked; None masks only what `spans` exclude.
+        spans: the keys that each query attends to.
         softcap: scores become softcap · tanh(scores / softcap).
     """
     time = q.shape[1]
     padding = -time % (2 * BLOCK_SIZE if time > MAX_RUNS * 2 * BLOCK_SIZE else 1)
 
-    def pad(x: Array, value: int = 0) -> Array:
-        return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])
 
-    padded_spans = Spans(pad(spans.prefix_start), pad(spans.prefix_end), pad(spans.segment_start, time + padding))
-    out = _attention(softcap, pad(q), pad(k), pad(v), padded_spans, pad(positions), window)
+    out = _attention(softcap, pad(q), pad(k), pad(v), spans.pad(time + padding))
     return out[:, :time]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    softcap: float | None, q: Array, k: Array, v: Array, spans: Spans, positions: Array, window: Any
-) -> Array:
-    return _forward(softcap, q, k, v, spans, positions, window)[0]
+def _attention(softcap: float | None, q: Array, k: Array, v: Array, spans: Spans) -> Array:
+    return _forward(softcap, q, k, v, spans)[0]
 
 
-def _forward(
-    softcap: float | None, q: Array, k: Array, v: Array, spans: Spans, positions: Array, window: Any
-) -> tuple[Array, Any]:
-    heads, mask = _Heads.from_qkv(q, k, v), partial(_mask, spans, positions, window)
+def _forward(softcap: float | None, q: Array, k: Array, v: Array, spans: Spans) -> tuple[Array, Any]:
+    heads, mask = _Heads.from_qkv(q, k, v), partial(span_mask, spans)
 
     def block(carry: None, at: Array, size: int, end: int) -> tuple[None, Any]:
         scores = _scores(heads, at, size, end, softcap)[0]
@@ -132,12 +70,12 @@ def _forward(
     mixed, logsumexp = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
     # Saved like the projections' results, so that rematerialising a layer does not run attention again.
     out = save_product(_heads_last(mixed).astype(q.dtype))
-    return out, (q, k, v, spans, positions, window, out, save_product(logsumexp))
+    return out, (q, k, v, spans, out, save_product(logsumexp))
 
 
 def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]:
-    q, k, v, spans, positions, window, out, logsumexp = saved
-    heads, mask = _Heads.from_qkv(q, k, v), partial(_mask, spans, positions, window)
+    q, k, v, spans, out, logsumexp = saved
+    heads, mask = _Heads.from_qkv(q, k, v), partial(span_mask, spans)
     grad_out = _heads_first(grad, k.shape[2])
     delta = _heads_first((grad.astype(jnp.float32) * out).sum(-1, keepdims=True), k.shape[2])
 
@@ -158,7 +96,7 @@ def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]
         parts.append(grad_q)
     grad_q = _heads_last(jnp.concatenate(parts, axis=3)).astype(q.dtype)
     grad_k, grad_v = (x.transpose(0, 2, 1, 3).astype(k.dtype) for x in carry)
-    return grad_q, grad_k, grad_v, None, None, None
+    return grad_q, grad_k, grad_v, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -199,12 +137,6 @@ def _scores(heads: _Heads, start: Array, size: int, end: int, softcap: float | N
     return softcap * tanh, 1.0 - jnp.square(tanh)
 
 
-def _mask(spans: Spans, positions: Array, window: Any, start: Array, size: int, end: int) -> Bool[Array, "B n U"]:
-    slice_queries = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
-    allowed = span_mask(Spans(*map(slice_queries, spans)), start + jnp.arange(size), end)
-    return allowed if window is None else allowed & within_window(slice_queries(positions), positions[:, :end], window)
-
-
 def _query_runs(time: int) -> list[tuple[int, int]]:
     """Return start and end of each run of queries: few runs, all of one size but the last."""
     size = BLOCK_SIZE * max(1, -(-time // (MAX_RUNS * BLOCK_SIZE)))
@@ -222,22 +154,3 @@ def _map_blocks(block: Any, carry: Any, run: tuple[int, int]) -> tuple[Any, Any]
     carry, parts = jax.lax.scan(lambda carry, at: block(carry, at, size, end), carry, jnp.arange(start, end, size))
     join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[-1])  # noqa: E731
     return carry, jax.tree.map(join, parts)
-
-
-def _cudnn_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    spans: Spans,
-    positions: Array,
-    window: Any,
-    softcap: None,
-    implementation: Any = "cudnn",
-) -> Array:
-    allowed = _mask(spans, positions, window, jnp.int32(0), q.shape[1], q.shape[1])
-    # Padding attends to itself: cuDNN's gradient may be NaN in a fully masked row.
-    allowed |= jnp.eye(q.shape[1], dtype=bool)
-    return jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None], scale=1.0, implementation=implementation)
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"blocks": blockwise_attention, "cudnn": _cudnn_attention}

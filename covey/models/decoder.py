@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +35,7 @@ from covey.models.layers import (
     rotate,
     save_product,
 )
+from covey.models.spans import NO_WINDOW
 from covey.parallel.sharding import num_row_shards, row_sharding
 
 
@@ -136,6 +138,12 @@ class Decoder(nnx.Module):
         """Return the table that maps hidden states to logits: the head's own, or the embedding when they are tied."""
         return (self.embed if self.head is None else self.head).embedding[...]
 
+    @property
+    def mesh(self) -> AbstractMesh:
+        """Return the mesh of the weights; it is empty where they are on one device."""
+        mesh: AbstractMesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
+        return mesh
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -181,10 +189,9 @@ class Decoder(nnx.Module):
         """Constrain `x` to be sharded by rows over the mesh of the weights, if there is one: otherwise the compiler may
         choose to gather the residual stream on every device.
         """
-        mesh = jax.typeof(self.embed.embedding[...]).sharding.mesh
-        if mesh.empty or x.shape[0] % num_row_shards(mesh):
+        if self.mesh.empty or x.shape[0] % num_row_shards(self.mesh):
             return x
-        sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+        sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(self.mesh))
         return sharded
 
     def _layer_traced_once(self, ropes: list[Rope], attend: Attend) -> Any:
@@ -207,10 +214,10 @@ class Decoder(nnx.Module):
 
     def _scan_layers(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
         graph, states = nnx.split(next(iter(layers.values())))[0], [nnx.split(layer)[1] for layer in layers.values()]
-        c, no_window = self.config, jnp.iinfo(jnp.int32).max
+        c = self.config
         windows = [c.window(i) for i in layers]
         local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
-        window_sizes = jnp.array([no_window if w is None else w for w in windows], jnp.int32)
+        window_sizes = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
 
         def body(x: Array, per_layer: Any) -> tuple[Array, None]:
             number, slot, is_local, window = per_layer

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
-from covey.models.blockwise import Spans, span_attention
+from covey.models.decoder import Decoder
+from covey.models.span_attention import span_attention
+from covey.models.spans import Spans
 from covey.packing.bins import Piece, choose_row_length, row_length_bucket, rows_per_micro_batch
 from covey.parallel.sharding import num_row_shards
 from covey.types import Group
@@ -108,29 +110,32 @@ def scatter_to_rows(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.nda
     return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -1)], np.float32(0))
 
 
-def tree_attention(rows: Rows, platform: str) -> Attend:
-    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past.
-    `platform` is the decoder's.
-    """
-    return span_attention(attention_spans(rows), rows.positions, platform)
+def tree_attention(model: Decoder, rows: Rows) -> Attend:
+    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past."""
+    return span_attention(model, attention_spans(rows), rows.positions)
 
 
 def attention_spans(rows: Rows) -> Spans:
-    """Return the spans of its row that each input token attends to. A prompt token attends to its own past only."""
-    group_ids, in_completion = rows.group_ids, rows.input_segment_ids > 0
-    index = jnp.broadcast_to(jnp.arange(group_ids.shape[1]), group_ids.shape)
+    """Return the spans of the input tokens: a prompt's token ends with its group, a completion's with the completion,
+    and both start where the group does.
+    """
+    group_ids, index = rows.group_ids, jnp.broadcast_to(jnp.arange(rows.group_ids.shape[1]), rows.group_ids.shape)
 
-    def previous(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+    def changes(x: jax.Array) -> jax.Array:
+        """Return True at the first of each run of equal numbers."""
+        return jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
-    def latest(event: jax.Array) -> jax.Array:
-        return jax.lax.cummax(jnp.where(event, index, 0), axis=1)
+    def run_end(first: jax.Array) -> jax.Array:
+        """Return the index after the run that each token is in."""
+        next_first = jnp.where(first, index, index.shape[1])[:, 1:]
+        return jax.lax.cummin(jnp.pad(next_first, ((0, 0), (0, 1)), constant_values=index.shape[1]), 1, reverse=True)
 
-    new_group = group_ids != previous(group_ids)
-    new_segment = new_group | (rows.input_segment_ids != previous(rows.input_segment_ids))
-    prefix_end = latest(in_completion & (new_group | ~previous(in_completion)))
-    segment_start = jnp.where(group_ids > 0, latest(new_segment), group_ids.shape[1])
-    return Spans(latest(new_group), jnp.where(in_completion & (group_ids > 0), prefix_end, 0), segment_start)
+    new_group = changes(group_ids)
+    new_segment = new_group | changes(rows.input_segment_ids)
+    start = jax.lax.cummax(jnp.where(new_group, index, 0), axis=1)
+    end = jnp.where(rows.input_segment_ids > 0, run_end(new_segment), run_end(new_group))
+    is_token = group_ids > 0
+    return Spans(jnp.where(is_token, start, index), jnp.where(is_token, end, index + 1))
 
 
 def split_micro_batches(tree: Tree, size: int) -> Iterator[Tree]:

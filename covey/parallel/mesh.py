@@ -70,13 +70,13 @@ def mesh_from_config(config: MeshConfig) -> Mesh | None:
 
 def platform_of(place: Mesh | Sharding) -> str:
     """Return the platform for which programs on these devices are built: `cpu`, `tpu`, `gpu`, or `cuda` for NVIDIA GPUs
-    of compute capability 8.0 or more, on which cuDNN has attention. The devices may be those of a description of a
-    topology (`jax.experimental.topologies`), which are not there.
+    of compute capability 8.0 or more, for which `models.kernels` are written. The devices may be those of a description
+    of a topology (`jax.experimental.topologies`), which are not there.
     """
     device: Any = next(iter(place.devices.flat if isinstance(place, Mesh) else place.device_set))
     major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name
-    has_cudnn_attention = device.platform == "gpu" and major.isdigit() and int(major) >= 8
-    return "cuda" if has_cudnn_attention else str(device.platform)
+    has_kernels = device.platform == "gpu" and major.isdigit() and int(major) >= 8
+    return "cuda" if has_kernels else str(device.platform)
 
 
 def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:

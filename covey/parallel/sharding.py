@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from covey.parallel.mesh import with_auto_axes
@@ -118,7 +118,7 @@ def shardings(
     return result
 
 
-def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
+def row_sharding(mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """Return the sharding of data and activations: their first dimension is `rows`, the others are not split.
 
     The number of rows must be a multiple of `num_row_shards`.
@@ -126,12 +126,12 @@ def row_sharding(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("rows", mesh, rules) or None))
 
 
-def num_row_shards(mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> int:
+def num_row_shards(mesh: Mesh | AbstractMesh | None, rules: Rules = DEFAULT_RULES) -> int:
     """Return the number of parts that rows are split into; the number of rows must be a multiple of it."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
 
 
-def _mesh_axes(logical: str | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+def _mesh_axes(logical: str | None, mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[str, ...]:
     """Return the axes of `mesh` that split a logical axis."""
     return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
 

@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
-from covey.models.blockwise import causal_spans, span_attention
+from covey.models.decoder import Decoder
 from covey.models.layers import apply_softcap
+from covey.models.span_attention import span_attention
+from covey.models.spans import causal_spans
 from covey.sampling.lengths import block_lengths
 
 
@@ -54,15 +56,14 @@ def empty_block(slots: int, time: int, kv_heads: int, head_dim: int, dtype: DTyp
     )
 
 
-def prefill_attention(length: Int[Array, "P"], platform: str) -> Attend:
-    """Return causal attention over right-padded prompts, which also outputs each layer's keys and values as cached.
-    `platform` is the decoder's.
+def prefill_attention(model: Decoder, length: Int[Array, "P"], time: int) -> Attend:
+    """Return causal attention over prompts right-padded to `time`, which also outputs each layer's keys and values as
+    cached.
     """
+    positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
+    inner = span_attention(model, causal_spans(length, time), positions)
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
-        time = q.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
-        inner = span_attention(causal_spans(length, time), positions, platform)
         out, _ = inner(q, k, v, None, window=window, softcap=softcap)
         ends = np.cumsum(block_lengths(time))[:-1]
         parts = jnp.split(k.transpose(0, 2, 3, 1), ends, axis=3), jnp.split(v.transpose(0, 2, 1, 3), ends, axis=2)

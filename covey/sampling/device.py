@@ -257,7 +257,7 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
     model = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = prefill_attention(length, model.platform)
+    attend = prefill_attention(model, length, tokens.shape[1])
     hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
     return Prefix(cache, model.logits(last))

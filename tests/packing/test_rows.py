@@ -16,7 +16,7 @@ from covey.config.schema import GRPOConfig
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import policy_loss
 from covey.models.attention import causal_attention
-from covey.models.blockwise import span_mask
+from covey.models.spans import span_mask
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import (
     Rows,
@@ -98,17 +98,25 @@ def test_spans_say_what_is_visible(packing: str) -> None:
     """At every input position, padding among them."""
     rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128, packing=packing)  # type: ignore[arg-type]
     count, length = rows.tokens.shape
-    allowed = np.asarray(jax.jit(lambda r: span_mask(attention_spans(r), jnp.arange(length), length))(rows))
+    allowed = np.asarray(jax.jit(lambda r: span_mask(attention_spans(r)))(rows))
     for row, at in np.ndindex(count, length):
-        want = visible(rows, row, at) if rows.group_ids[row, at] else []
+        want = visible(rows, row, at) if rows.group_ids[row, at] else [rows.tokens[row, at]]
         assert rows.tokens[row][allowed[row, at]].tolist() == want
 
 
-def test_rows_that_fill_up_a_micro_batch_see_nothing() -> None:
+@pytest.mark.parametrize("window", [1, 7, 30, 500])
+def test_spans_under_a_window_end_at_positions(window: int) -> None:
+    rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128)
+    spans, positions = attention_spans(rows), rows.positions
+    near = positions[:, :, None] - positions[:, None, :] < window
+    np.testing.assert_array_equal(span_mask(spans.limit(jnp.asarray(positions), window)), span_mask(spans) & near)
+
+
+def test_rows_that_fill_up_a_micro_batch_see_themselves_alone() -> None:
     *_, last = split_micro_batches(pack(random_groups([(3, [4])] * 3), 64, packing="dense"), 2)
-    allowed = np.asarray(span_mask(attention_spans(last), jnp.arange(64), 64))
-    assert allowed[0].any()
-    assert not allowed[1].any()
+    allowed = np.asarray(span_mask(attention_spans(last)))
+    assert allowed[0].sum() > 64
+    np.testing.assert_array_equal(allowed[1], np.eye(64, dtype=bool))
 
 
 def test_rows_hold_768_tokens_unless_told_otherwise() -> None:

@@ -86,7 +86,7 @@ def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
     ("platform", "capability", "found"),
     [("tpu", None, "tpu"), ("gpu", "9.0", "cuda"), ("gpu", "7.5", "gpu"), ("gpu", "gfx90a", "gpu")],
 )
-def test_cuda_is_where_cudnn_has_attention(platform: str, capability: str | None, found: str) -> None:
+def test_cuda_is_where_kernels_can_run(platform: str, capability: str | None, found: str) -> None:
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     assert platform_of(cast(Any, SimpleNamespace(device_set=[device]))) == found
 

@@ -171,7 +171,7 @@ def test_examples_that_share_a_row_do_not_see_each_other(tiny: tuple[Decoder, To
     rows = pack_rows(groups_of(EXAMPLES, tokenizer, config), config)
     assert len(rows.tokens) < len(EXAMPLES)
     other = rows._replace(tokens=np.where(rows.group_ids == 1, (rows.tokens + 7) % 300, rows.tokens))
-    forward = jax.jit(lambda r: model(r.tokens, r.positions, tree_attention(r, model.platform))[0])
+    forward = jax.jit(lambda r: model(r.tokens, r.positions, tree_attention(model, r))[0])
     hidden = [forward(r) for r in (rows, other)]
     changed = np.abs(np.asarray(hidden[0] - hidden[1])).max(axis=-1)
     assert (changed[rows.group_ids == 1] > 0).all()
