@@ -1,0 +1,1 @@
+"""Compiled programs, read before they run: their collectives, loops and buffers."""

@@ -1,0 +1,201 @@
+"""Reading of optimised HLO text, `compiled.as_text()`: each instruction with its bytes and the loops around it.
+
+XLA's `cost_analysis` counts the body of a loop once and names no collective. Here a program is walked from its entry
+through loops, conditionals, calls and asynchronous wrappers, so that an instruction in a loop is known to be in it, and
+how often it runs. Instructions inside fusions are left out: they have no buffers of their own.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of a program.
+
+    Attributes:
+        name: name of the computation that is its body.
+        trip_count: number of iterations; None where the program computes it.
+    """
+
+    name: str
+    trip_count: int | None
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction at one place of a program.
+
+    Attributes:
+        opcode: opcode; of an asynchronous pair the first half alone appears, without its `-start`.
+        shapes: types of its results, such as `bf16[2,1024]`.
+        bytes: size of its results or of its operands, whichever is larger, on one device.
+        loops: loops around it, outermost first.
+        branch: whether it is in a branch of a conditional.
+        op_name: path of the operation in the traced function; empty where the compiler gives none.
+    """
+
+    opcode: str
+    shapes: tuple[str, ...]
+    bytes: int
+    loops: tuple[Loop, ...]
+    branch: bool
+    op_name: str
+
+    @property
+    def executions(self) -> int:
+        """Number of times it runs; loops of unknown length count once."""
+        return math.prod(loop.trip_count or 1 for loop in self.loops)
+
+    @property
+    def total_bytes(self) -> int:
+        """`bytes` times `executions`."""
+        return self.bytes * self.executions
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+
+class Program:
+    """The optimised HLO of one program.
+
+    Args:
+        text: what `compiled.as_text()` returns.
+    """
+
+    def __init__(self, text: str):
+        self._computations, self._entry = _parse(text)
+
+    @cached_property
+    def instructions(self) -> list[Instruction]:
+        """Instructions of the program, each once for every place from which its computation is called."""
+        return list(self._walk(self._entry, (), False))
+
+    def collectives(self) -> list[Instruction]:
+        """Return the collectives, in program order."""
+        return self.of(*COLLECTIVES)
+
+    def of(self, *opcodes: str) -> list[Instruction]:
+        """Return the instructions with one of `opcodes`, in program order."""
+        return [instruction for instruction in self.instructions if instruction.opcode in opcodes]
+
+    def larger_than(self, size: int) -> list[Instruction]:
+        """Return the instructions whose results have a single array of more than `size` bytes."""
+        return [x for x in self.instructions if any(shape_bytes(shape) > size for shape in x.shapes)]
+
+    def _walk(self, computation: str, loops: tuple[Loop, ...], branch: bool) -> Iterator[Instruction]:
+        lines = self._computations[computation]
+        types = {line.name: line.type for line in lines}
+        for line in lines:
+            if not line.opcode.endswith("-done"):
+                yield _instruction(line, types, loops, branch)
+            inner = (*loops, self._loop(line)) if line.opcode == "while" else loops
+            for called in _called(line):
+                yield from self._walk(called, inner, branch or line.opcode == "conditional")
+
+    def _loop(self, line: _Line) -> Loop:
+        known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', line.rest)
+        condition = self._computations[_attributes(line, "condition")[0]]
+        return Loop(_attributes(line, "body")[0], int(known[1]) if known else _bound(condition))
+
+
+def shape_bytes(shape: str) -> int:
+    """Return the size of an array type, or of all arrays of a tuple type.
+
+    >>> shape_bytes("bf16[2,1024]{1,0:T(8,128)(2,1)}"), shape_bytes("(f32[], s4[3])"), shape_bytes("token[]")
+    (4096, 6, 0)
+    """
+    return sum(
+        -(-math.prod(int(size) for size in sizes.split(",") if size) * BITS[dtype] // 8)
+        for dtype, sizes in re.findall(r"\b(\w+)\[([0-9,]*)\]", shape)
+        if dtype in BITS
+    )
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Line]], str]:
+    computations: dict[str, list[_Line]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if line and not line[0].isspace() and (head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)):
+            lines = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif parsed := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line):
+            lines.append(_Line(parsed[1], *_split_type(parsed[2])))
+    return computations, entry
+
+
+def _split_type(text: str) -> tuple[str, str, str]:
+    """Split the right-hand side of an instruction into its type, its opcode and the rest."""
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    end = next((i for i, depth in enumerate(depths) if depth == 0 and text[i] == " "), len(text))
+    opcode, _, rest = text[end + 1 :].partition("(")
+    return text[:end], opcode, rest
+
+
+def _bound(condition: list[_Line]) -> int | None:
+    """Return n of a loop's condition `i < n`. It is the number of iterations, since the loops that JAX makes count from
+    0; XLA for TPUs does not state it otherwise.
+    """
+    constants = {line.name: int(n[1]) for line in condition if (n := re.match(r"(\d+)\)", _of(line, "constant")))}
+    compare = "".join(_of(line, "compare") for line in condition)
+    operands = re.match(r"%[\w.\-]+, %([\w.\-]+)\)", compare)
+    return constants.get(operands[1]) if operands and "direction=LT" in compare else None
+
+
+def _of(line: _Line, opcode: str) -> str:
+    return line.rest if line.opcode == opcode else ""
+
+
+def _called(line: _Line) -> list[str]:
+    """Return the computations that an instruction runs as part of the program."""
+    match line.opcode:
+        case "while":
+            return _attributes(line, "condition") + _attributes(line, "body")
+        case "conditional":
+            return _attributes(line, "branch_computations", "true_computation", "false_computation")
+        case "call":
+            return _attributes(line, "to_apply")
+        case "async-start":
+            return _attributes(line, "calls")
+    return []
+
+
+def _attributes(line: _Line, *names: str) -> list[str]:
+    found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line.rest)
+    return [name for value in found for name in re.findall(r"[\w.\-]+", value)]
+
+
+def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], branch: bool) -> Instruction:
+    operands = re.findall(r"%([\w.\-]+)", line.rest.partition(")")[0])
+    shapes = re.findall(r"\b\w+\[[0-9,]*\]", line.type)
+    if line.opcode.endswith("-start") and line.opcode != "all-reduce-start":
+        shapes = shapes[len(operands) :]  # the first are the operands again
+    size = max(sum(map(shape_bytes, shapes)), sum(shape_bytes(types.get(name, "")) for name in operands))
+    op_name = re.search(r'op_name="([^"]*)"', line.rest)
+    opcode = line.opcode.removesuffix("-start")
+    return Instruction(opcode, tuple(shapes), size, loops, branch, op_name[1] if op_name else "")
+
+
+_BY_BITS = {1: "pred", 4: "s4 u4 f4e2m1fn", 8: "s8 u8 f8e4m3fn f8e5m2", 16: "s16 u16 bf16 f16", 32: "s32 u32 f32"}
+_BY_BITS |= {64: "s64 u64 f64 c64", 128: "c128"}
+BITS = {dtype: max(bits, 8) if dtype == "pred" else bits for bits, names in _BY_BITS.items() for dtype in names.split()}
+"""Bits of an element of each type."""

@@ -1,0 +1,97 @@
+"""The reader of optimised HLO: what it says of a text, and of a program that XLA compiled."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from covey.parallel import make_mesh
+from covey.plan.hlo import Loop, Program
+
+TEXT = """
+HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} copy(%p)
+}
+
+%inner (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[]{:T(128)}, f32[8]{0:T(256)}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%t), index=1
+  %all-gather-start.1 = (f32[8]{0}, f32[32]{0:T(256)S(1)}) all-gather-start(%x), dimensions={0}
+  %all-gather-done.1 = f32[32]{0} all-gather-done(%all-gather-start.1)
+  ROOT %r = (s32[], f32[8]) tuple(%i, %x)
+}
+
+%condition (t.1: (s32[], f32[8])) -> pred[] {
+  %t.1 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %lt = pred[] compare(%a, %b), direction=LT
+}
+
+%below_five (t.3: (s32[], f32[8])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(5), metadata={op_name="jit(f)"}
+  %i.3 = s32[]{:T(128)} get-tuple-element(%t.3), index=0
+  ROOT %lt.3 = pred[]{:T(512)} compare(%i.3, %constant.1), direction=LT, backend_config={"flag_configs":[]}
+}
+
+%outer (t.2: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t.2 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %while.2 = (s32[], /*index=1*/f32[8]{0}) while(%t.2), condition=%condition, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%yes (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %copy.2 = f32[8]{0} copy(%y), metadata={op_name="jit(f)/copy" source_file="f.py"}
+}
+
+%no (n: f32[8]) -> f32[8] {
+  ROOT %n = f32[8]{0} parameter(0)
+}
+
+%short (t.4: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t.4 = (s32[], f32[8]{0}) parameter(0)
+  %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%x.4, %x.4), to_apply=%add
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %fusion = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
+  %while.1 = (s32[], f32[8]{0}) while(%tuple), condition=%condition, body=%outer
+  %while.3 = (s32[], f32[8]{0}) while(%tuple), condition=%below_five, body=%short
+  %reduce-scatter.1 = bf16[2]{0} reduce-scatter(%fusion), dimensions={0}, to_apply=%add
+  ROOT %cond = f32[8]{0} conditional(%i, %a, %a), branch_computations={%yes, %no}
+}
+"""  # noqa: E501
+
+
+def test_collectives_have_their_loops_and_bytes() -> None:
+    gather, reduced, scatter = Program(TEXT).collectives()
+    assert (gather.opcode, gather.shapes, gather.bytes) == ("all-gather", ("f32[32]",), 128)
+    assert gather.loops == (Loop("outer", None), Loop("inner", 3))
+    assert (gather.executions, gather.total_bytes) == (3, 3 * 128)
+    assert (reduced.bytes, reduced.loops) == (64, (Loop("short", 5),))
+    assert (scatter.opcode, scatter.bytes, scatter.loops) == ("reduce-scatter", 32, ())
+
+
+def test_branches_are_known_and_fusions_are_left_out() -> None:
+    (copy,) = Program(TEXT).of("copy")
+    assert (copy.branch, copy.op_name, copy.bytes) == (True, "jit(f)/copy", 32)
+    assert [x.branch for x in Program(TEXT).of("conditional")] == [False]
+
+
+def test_large_arrays_are_found() -> None:
+    assert [x.opcode for x in Program(TEXT).larger_than(64)] == ["all-gather"]
+
+
+def test_a_compiled_program_is_read() -> None:
+    mesh = make_mesh((4,), ("tp",))
+    weight = jax.ShapeDtypeStruct((3, 8, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "tp")))
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "tp")))
+
+    def layers(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.T) @ w, None), x, weights)[0]
+
+    program = Program(jax.jit(layers).lower(weight, x).compile().as_text())
+    (reduced,) = program.collectives()
+    assert (reduced.opcode, reduced.bytes, reduced.executions) == ("all-reduce", 16 * 8 * 4, 3)
