@@ -10,8 +10,11 @@ head's rows under the softmax, so the forward accumulates it beside the other su
 matrix products instead of three.
 
 Scored tokens are at the front of each row; chunks after the last of them are never computed, forward or backward.
+
+On a mesh each device computes a part of the vocabulary (`vocab_parallel`).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,15 +24,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from covey.losses.vocab_parallel import VocabLayout, VocabPart
 from covey.models.decoder import Decoder, head_logits
 from covey.models.layers import apply_softcap, project
 from covey.models.lora import has_lora
 from covey.packing.rows import Rows, tree_attention
 
 CHUNK_SIZE = 1024
-"""Number of tokens whose logits exist at one time, over all rows of the batch."""
+"""Number of tokens whose logits exist on a device at one time."""
 BLOCK_SIZE = 4096
-"""Number of vocabulary entries whose logits exist at one time."""
+"""Number of vocabulary entries whose logits exist on a device at one time."""
 
 
 class TokenLogps(NamedTuple):
@@ -77,16 +81,16 @@ def token_logps(
     return TokenLogps(jnp.where(mask, logps, 0.0), jnp.where(mask, entropy, 0.0))
 
 
-def vocab_block_size(vocabulary: int) -> int:
-    """Return the largest block, of at least a quarter of BLOCK, that divides the vocabulary; else BLOCK, and the last
-    block is masked. A vocabulary smaller than BLOCK is one block.
+def vocab_block_size(vocabulary: int, limit: int = BLOCK_SIZE) -> int:
+    """Return the largest block, of a quarter of `limit` to `limit`, that divides the vocabulary; else `limit`, and the
+    last block is masked. A vocabulary smaller than `limit` is one block.
 
     >>> [vocab_block_size(n) for n in (49152, 32000, 151936, 50257, 50021, 301)]
     [4096, 4000, 2374, 1733, 4096, 301]
     """
-    if vocabulary <= BLOCK_SIZE:
+    if vocabulary <= limit:
         return vocabulary
-    return next((size for size in range(BLOCK_SIZE, BLOCK_SIZE // 4 - 1, -1) if vocabulary % size == 0), BLOCK_SIZE)
+    return next((size for size in range(limit, limit // 4 - 1, -1) if vocabulary % size == 0), limit)
 
 
 def gather_hidden(model: Decoder, rows: Rows) -> Float[Array, "R M D"]:
@@ -113,18 +117,43 @@ def chunked_logps(
 def _forward(
     head: HeadConfig, weight: Array, hidden: Array, target: Array, scored: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    zeros = jnp.zeros(target.shape, jnp.float32)
-    chunk = partial(_chunk_logps, head, weight)
-    logps, entropy, logsumexp = _map_chunks(head, hidden, target, scored, chunk, (zeros, zeros, zeros))
+    layout, head = _layout(head, weight, hidden)
+    compute = partial(_forward_device, head, layout)
+    logps, entropy, logsumexp = layout.run(compute, weight, (hidden, target), scored)
     return (logps, entropy), (weight, hidden, target, scored, logsumexp, entropy)
 
 
-def _map_chunks(head: HeadConfig, hidden: Array, target: Array, scored: Array, chunk: Any, init: Any) -> Any:
-    """Apply `chunk(hidden, target)` to each chunk of scored columns; columns after them are those of `init`."""
-    step = _chunk_columns(head, hidden)
+def _layout(head: HeadConfig, weight: Array, hidden: Array) -> tuple[VocabLayout, HeadConfig]:
+    """Return the division of the head over its mesh, and settings whose blocks suit a device's part of it."""
+    layout = VocabLayout.of(weight, hidden.shape[0])
+    if layout.mesh is not None:
+        head = head._replace(block_size=vocab_block_size(layout.part_size, head.block_size))
+    return layout, head
+
+
+def _forward_device(
+    head: HeadConfig, layout: VocabLayout, weight: Array, rows: tuple[Array, Array], scored: Array
+) -> tuple[Array, ...]:
+    """Compute log-probs, entropies and logsumexps of a device's own rows."""
+    hidden, target = rows[0], layout.gather_rows(rows[1])
+    part, zeros = layout.take_part(weight), jnp.zeros(target.shape, jnp.float32)
+
+    def chunk(columns: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
+        return _chunk_logps(head, layout, part, layout.gather_rows(columns(hidden)), columns(target))
+
+    out = _map_chunks(head, target.shape, scored, chunk, (zeros, zeros, zeros))
+    return tuple(map(layout.own_rows, out))
+
+
+def _map_chunks(head: HeadConfig, shape: tuple[int, ...], scored: Array, chunk: Any, init: Any) -> Any:
+    """Apply `chunk` to each chunk of scored columns of tokens [W, M]; columns after them are those of `init`.
+
+    `chunk` takes a function that slices the chunk's columns from an array [W, M, ...].
+    """
+    step = _chunk_columns(head, *shape)
 
     def body(i: Array, out: Any) -> Any:
-        chunk_out = chunk(_slice_columns(hidden, i, step), _slice_columns(target, i, step))
+        chunk_out = chunk(partial(_slice_columns, i=i, step=step))
         return jax.tree.map(lambda old, new: _update_columns(old, new, i, step), out, chunk_out)
 
     return jax.lax.fori_loop(0, -(-scored // step), body, init)
@@ -140,7 +169,7 @@ class _SoftmaxSums(NamedTuple):
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> "_SoftmaxSums":
         zero = jnp.zeros(shape, jnp.float32)
-        return cls(jnp.full(shape, -jnp.inf), zero, zero)
+        return cls(jnp.full(shape, jnp.finfo(jnp.float32).min), zero, zero)  # finite: a part may be all padding
 
     def add_block(self, logits: Array, new_columns: Array, with_entropy: bool) -> tuple["_SoftmaxSums", Array, Array]:
         """Return the sums with one more block, the block's exp(logit − max_logit), and the factor that rescaled the old
@@ -155,44 +184,68 @@ class _SoftmaxSums(NamedTuple):
         )
         return _SoftmaxSums(max_logit, sum_exp, sum_exp_logit), exp_logits, rescale
 
+    def combine(self, layout: VocabLayout) -> tuple["_SoftmaxSums", Array]:
+        """Return the sums over all parts of the vocabulary, and the factor that turns a sum of this part into one
+        relative to the maximum of all.
+        """
+        max_logit = layout.max(self.max_logit)
+        rescale = jnp.exp(self.max_logit - max_logit)
+        sums = layout.sum((self.sum_exp * rescale, self.sum_exp_logit * rescale))
+        return _SoftmaxSums(max_logit, *sums), rescale
+
     def finalize(self, target_logits: Array) -> tuple[Array, Array, Array]:
         """Return log-probs of the tokens with the logits `target_logits`, entropies and logsumexps."""
         logsumexp = self.max_logit + jnp.log(self.sum_exp)
         return jnp.minimum(target_logits - logsumexp, 0.0), logsumexp - self.sum_exp_logit / self.sum_exp, logsumexp
 
 
-def _chunk_logps(head: HeadConfig, weight: Array, hidden: Array, target: Array) -> tuple[Array, Array, Array]:
+def _chunk_logps(
+    head: HeadConfig, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
+) -> tuple[Array, Array, Array]:
     """Compute log-probs, entropies and logsumexps of one chunk of tokens, block by block over the vocabulary."""
 
     def body(b: Array, sums: _SoftmaxSums) -> _SoftmaxSums:
-        (logits, _), (_, new_columns) = _block_logits_vjp(head, weight, hidden, b)
+        (logits, _), (_, new_columns) = _block_logits_vjp(head, part, hidden, b)
         return sums.add_block(logits, new_columns, True)[0]
 
-    sums: _SoftmaxSums = jax.lax.fori_loop(0, _num_blocks(head, weight), body, _SoftmaxSums.zeros(target.shape))
-    return sums.finalize(_target_logits(head, weight, hidden, target))
+    sums: _SoftmaxSums = jax.lax.fori_loop(0, _num_blocks(head, part), body, _SoftmaxSums.zeros(target.shape))
+    return sums.combine(layout)[0].finalize(layout.sum(_target_logits(head, part, hidden, target)))
 
 
 def _backward(head: HeadConfig, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
     weight, hidden, target, scored, logsumexp, entropy = saved
-    step = _chunk_columns(head, hidden)
+    layout, head = _layout(head, weight, hidden)
+    rows = hidden, _PerToken(target, logsumexp, entropy, *grads)
+    compute = partial(_backward_device, head, layout)
+    grad_weight, grad_hidden = layout.run(compute, weight, rows, scored, with_weight=True)
+    return grad_weight, grad_hidden, None, None
+
+
+def _backward_device(
+    head: HeadConfig, layout: VocabLayout, weight: Array, rows: tuple[Array, "_PerToken"], scored: Array
+) -> tuple[Array, Array]:
+    """Compute a device's pieces of the gradients of the weight and of the hidden states."""
+    part, hidden = layout.take_part(weight), rows[0]
+    per_token = jax.tree.map(layout.gather_rows, rows[1])
+    step = _chunk_columns(head, *per_token.target.shape)
 
     def chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_weight, grad_hidden = carry
-        local = _ChunkInputs(*(_slice_columns(x, i, step) for x in (hidden, target, logsumexp, entropy, *grads)))
-        start = (grad_weight, jnp.zeros(local.hidden.shape, jnp.float32))
-        body = partial(_block_backward, head, weight, local)
-        grad_weight, new_hidden = jax.lax.fori_loop(0, _num_blocks(head, weight), body, start)
-        return grad_weight, _update_columns(grad_hidden, new_hidden, i, step)
+        x = jax.tree.map(lambda x: _slice_columns(x, i, step), per_token)
+        gathered = layout.gather_rows(_slice_columns(hidden, i, step))
+        start = (grad_weight, jnp.zeros(gathered.shape, jnp.float32))
+        body = partial(_block_backward, head, part, gathered, x)
+        grad_weight, new_hidden = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
+        return grad_weight, _update_columns(grad_hidden, layout.sum_rows(new_hidden), i, step)
 
-    start = (jnp.zeros(weight.shape, jnp.float32), jnp.zeros_like(hidden))
+    start = (jnp.zeros(part.weight.shape, jnp.float32), jnp.zeros_like(hidden))
     grad_weight, grad_hidden = jax.lax.fori_loop(0, -(-scored // step), chunk, start)
-    return grad_weight.astype(weight.dtype), grad_hidden, None, None
+    return layout.return_part(grad_weight, weight.dtype), grad_hidden
 
 
-class _ChunkInputs(NamedTuple):
-    """Inputs of the backward pass for a chunk of tokens."""
+class _PerToken(NamedTuple):
+    """Numbers of each token that the backward pass needs, each [R, M]."""
 
-    hidden: Array
     target: Array
     logsumexp: Array
     entropy: Array
@@ -201,20 +254,20 @@ class _ChunkInputs(NamedTuple):
 
 
 def _block_backward(
-    head: HeadConfig, weight: Array, x: _ChunkInputs, b: Array, carry: tuple[Array, Array]
+    head: HeadConfig, part: VocabPart, hidden: Array, x: _PerToken, b: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Add one block's part to the gradients of the weight and of the chunk's hidden states.
 
     With p the softmax and z the scaled logits: ∂logp/∂z = onehot − p and ∂H/∂z = −p · (z − logsumexp + H).
     """
     grad_weight, grad_hidden = carry
-    (logits, vjp), (column, new_columns) = _block_logits_vjp(head, weight, x.hidden, b)
+    (logits, vjp), (column, new_columns) = _block_logits_vjp(head, part, hidden, b)
     logp = logits - x.logsumexp[..., None]
     p = jnp.where(new_columns, jnp.exp(logp), 0.0)
     grad = jnp.where(new_columns & (column == x.target[..., None]), x.grad_logp[..., None], 0.0)
     grad = grad - p * (x.grad_logp[..., None] + x.grad_entropy[..., None] * (logp + x.entropy[..., None]))
     new_weight, new_hidden = vjp(grad)
-    start = _block_start(head, weight, b)
+    start = _block_start(head, part, b)
     old = jax.lax.dynamic_slice_in_dim(grad_weight, start, new_weight.shape[0], axis=0)
     grad_weight = jax.lax.dynamic_update_slice_in_dim(grad_weight, old + new_weight.astype(jnp.float32), start, axis=0)
     return grad_weight, grad_hidden + new_hidden.astype(jnp.float32)
@@ -241,48 +294,66 @@ def frozen_head_logps(
 def _frozen_forward(
     head: HeadConfig, entropy_gradient: bool, weight: Array, hidden: Array, target: Array, scored: Array
 ) -> tuple[Any, Any]:
-    zeros = jnp.zeros(target.shape, jnp.float32)
-    hidden_grads = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
-    chunk = partial(_chunk_logps_and_grads, head, entropy_gradient, weight)
-    logps_and_entropy, hidden_grads = _map_chunks(head, hidden, target, scored, chunk, ((zeros, zeros), hidden_grads))
+    layout, head = _layout(head, weight, hidden)
+    compute = partial(_frozen_forward_device, head, entropy_gradient, layout)
+    logps_and_entropy, hidden_grads = layout.run(compute, weight, (hidden, target), scored)
     return logps_and_entropy, (hidden_grads, jnp.zeros((), hidden.dtype))
 
 
+def _frozen_forward_device(
+    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, weight: Array, rows: Any, scored: Array
+) -> Any:
+    """Compute log-probs, entropies and their gradients in the hidden states, of a device's own rows."""
+    hidden, target = rows[0], layout.gather_rows(rows[1])
+    part, zeros = layout.take_part(weight), jnp.zeros(target.shape, jnp.float32)
+
+    def chunk(columns: Callable[[Array], Array]) -> Any:
+        gathered = layout.gather_rows(columns(hidden))
+        scores, grads = _chunk_logps_and_grads(head, entropy_gradient, layout, part, gathered, columns(target))
+        return scores, tuple(map(layout.sum_rows, grads))
+
+    hidden_grads = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
+    scores, hidden_grads = _map_chunks(head, target.shape, scored, chunk, ((zeros, zeros), hidden_grads))
+    return tuple(map(layout.own_rows, scores)), hidden_grads
+
+
 def _chunk_logps_and_grads(
-    head: HeadConfig, entropy_gradient: bool, weight: Array, hidden: Array, target: Array
+    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
 ) -> Any:
     """Compute log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
     (L − H)·E[s·w] − E[z·s·w]: the two means are accumulated like the other sums. Without a soft-cap
-    E[z] = h·E[s·w], which is used in float32, where the operands are not rounded.
+    E[z] = h·E[s·w], which is used in float32, where the operands are not rounded. On a mesh the gradients are those of
+    the device's part of the vocabulary, to be summed over all parts.
     """
     with_entropy = head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
     def body(b: Array, carry: tuple[_SoftmaxSums, tuple[Array, ...]]) -> tuple[_SoftmaxSums, tuple[Array, ...]]:
         sums, means = carry
-        (logits, _), (_, new_columns) = _block_logits_vjp(head, weight, hidden, b)
+        (logits, _), (_, new_columns) = _block_logits_vjp(head, part, hidden, b)
         sums, exp_logits, rescale = sums.add_block(logits, new_columns, with_entropy)
         factors = exp_logits * _logit_grad(head, logits)
-        block_weight = _slice_block(head, weight, b)
+        block_weight = _slice_block(head, part, b)
         products = [project(x, block_weight, head.dtype) for x in (factors, factors * logits)[: len(means)]]
         return sums, tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
 
     start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
-    sums, means = jax.lax.fori_loop(0, _num_blocks(head, weight), body, (_SoftmaxSums.zeros(target.shape), start))
+    sums, means = jax.lax.fori_loop(0, _num_blocks(head, part), body, (_SoftmaxSums.zeros(target.shape), start))
     if not with_entropy:
         sums = sums._replace(sum_exp_logit=(hidden.astype(jnp.float32) * means[0]).sum(-1))
-    target_logits = _target_logits(head, weight, hidden, target)
+    target_logits = layout.sum(_target_logits(head, part, hidden, target))
+    sums, rescale = sums.combine(layout)
     logps, entropy, logsumexp = sums.finalize(target_logits)
-    means = [m / sums.sum_exp[..., None] for m in means]
-    target_row = _logit_grad(head, target_logits)[..., None] * weight[target].astype(jnp.float32)
+    means = [m * rescale[..., None] / sums.sum_exp[..., None] for m in means]
+    target_row = _logit_grad(head, target_logits)[..., None] * part.rows(target).astype(jnp.float32)
     hidden_grads = (target_row - means[0], *((logsumexp - entropy)[..., None] * means[0] - m for m in means[1:]))
     return (logps, entropy), hidden_grads
 
 
-def _target_logits(head: HeadConfig, weight: Array, hidden: Array, target: Array) -> Array:
-    """Compute the scaled logits of the targets from their own rows of the head alone."""
-    rows, states = (_round_to(x, head.dtype) for x in (weight[target], hidden))
+def _target_logits(head: HeadConfig, part: VocabPart, hidden: Array, target: Array) -> Array:
+    """Compute the scaled logits of the targets from their own rows of the head alone; 0 for those of other parts."""
+    rows, states = (_round_to(x, head.dtype) for x in (part.rows(target), hidden))
     return apply_softcap((rows * states).sum(-1), head.softcap) / head.temperature
 
 
@@ -309,36 +380,40 @@ def _frozen_backward(
 frozen_head_logps.defvjp(_frozen_forward, _frozen_backward)
 
 
-def _block_logits_vjp(head: HeadConfig, weight: Array, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
-    """Return the scaled logits of vocabulary block `b`, their VJP, their token ids, and whether no earlier block has
-    them.
+def _block_logits_vjp(head: HeadConfig, part: VocabPart, hidden: Array, b: Array) -> tuple[Any, tuple[Array, Array]]:
+    """Return the scaled logits of vocabulary block `b`, their VJP, their token ids, and whether they are tokens of this
+    part that no earlier block has.
 
-    The last block is moved back to end with the vocabulary, so that all blocks have one size.
+    The last block is moved back to end with the part, so that all blocks have one size.
     """
-    start, block_weight = _block_start(head, weight, b), _slice_block(head, weight, b)
+    start, block_weight = _block_start(head, part, b), _slice_block(head, part, b)
     scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
-    column = start + jnp.arange(block_weight.shape[0])
-    divides = weight.shape[0] % head.block_size == 0  # then no mask is needed, which would cost as much as the sums
-    new_columns = jnp.ones_like(column, bool) if divides else column >= b * head.block_size
+    row = start + jnp.arange(block_weight.shape[0])
+    divides = (
+        part.weight.shape[0] % head.block_size == 0
+    )  # then no mask is needed, which would cost as much as the sums
+    new_columns = jnp.ones_like(row, bool) if divides else row >= b * head.block_size
+    column = part.first + row
+    if part.is_padded:
+        new_columns &= column < part.end
     return jax.vjp(scaled, block_weight, hidden), (column, new_columns)
 
 
-def _slice_block(head: HeadConfig, weight: Array, b: Array) -> Array:
-    size = min(head.block_size, weight.shape[0])
-    return jax.lax.dynamic_slice_in_dim(weight, _block_start(head, weight, b), size, axis=0)
+def _slice_block(head: HeadConfig, part: VocabPart, b: Array) -> Array:
+    size = min(head.block_size, part.weight.shape[0])
+    return jax.lax.dynamic_slice_in_dim(part.weight, _block_start(head, part, b), size, axis=0)
 
 
-def _block_start(head: HeadConfig, weight: Array, b: Array) -> Array:
-    return jnp.maximum(jnp.minimum(b * head.block_size, weight.shape[0] - head.block_size), 0)
+def _block_start(head: HeadConfig, part: VocabPart, b: Array) -> Array:
+    return jnp.maximum(jnp.minimum(b * head.block_size, part.weight.shape[0] - head.block_size), 0)
 
 
-def _num_blocks(head: HeadConfig, weight: Array) -> int:
-    return -(-weight.shape[0] // head.block_size)
+def _num_blocks(head: HeadConfig, part: VocabPart) -> int:
+    return -(-part.weight.shape[0] // head.block_size)
 
 
-def _chunk_columns(head: HeadConfig, hidden: Array) -> int:
+def _chunk_columns(head: HeadConfig, rows: int, columns: int) -> int:
     """Return the columns of a chunk: a power of two that divides M, so that no chunk is cut short."""
-    rows, columns = hidden.shape[:2]
     step = min(columns & -columns, max(8, head.chunk_size // rows))
     return 1 << (step.bit_length() - 1)
 

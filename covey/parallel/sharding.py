@@ -118,32 +118,39 @@ def shardings(
     return result
 
 
+def mesh_axes(logical: str | None, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES) -> tuple[str, ...]:
+    """Return the axes of `mesh` that split a logical axis."""
+    return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
+
+
+def partition_spec(
+    path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+) -> PartitionSpec:
+    """Return the partition of the parameter at the dotted `path`, as `shardings` chooses it."""
+    return _partition_spec(logical_axes(path, shape), shape, mesh, rules)[0]
+
+
 def row_sharding(mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """Return the sharding of data and activations: their first dimension is `rows`, the others are not split.
 
     The number of rows must be a multiple of `num_row_shards`.
     """
-    return NamedSharding(mesh, PartitionSpec(_mesh_axes("rows", mesh, rules) or None))
+    return NamedSharding(mesh, PartitionSpec(mesh_axes("rows", mesh, rules) or None))
 
 
 def num_row_shards(mesh: Mesh | AbstractMesh | None, rules: Rules = DEFAULT_RULES) -> int:
     """Return the number of parts that rows are split into; the number of rows must be a multiple of it."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _mesh_axes("rows", mesh, rules))
-
-
-def _mesh_axes(logical: str | None, mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[str, ...]:
-    """Return the axes of `mesh` that split a logical axis."""
-    return tuple(axis for axis in rules.get(logical or "", ()) if axis in mesh.shape)
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes("rows", mesh, rules))
 
 
 def _partition_spec(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, rules: Rules
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: Rules
 ) -> tuple[PartitionSpec, list[str]]:
     """Return the partition of an array, and the reasons why dimensions were not split."""
     entries: list[tuple[str, ...]] = []
     why: list[str] = []
     for logical, size in zip(axes, shape, strict=True):
-        wanted = _mesh_axes(logical, mesh, rules)
+        wanted = mesh_axes(logical, mesh, rules)
         parts = math.prod(mesh.shape[axis] for axis in wanted)
         if set(wanted).intersection(*[sum(entries, ())]):
             why.append(f"{logical}, whose mesh axis {'·'.join(wanted)} splits another dimension")
