@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from covey.models.decoder import Decoder, Embedding, rngs_for_shapes
 from covey.models.layers import Linear
 from covey.parallel.reshard import dotted_path
 
@@ -25,6 +26,20 @@ def operand_type(model: nnx.Module) -> jnp.dtype[Any] | None:
     if linear is None or linear.platform != "cpu" or jnp.dtype(linear.dtype) == jnp.float32:
         return None
     return jnp.dtype(linear.dtype)
+
+
+def with_rounded_head(model: Decoder) -> Decoder:
+    """Return `model` with a head of its own in its `operand_type`, which a tied model has not: sampling reads the whole
+    head in each step, and would round the embedding in each chunk of steps. All other arrays are shared.
+    """
+    if (dtype := operand_type(model)) is None or model.head_weight.dtype.itemsize <= dtype.itemsize:
+        return model
+    graph, params = nnx.split(model)
+    rounded: Decoder = nnx.merge(graph, params)
+    head = nnx.eval_shape(lambda: Embedding(model.config, param_dtype=dtype, rngs=rngs_for_shapes()))
+    head.embedding.set_value(model.head_weight.astype(dtype))
+    rounded.head = nnx.data(head)
+    return rounded
 
 
 def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:

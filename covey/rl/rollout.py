@@ -9,7 +9,7 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.models.operands import operand_type, round_kernels
+from covey.models.operands import operand_type, round_kernels, with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
@@ -73,11 +73,11 @@ class RolloutWorker:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig):
-        graph, self.params = nnx.split(model)
+        self._graph, self.params = nnx.split(model)
         self.tokenizer, self.config = tokenizer, config
-        self.sampler = Sampler(graph, tokenizer.stop_ids, config)
+        self.sampler = Sampler(nnx.split(with_rounded_head(model))[0], tokenizer.stop_ids, config)
         self._operand_type = operand_type(model)
-        self._scorer = RowScorer(graph, config.temperature)
+        self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
 
@@ -89,7 +89,7 @@ class RolloutWorker:
     @property
     def model(self) -> Decoder:
         """Model with its current weights."""
-        return nnx.merge(self.sampler.graph, self.params)
+        return nnx.merge(self._graph, self.params)
 
     @property
     def pad_id(self) -> int:
@@ -124,7 +124,7 @@ class RolloutWorker:
         row_prompts = [row["prompt"] for row in examples]
         tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        params = round_kernels(self.params, self._operand_type)
+        params = round_kernels(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
         sampled = self.sampler.generate(params, requests, config=config, tool=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [

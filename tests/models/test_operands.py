@@ -21,6 +21,7 @@ from covey.packing.rows import Rows, pack
 from covey.parallel.reshard import flatten
 from covey.rl.inference import RowScorer
 from covey.rl.rollout import RolloutWorker
+from covey.sampling.engine import Request, Sampler
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import MicroBatch, Trainer
 
@@ -96,12 +97,15 @@ def test_the_sampler_gets_rounded_kernels(decoder: Callable[..., Decoder], monke
     sampled = worker.sampler.generate
 
     def generate(params: Any, *args: Any, **options: Any) -> Any:
-        seen.append(kernel_types(params))
+        seen.append((kernel_types(params), flatten(params)["head.embedding"].dtype))
         return sampled(params, *args, **options)
 
     monkeypatch.setattr(worker.sampler, "generate", generate)
-    rounded = worker.generate(["b"], 2).tokens
-    monkeypatch.setattr(worker, "_operand_type", None)
-    plain = worker.generate(["b"], 2).tokens
-    assert seen == [{BF16}, {jnp.dtype("float32")}]
-    assert all(map(np.array_equal, rounded, plain))
+    rounded = worker.generate(["b"], 2)[0].completions
+    plain = Sampler(nnx.split(worker.model)[0], worker.sampler.stop_ids, config)
+    request = Request(np.asarray(worker.tokenizer.encode_prompt("b"), np.int32), 2, 0)
+    (unrounded,) = plain.generate(worker.params, [request])
+    for got, want in zip(rounded, unrounded, strict=True):
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_array_equal(got.logps, want.logps)
+    assert seen == [({BF16}, BF16)]
