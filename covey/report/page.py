@@ -187,7 +187,8 @@ def facts(run: RunData) -> list[list[str]]:
 def _series_of(run: RunData) -> Mapping[str, Series]:
     """Return the metrics of `run`, with the evaluations before and after training as the first and the last point."""
     found = dict(run.series)
-    for row in evaluation.figures(run):
+    before, after = evaluation.counts(run)["error"]
+    for row in [*evaluation.figures(run), {"name": "error", "before": before, "after": after}]:
         name = f"eval/{row['name']}"
         if "/" in row["name"] or (not run.series.get(name) and run.summary.get("after") is None):
             continue

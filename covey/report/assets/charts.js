@@ -44,6 +44,8 @@ class ChartView {
       if (points && points[0].length) this.lines.push({ run, r, series, s, steps: points[0], values: points[1], ends: ends(run, series) });
     }));
     this.several = runs.length > 1;
+    // The ranges of several runs would hide each other; standard errors are what their comparison needs.
+    if (this.several) for (const line of this.lines) if (!line.series.error) line.ends = null;
     this.figure = this.build();
   }
 

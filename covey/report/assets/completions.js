@@ -96,7 +96,7 @@ function groupArticle(run, { step, group: [number, prompt, samples], hits }, wan
   const turnsOf = run.completions.prompts[prompt], last = turnsOf[turnsOf.length - 1];
   const others = run.completions.steps.some(([other, , groups]) => groups.some((one) => one[1] === prompt && (other !== step || one[0] !== number)));
   return element('article', { class: 'group' },
-    element('header', {}, element('h3', {}, 'Step ' + whole(step) + ', group ' + (number + 1)),
+    element('header', {}, element('h3', {}, 'Step ' + whole(step) + ', group ' + number),
       element('span', { class: 'muted' }, rewards.length ? 'mean reward ' + brief(mean) + (Math.min(...rewards) === Math.max(...rewards) ? ' \u00b7 all equal: no signal' : '') : 'not scored'),
       others ? element('button', { type: 'button', class: 'quiet', onclick: () => follow(prompt) }, 'Same prompt at other steps') : null),
     element('div', { class: 'prompt' }, turnsOf.length > 1
@@ -105,15 +105,20 @@ function groupArticle(run, { step, group: [number, prompt, samples], hits }, wan
     element('div', { class: 'samples' }, samples.map((sample, i) => sampleCard(run, sample, i, strongest, hits, wanted))));
 }
 
+// Rewards by function where there are several, and the length.
+function aboutSample(names, parts, length) {
+  const scored = names.length > 1 ? parts.map((value, i) => (value === null ? null : escapedLine(names[i]) + ' ' + brief(value))) : [];
+  return [...scored, length === null ? null : count(length, 'token')].filter(Boolean).join(' \u00b7 ');
+}
+
 function sampleCard(run, [text, reward, advantage, parts, finish, length], i, strongest, hits, wanted) {
   const tone = advantage === null || advantage === 0 ? '' : advantage > 0 ? 'good' : 'bad';
   const bar = element('span', { class: 'bar ' + tone, 'aria-hidden': 'true' }, element('span', {}));
   bar.firstChild.style.width = advantage === null ? '0' : (50 * Math.abs(advantage) / strongest).toFixed(1) + '%';
   const names = run.completions.rewards;
-  return element('section', { class: 'sample ' + tone + (hits && hits.has(i) ? ' hit' : ''), 'aria-label': 'completion ' + (i + 1) },
+  return element('div', { class: 'sample ' + tone + (hits && hits.has(i) ? ' hit' : ''), role: 'group', 'aria-label': 'completion ' + (i + 1) },
     element('p', { class: 'scores' }, element('strong', {}, reward === null ? 'no reward' : brief(reward)),
       advantage === null ? null : [bar, element('span', {}, element('span', { class: 'muted' }, 'advantage '), signed(advantage))]),
     textBlock(text, wanted.text, 'completion ' + (i + 1)),
-    element('p', { class: 'muted small' }, names.length > 1 ? parts.map((value, j) => (value === null ? null : escapedLine(names[j]) + ' ' + brief(value))).filter(Boolean).join(' \u00b7 ') : ''),
-    element('p', { class: 'muted small' }, length === null ? '' : count(length, 'token'), finish === 'length' ? [' ', element('span', { class: 'chip' }, 'cut off')] : ''));
+    element('p', { class: 'muted small about' }, aboutSample(names, parts, length), finish === 'length' ? [' ', element('span', { class: 'chip' }, 'cut off')] : ''));
 }

@@ -50,7 +50,9 @@ function marked(text, wanted) {
 
 // A text of a run: a string, or [head, number of characters left out, tail].
 function textNodes(text, wanted) {
-  if (typeof text === 'string') return text ? readable(text, wanted) : [element('span', { class: 'muted' }, '(empty)')];
+  if (typeof text === 'string') {
+    return text.trim() ? readable(text, wanted) : [element('span', { class: 'muted' }, text ? '(white space)' : '(empty)')];
+  }
   const note = ' … ' + whole(text[1]) + ' characters are left out of this page … ';
   return [...readable(text[0], wanted), element('span', { class: 'left-out' }, note), ...readable(text[2], wanted)];
 }
@@ -61,7 +63,7 @@ const textLength = (text) => (typeof text === 'string' ? text.length : text[0].l
 // A block of text; a long one scrolls, and can be reached by keyboard for that.
 function textBlock(text, wanted, label) {
   const long = textLength(text) > 700;
-  const attributes = long ? { class: 'text long', tabindex: 0, role: 'region', 'aria-label': label } : { class: 'text' };
+  const attributes = long ? { class: 'text long', tabindex: 0, role: 'group', 'aria-label': label } : { class: 'text' };
   return element('div', attributes, textNodes(text, wanted));
 }
 

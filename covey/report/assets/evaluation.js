@@ -45,16 +45,20 @@ function withError(figure, run, which) {
 function changeOf(figure) {
   if (figure.before === null || figure.after === null) return '\u2013';
   const by = figure.after - figure.before;
-  if (figure.unit === 'share') return (by > 0 ? '+' : by < 0 ? '\u2212' : '') + (Math.abs(100 * by)).toLocaleString('en-US', { maximumFractionDigits: 1 }) + ' points';
+  if (figure.unit === 'share') return (by > 0 ? '+' : by < 0 ? '\u2212' : '') + (Math.abs(100 * by)).toLocaleString('en-US', { maximumFractionDigits: 1 }) + (by ? ' points' : '');
   return signed(by);
 }
 
 const changeText = ([was, now]) => (was ? (was === now ? 'still ' + was : was + ' \u2192 ' + now) : now);
 
+// Questions that changed come first.
+const isSame = ([, was, now]) => Number(was === now || now === 'equal');
+
 function questionBrowser(run) {
   const { questions } = run, results = element('div', {});
   const buttons = questions.changes.map(([was, now, number]) => element('button', { type: 'button', class: 'filter', 'aria-pressed': 'false',
     onclick: (event) => toggle(event.currentTarget, [was, now]) }, changeText([was, now]) + ' ', element('strong', {}, whole(number))));
+  const inOrder = [...questions.rows].sort((a, b) => isSame(a) - isSame(b));
   let chosen = null;
   const toggle = (button, change) => {
     chosen = chosen && chosen.join() === change.join() ? null : change;
@@ -62,7 +66,7 @@ function questionBrowser(run) {
     show();
   };
   const show = () => {
-    const rows = questions.rows.filter(([, was, now]) => !chosen || (was === chosen[0] && now === chosen[1]));
+    const rows = inOrder.filter(([, was, now]) => !chosen || (was === chosen[0] && now === chosen[1]));
     const kept = questions.rows.length < questions.total ? ' The text of ' + whole(questions.rows.length) + ' of ' + count(questions.total, 'question') + ' is on this page; the counts are of all.' : '';
     results.replaceChildren(element('p', { class: 'muted note', role: 'status' }, count(rows.length, 'question') + ' shown.' + kept +
       (questions.judged ? '' : ' The run did not record which completions are right, so rewards are compared.')), ...paged(rows, 12, (row) => question(row, questions), 'questions'));

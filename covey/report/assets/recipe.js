@@ -29,7 +29,7 @@ function showRecord(body) {
     body.append(run.facts.length ? element('dl', { class: 'facts' }, run.facts.map(([name, text]) => [element('dt', {}, readable(name)), element('dd', {}, readable(text))]))
       : element('p', { class: 'muted' }, 'The run has recorded nothing about its model and machine yet.'));
     const notes = leftOut(run);
-    if (notes.length) body.append(element('h4', {}, 'Left out of this page'), element('ul', {}, notes.map((note) => element('li', {}, note))));
+    if (notes.length) body.append(element('h3', {}, (DATA.runs.length > 1 ? escapedLine(run.name) + ': ' : '') + 'left out of this page'), element('ul', {}, notes.map((note) => element('li', {}, note))));
   }
   body.append(element('p', { class: 'muted note' }, 'Written by Covey ' + DATA.covey + ' at ' + DATA.written.replace('T', ' ').replace('+00:00', ' UTC') +
     '. The page holds prompts, completions and settings of the run: whoever gets the file can read them. Charts: uPlot 1.6.32, \u00a9 2022 Leon Sorokin, MIT licence.'));
