@@ -40,6 +40,16 @@ KEPT = 20.0
 forgotten = [time.monotonic()]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Warn in the summary when the tests with a browser were skipped: a green run says nothing about them."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    reasons = {where[2] for where in skipped if isinstance(where, tuple)}
+    for reason in sorted(reason for reason in reasons if "no browser for the tests of the report" in reason):
+        terminalreporter.section("WARNING: the report was not tested in a browser", yellow=True, bold=True)
+        terminalreporter.line(reason, yellow=True)
+        terminalreporter.line("Install chromium (Debian: apt-get install chromium) and the dev extra.", yellow=True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_behind_files() -> Iterator[None]:
     """What JAX keeps of their programs. Late in a suite its caches would be full, so that it compiles over and over,

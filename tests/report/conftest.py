@@ -1,9 +1,12 @@
-"""Made-up run folders for the tests of reports."""
+"""Made-up run folders for the tests of reports, and a browser to look at them."""
 
+import importlib.util
 import json
 import math
+import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.metrics import TABLE
+from covey.report import Finding, write_report
 
 MakeRun = Callable[..., Path]
 HOSTILE = (
@@ -99,3 +103,90 @@ def write_run(
     summary |= {"before": evaluation, "after": evaluation | {"accuracy": 5 / 6}, "steps": steps, "seconds": 99.5}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+NO_BROWSER = "no browser for the tests of the report"
+"""Beginning of the reason for which the tests with a browser are skipped."""
+
+
+def installed_browser() -> str:
+    """Return the path of a Chromium or Chrome; skip, or fail where `COVEY_BROWSER=required` asks for one."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), "")
+    lacking = "" if found else f"none of {', '.join(names)} is installed"
+    if importlib.util.find_spec("playwright") is None:
+        lacking = "the package playwright is not installed"
+    if lacking and os.environ.get("COVEY_BROWSER") == "required":
+        pytest.fail(f"{NO_BROWSER}: {lacking}")
+    if lacking:
+        pytest.skip(f"{NO_BROWSER}: {lacking}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium of the distribution."""
+    path = installed_browser()
+    from playwright.sync_api import sync_playwright  # late: machines without it skip these tests
+
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to run as root otherwise
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=sandbox)
+        browser.phone = playwright.devices["Pixel 5"]
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A report in the browser: its page, what its console said, and what it asked for."""
+
+    def __init__(self, browser: Any, file: Path, **options: Any):
+        self.page = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options)).new_page()
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.page.set_default_timeout(15_000)
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.resolve().as_uri())
+        self.page.wait_for_selector("figure.chart canvas")
+
+    def close(self) -> None:
+        """Check that the page was quiet until the end: it asked for itself alone."""
+        assert self.said == []
+        assert len(self.requests) == 1
+        self.page.context.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """A function that opens a file and returns its page; at the end each page must have been quiet."""
+    pages: list[Opened] = []
+
+    def open_file(file: Path, **options: Any) -> Any:
+        pages.append(Opened(browser, file, **options))
+        return pages[-1].page
+
+    yield open_file
+    for one in pages:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def long_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a made-up run of 2,000 steps."""
+    folder = write_run(tmp_path_factory.mktemp("long") / "run", 2000, 3, text="Some words of a completion. " * 12)
+    write_report(folder / "report.html", [folder])
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="session")
+def compared_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of two short runs with different seeds, and a finding."""
+    place = tmp_path_factory.mktemp("compared")
+    folders = [
+        write_run(place / name, 20, settings=["--seed", seed]) for name, seed in (("first", "0"), ("second", "7"))
+    ]
+    finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "change the rewards")
+    write_report(place / "report.html", folders, [finding])
+    return place / "report.html"

@@ -1,0 +1,218 @@
+"""Reports in headless Chromium: quiet, drawn, usable by mouse, key and screen reader, and inert to hostile texts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.report import write_report
+
+pytestmark = pytest.mark.slow
+
+AXE = (Path(__file__).parent / "axe-core-4.14.1.min.js").read_text(encoding="utf-8")
+DRAWN = """figure => {
+  const canvas = figure.querySelector('canvas');
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  const colours = new Set();
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200) colours.add(data.slice(i, i + 3).join());
+  return colours.size;
+}"""
+"""Number of colours on the canvas of a chart."""
+RANGE = "figure => [figure.chart.u.scales.x.min, figure.chart.u.scales.x.max]"
+Open = Callable[..., Any]
+
+
+def chart(page: Any, title: str) -> Any:
+    return page.locator("figure.chart").filter(has=page.locator(".chart-title", has_text=title)).first
+
+
+def wait_for_count(elements: Any, count: int) -> None:
+    """Wait until there are so many elements."""
+    from playwright.sync_api import expect  # late: machines without it skip these tests
+
+    expect(elements).to_have_count(count)
+
+
+def violations(page: Any) -> list[str]:
+    page.evaluate(AXE)
+    found = page.evaluate("axe.run()")["violations"]
+    return [f"{one['id']}: {node['html'][:150]}" for one in found for node in one["nodes"]]
+
+
+@pytest.mark.parametrize("mode", ["light", "dark", "phone"])
+def test_a_long_run_is_drawn_lazily_and_fits_the_screen(
+    opened: Open, browser: Any, long_report: Path, mode: str
+) -> None:
+    options = browser.phone if mode == "phone" else {"color_scheme": mode}
+    page = opened(long_report, **options)
+    page.locator("#recipe").scroll_into_view_if_needed()
+    main = page.locator("#curves > .body > .grid figure.chart")
+    assert main.count() == 4
+    for i in range(4):
+        main.nth(i).scroll_into_view_if_needed()
+        main.nth(i).locator("canvas").wait_for()
+        assert main.nth(i).evaluate(DRAWN) > 10  # text, grid, line and band, with their soft edges
+    assert page.locator("canvas").count() == 4 < page.locator("figure.chart").count()
+    assert page.evaluate("document.querySelectorAll('*').length") < 4000
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(18, 19, 21)") == (mode == "dark")
+
+
+def test_charts_zoom_and_show_values_together(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    one, other = chart(page, "Reward"), chart(page, "Entropy")
+    page.locator("details.charts", has_text="Policy").locator("summary").first.click()
+    other.scroll_into_view_if_needed()
+    other.locator("canvas").wait_for()
+    whole = one.evaluate(RANGE)
+    assert whole == [0, 2000]
+    one.scroll_into_view_if_needed()
+    box = one.locator(".u-over").bounding_box()
+    middle, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    last = other.locator(".value").inner_text()
+    page.mouse.move(middle, y)
+    shown = page.locator("#position").inner_text()
+    assert int(shown.removeprefix("step ").replace(",", "")) == pytest.approx(1000, abs=10)
+    at_middle = other.locator(".value").inner_text()
+    assert at_middle != last
+    page.mouse.down()
+    page.mouse.move(middle + box["width"] / 4, y, steps=4)
+    page.mouse.up()
+    zoomed = one.evaluate(RANGE)
+    assert zoomed == other.evaluate(RANGE) == pytest.approx([1000, 1500], abs=10)
+    page.mouse.dblclick(middle, y)
+    assert one.evaluate(RANGE) == other.evaluate(RANGE) == whole
+
+
+def test_charts_are_read_by_keys(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    plot = chart(page, "Reward").locator(".plot")
+    assert "Line chart of Reward" in plot.get_attribute("aria-label")
+    plot.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#spoken").inner_text().startswith("step 1,999: ")
+    page.keyboard.press("+")
+    low, high = chart(page, "Reward").evaluate(RANGE)
+    assert (low, high) == (500, 1500)
+    page.keyboard.press("0")
+    assert chart(page, "Reward").evaluate(RANGE) == [0, 2000]
+    numbers = chart(page, "Reward").locator("details.numbers")
+    numbers.locator("summary").click()
+    assert numbers.locator("tbody tr").count() == 1
+    assert numbers.locator("td").last.inner_text() == "2,000"
+
+
+def test_smoothing_axis_and_search_change_the_charts(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    value = chart(page, "Reward").locator(".value")
+    raw = value.inner_text()
+    page.get_by_label("Smoothing").fill("0.9")
+    assert value.inner_text() != raw
+    page.get_by_label("Along").select_option("time")
+    assert chart(page, "Reward").evaluate(RANGE) == [0, 3000]  # seconds
+    page.get_by_label("Find").fill("critic/")
+    assert page.locator("figure.chart:visible").count() == 5
+    page.get_by_label("Find").fill("")
+    assert page.locator("figure.chart:visible").count() > 5
+
+
+def test_completions_are_found_by_step_text_prompt_and_reward(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    section, groups = page.locator("#completions"), page.locator("#completions .group")
+    assert section.get_by_role("heading", name="Step 2,000, group 0").is_visible()
+    assert groups.count() == 3
+    assert groups.first.locator(".sample").count() == 4
+    assert "advantage +0.5" in groups.first.locator(".sample").nth(1).inner_text()
+    section.get_by_label("Previous step").click()
+    assert "Step 2,000" not in groups.first.inner_text()
+    section.get_by_label("Step", exact=True).select_option("all")
+    assert groups.count() == 6  # of many: the others wait for the button
+    section.get_by_role("button", name="Show 6 more").click()
+    assert groups.count() == 12
+    section.get_by_label("Search").fill("2000-1-2")
+    wait_for_count(page.locator("#completions .group"), 1)
+    assert page.locator(".sample.hit mark").inner_text() == "2000-1-2"
+    section.get_by_label("Search").fill("question 1-0?")
+    wait_for_count(page.locator(".sample.hit"), 4)
+    assert groups.first.locator(".turn .role").inner_text() == "user"
+    section.get_by_label("Reward from").fill("1")
+    wait_for_count(page.locator(".sample.hit"), 2)
+    section.get_by_label("to", exact=True).fill("1.2")
+    wait_for_count(page.locator("#completions .group"), 0)
+    assert "0 groups" in section.get_by_role("status").inner_text()
+
+
+def test_questions_are_chosen_by_change(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    section = page.locator("#evaluation")
+    assert "33.3" in section.locator("tbody tr").first.inner_text()
+    assert section.locator(".question").count() == 6
+    section.get_by_role("button", name="right → wrong").click()
+    assert section.locator(".question").count() == 1
+    assert "old 0" in section.locator(".question").inner_text()
+
+
+def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
+    page = opened(compared_report)
+    assert page.get_by_role("heading", name="2 runs compared").is_visible()
+    assert page.locator("#diagnosis li").inner_text().startswith("The reward is constant")
+    assert "steps 1 to 5" in page.locator("#diagnosis li").inner_text()
+    (table,) = page.get_by_role("region", name="Settings that differ").all()
+    assert table.locator("tbody tr").all_inner_texts() == ["seed\t0\t7"]
+    assert chart(page, "Reward").locator(".legend").inner_text().split()[::4][:1] == ["first"]
+    assert chart(page, "Reward").locator(".swatch").count() == 2
+    page.locator("#completions").get_by_label("Run").select_option("1")
+    assert page.locator("#completions .group").count() == 2
+
+
+def test_hostile_texts_are_inert(opened: Open, make_run: Any, made: SimpleNamespace) -> None:
+    folder = make_run()
+    rows = [made.sample(12, 0, i, text, prompt=text) for i, text in enumerate(made.hostile)]
+    made.write_lines(folder / "samples.jsonl", rows)
+    made.write_lines(folder / "after.jsonl", [made.evaluated(i, t, True, prompt=t) for i, t in enumerate(made.hostile)])
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("a/new/metric", "<img src=x onerror=alert(1)>"))
+    named = folder.rename(folder.with_name("<b>run\u202e"))
+    write_report(named / "report.html", [named])
+    page = opened(named / "report.html")
+    page.locator("details.charts").evaluate_all("all => all.forEach(one => { one.open = true; })")
+    page.locator("figure.chart", has_text="<img src=x onerror=alert(1)>").scroll_into_view_if_needed()
+    samples = page.locator("#completions .sample .text")
+    assert samples.nth(0).inner_text() == made.hostile[0]
+    assert samples.nth(1).inner_text() == made.hostile[1]
+    shown = samples.nth(3).inner_text()
+    assert "\\x1b[31mred\\x07 \\u202ereversed\\u202c zero\\u200bwidth \\ufeff \\ud800 end\\u2028line" in shown
+    assert "994,000 characters are left out" in samples.nth(5).inner_text()
+    assert page.locator("h1").inner_text() == "<b>run\\u202e"
+    assert page.evaluate("window.broken") is None
+    assert page.locator("img, iframe, object, h1 b").count() == 0
+    assert page.locator("script").count() == 3
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_nothing_keeps_anybody_out(opened: Open, long_report: Path, compared_report: Path, mode: str) -> None:
+    """No violation of the rules of axe-core, WCAG AA contrast among them, with everything open."""
+    for file in (long_report, compared_report):
+        page = opened(file, color_scheme=mode)
+        page.locator("details").evaluate_all("all => all.forEach(one => { one.open = true; })")
+        wait_for_count(page.locator("details.numbers table"), page.locator("figure.chart").count())
+        assert "\n".join(violations(page)) == ""
+
+
+def test_the_theme_can_be_chosen_and_paper_is_light(opened: Open, compared_report: Path) -> None:
+    page = opened(compared_report, color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.get_by_role("button", name="Theme: auto").click()
+    assert page.evaluate(ground) != dark
+    page.get_by_role("button", name="Theme: light").click()
+    assert page.evaluate(ground) == dark
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(ground) != dark
+    assert page.locator("#curves > .body > .grid canvas").count() == 4
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(ground) == dark
