@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from covey.errors import WeightsError
 from covey.files import check_file
 from covey.models import families
+from covey.models.abstract import abstract_decoder
 from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder, rngs_for_shapes
-from covey.models.layers import Linear
+from covey.models.decoder import Decoder
 from covey.models.loading import config_fields, sources
 from covey.models.loading.gguf import GGUFCheckpoint
-from covey.models.quantised import QuantisationFormat, abstract_kernel, parse_format, quantise_tensors
+from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX, ScratchCheckpoint
 from covey.parallel.placement import build_for_devices
 from covey.parallel.reshard import flatten
@@ -99,20 +99,15 @@ def load(
     fmt = parse_format(quantize, quantize_block)
     found, checkpoint = open_source(source)
     _refuse_classifier(checkpoint, str(found.path))
-
-    def build() -> Decoder:
-        return Decoder(
-            checkpoint.config,
-            rngs=rngs_for_shapes(),
-            param_dtype=param_dtype,
-            compute_dtype=resolve_compute_dtype(compute_dtype),
-            remat=remat,
-            remat_keeps=remat_keeps,
-        )
-
-    abstract, tensors = nnx.eval_shape(build), checkpoint.tensors()
-    if fmt is not None:
-        abstract, tensors = _quantise_abstract(abstract, fmt), quantise_tensors(tensors, fmt)
+    abstract = abstract_decoder(
+        checkpoint.config,
+        fmt,
+        param_dtype=param_dtype,
+        compute_dtype=resolve_compute_dtype(compute_dtype),
+        remat=remat,
+        remat_keeps=remat_keeps,
+    )
+    tensors = checkpoint.tensors() if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
     model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
@@ -171,14 +166,6 @@ def fill_parameters(model: Model, tensors: Iterable[tuple[str, np.ndarray]], put
     if keys:
         raise WeightsError(f"nothing in the checkpoint fills {min(keys)}", where=where)
     return build_for_devices(nnx.merge(graph, nnx.from_flat_state(flat)))
-
-
-def _quantise_abstract(model: Decoder, fmt: QuantisationFormat) -> Decoder:
-    """Return the abstract `model` with its kernels replaced by abstract quantised ones."""
-    for _, linear in nnx.iter_graph(model):
-        if isinstance(linear, Linear):
-            linear.kernel = abstract_kernel(linear.kernel.shape, fmt, linear.kernel.dtype)
-    return model
 
 
 def make_put(model: nnx.Module, mesh: Mesh | None) -> PutArray:
