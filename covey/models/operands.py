@@ -46,7 +46,7 @@ def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
     """Return `params` with the kernels of its projections in `dtype`, if they are wider; all other arrays are shared.
 
     Args:
-        params: state of a model, or a part of it.
+        params: state of a model, or a part of it, of arrays or of shapes.
         dtype: the model's `operand_type`; None changes nothing.
     """
     if dtype is None:
@@ -55,7 +55,8 @@ def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
     arrays = [x for _, x in leaves]
     wide = [i for i, (path, x) in enumerate(leaves) if _is_kernel(path) and x.dtype.itemsize > dtype.itemsize]
     for i in wide:
-        arrays[i] = arrays[i].astype(dtype)
+        x = arrays[i]
+        arrays[i] = x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
     rounded: State = jax.tree.unflatten(tree, arrays)
     return rounded
 

@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from covey.parallel.mesh import platform_of, with_auto_axes
+from covey.parallel.programs import abstract
 from covey.parallel.reshard import mesh_of, reshard
 from covey.parallel.sharding import row_sharding, shardings
 
@@ -34,9 +35,23 @@ def place_model(model: Model, mesh: Mesh | None) -> Model:
     return build_for_devices(nnx.merge(graph, reshard(params, weight_shardings(params, mesh))))
 
 
-def build_for_devices(model: Model) -> Model:
-    """Set the platform of the programs of `model`, in place, to that of the devices of its parameters."""
-    platform = platform_of(jax.tree.leaves(nnx.state(model))[0].sharding)
+def place_abstract(model: Model, place: Mesh | jax.Device, platform: str | None = None) -> Model:
+    """Return a model of shapes with the shardings that `place_model` gives to one of arrays.
+
+    Args:
+        model: with shapes in place of arrays.
+        place: a mesh or one device; devices of a description of a topology need not be there.
+        platform: the platform for which its programs are built, if it is not that of the devices.
+    """
+    graph, params = nnx.split(model)
+    device = None if isinstance(place, Mesh) else SingleDeviceSharding(place)
+    to = shardings(params, place) if isinstance(place, Mesh) else jax.tree.map(lambda _: device, params)
+    return build_for_devices(nnx.merge(graph, jax.tree.map(abstract, params, to)), platform)
+
+
+def build_for_devices(model: Model, platform: str | None = None) -> Model:
+    """Set the platform of the programs of `model`, in place: by default that of the devices of its parameters."""
+    platform = platform or platform_of(jax.tree.leaves(nnx.state(model))[0].sharding)
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and hasattr(node, "platform"):
             node.platform = platform
@@ -45,15 +60,21 @@ def build_for_devices(model: Model) -> Model:
 
 def put_rows(batch: Tree, like: Any) -> Tree:
     """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one."""
-    mesh = mesh_of(like)
-    placed: Tree = jax.device_put(batch, row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding)
+    placed: Tree = jax.device_put(batch, rows_placement(like))
     return placed
+
+
+def rows_placement(like: Any) -> Sharding:
+    """Return the sharding of rows on the devices that hold `like`, arrays or shapes."""
+    mesh = mesh_of(like)
+    sharding: Sharding = row_sharding(mesh) if mesh else jax.tree.leaves(like)[0].sharding
+    return sharding
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """Return a sharding per leaf of the optimizer's state: a moment has the sharding of its parameter."""
-    mesh, abstract = mesh_of(params), jax.eval_shape(optimizer.init, params)
+    mesh, state = mesh_of(params), jax.eval_shape(optimizer.init, params)
     if mesh is not None:
-        return shardings(abstract, mesh)
+        return shardings(state, mesh)
     sharding = jax.tree.leaves(params)[0].sharding
-    return jax.tree.map(lambda _: sharding, abstract)
+    return jax.tree.map(lambda _: sharding, state)

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -14,7 +17,8 @@ from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, rows_at_a_time, split_micro_batches
 from covey.parallel.placement import put_rows
-from covey.train.trainer import LossFn, MicroBatch
+from covey.train.programs import LossFn
+from covey.train.trainer import MicroBatch
 from covey.types import Group, MetricSums
 
 
@@ -67,6 +71,26 @@ def value_micro_batches(
         if batch.value_inputs is not None:
             count = float(batch.value_inputs.weight.sum())
             yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, mesh, max_tokens)
+
+
+def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> RowBatch:
+    """Return the shapes of the inputs of the policy's loss beside `rows`, which are shapes too.
+
+    Args:
+        old_logps: whether a batch is used for several updates.
+        ref_logps: whether there is a reference.
+    """
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=rows.tokens.sharding)
+    per_token = shape(rows.tokens.shape)
+    inputs = LossInputs(
+        advantage=per_token,
+        weight=per_token,
+        rollout_logps=per_token,
+        beta=shape((rows.tokens.shape[0], 1)),
+        old_logps=per_token if old_logps else None,
+        ref_logps=per_token if ref_logps else None,
+    )
+    return RowBatch(rows, inputs)
 
 
 def policy_loss_fn(algorithm: Algorithm, temperature: float, surrogate: Surrogate | None = None) -> LossFn:

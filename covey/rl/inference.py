@@ -19,8 +19,9 @@ from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.operands import operand_type, round_kernels
 from covey.models.value_model import ValueModel
-from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches, unpack
-from covey.parallel.placement import put_rows
+from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
+from covey.parallel.placement import put_rows, rows_placement
+from covey.parallel.programs import Program, abstract
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -37,11 +38,19 @@ class RowScorer:
         self.graph = graph
         self._score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
 
+    def program(self, params: Any, count: int, length: int) -> Program:
+        """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
+        rows = abstract_rows(count, length, rows_placement(params))
+        return Program("score", self._score, (self._rounded(abstract(params)), rows))
+
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
-        params = round_kernels(params, operand_type(nnx.merge(self.graph, params)))
+        params = self._rounded(params)
         parts = [np.asarray(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
+
+    def _rounded(self, params: Any) -> Any:
+        return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
 
 
 class ValueScorer(RowScorer):

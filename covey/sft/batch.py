@@ -23,7 +23,8 @@ from covey.losses.logprobs import token_logps
 from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches
 from covey.parallel.placement import put_rows
 from covey.text.tokenizer import Tokenizer
-from covey.train.trainer import LossFn, MicroBatch
+from covey.train.programs import LossFn
+from covey.train.trainer import MicroBatch
 from covey.types import Completion, FinishReason, Group, Mean, MetricSums
 
 

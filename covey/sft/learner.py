@@ -33,7 +33,8 @@ from covey.sft.batch import (
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
 from covey.train.optimizers import last_learning_rate, make_optimizer
-from covey.train.trainer import LossFn, Metrics, NonFiniteGuard, Trainer
+from covey.train.programs import LossFn
+from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
 
 

@@ -8,30 +8,22 @@ before the step's last completion exists.
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
 
 from covey.errors import NumbersError
-from covey.models.decoder import compiler_options
-from covey.models.lora import apply_lora_dropout, split_trainable
-from covey.models.operands import operand_type, round_kernels
+from covey.models.lora import split_trainable
+from covey.models.operands import round_kernels
 from covey.parallel import distributed
-from covey.parallel.placement import optimizer_shardings
+from covey.train.programs import LOSS, LossFn, UpdatePrograms
 from covey.types import Mean, MetricSums
 
-LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
-"""Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""
-
 Metrics = dict[str, float]
-
-LOSS = "loss"
 
 
 class MicroBatch(NamedTuple):
@@ -68,27 +60,16 @@ class Trainer:
     Attributes:
         trainable, frozen: the two parts of the model's state. `params` is both together.
         opt_state: the optimizer's state.
+        programs: what is compiled.
         step: updates made or skipped. The learning-rate schedule and the dropout of the next update follow it.
     """
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn, name: str = ""):
         self.graph: nnx.GraphDef[Any]
         self.graph, self.trainable, self.frozen = split_trainable(model)
-        self.optimizer, self.loss_fn, self.name, self.step = optimizer, loss_fn, name, 0
-        # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
-        # gradients and weights would come back with another sharding: every function of them would be compiled again.
-        state_shardings = optimizer_shardings(optimizer, self.trainable)
-        shardings = jax.tree.map(lambda x: x.sharding, self.trainable)
-        self.opt_state = jax.jit(optimizer.init, out_shardings=state_shardings)(self.trainable)
-        options, self._operand_type = compiler_options(model), operand_type(model)
-        self._accumulate = jax.jit(
-            self._accumulate_grads, donate_argnums=(2,), out_shardings=(shardings, None), compiler_options=options
-        )
-        self._no_gradient = jax.jit(optax.tree.zeros_like, static_argnames=("dtype",), out_shardings=shardings)
-        self._norm = jax.jit(optax.tree.norm)
-        self._apply = jax.jit(
-            partial(_apply, optimizer), donate_argnums=(0, 1), out_shardings=(shardings, state_shardings)
-        )
+        self.name, self.step = name, 0
+        self.programs = UpdatePrograms(model, optimizer, loss_fn)
+        self.opt_state = self.programs.init(self.trainable)
 
     @property
     def params(self) -> nnx.State[Any, Any]:
@@ -108,24 +89,25 @@ class Trainer:
 
     def gradients(self, parts: Iterable[MicroBatch]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
-        grads = self._no_gradient(self.trainable, dtype=jnp.float32)
-        frozen = round_kernels(self.frozen, self._operand_type)
+        programs = self.programs
+        grads = programs.zeros(self.trainable)
+        frozen = round_kernels(self.frozen, programs.operand_type)
         shares: list[MetricSums] = []
         denominator = 0.0
         for part in parts:
-            grads, metric_sums = self._accumulate(self.trainable, frozen, grads, part.batch, self.step)
+            grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, part.batch, self.step)
             shares.append(metric_sums)
             denominator += part.denominator
         grads, totals, denominator = _sum_over_processes(grads, _combine(jax.device_get(shares)), denominator)
         scale = 1 / max(denominator, 1e-9)
-        metrics = _metrics(totals, scale) | {"grad_norm": float(self._norm(grads)) * scale}
+        metrics = _metrics(totals, scale) | {"grad_norm": float(programs.norm(grads)) * scale}
         self._refuse_nonfinite(metrics)
         return Gradients(grads, scale, metrics)
 
     def apply(self, gradients: Gradients) -> Metrics:
         """Apply the gradients of `update`: one optimizer step."""
         sums, scale = gradients.sums, gradients.scale
-        self.trainable, self.opt_state = self._apply(self.trainable, self.opt_state, sums, scale, self.step)
+        self.trainable, self.opt_state = self.programs.apply(self.trainable, self.opt_state, sums, scale, self.step)
         self.step += 1
         return gradients.metrics
 
@@ -143,17 +125,6 @@ class Trainer:
                 want="finite numbers; nothing was updated with these",
                 fix="a lower learning rate or max_grad_norm, from the last checkpoint or anew",
             )
-
-    def _accumulate_grads(
-        self, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any
-    ) -> tuple[Any, MetricSums]:
-        def loss(trainable: Any) -> tuple[Array, MetricSums]:
-            params = apply_lora_dropout(self.graph, nnx.merge_state(trainable, frozen), step)
-            total, metric_sums = self.loss_fn(self.graph, params, batch)
-            return total, {**metric_sums, LOSS: total}
-
-        share, metrics = jax.grad(loss, has_aux=True)(trainable)
-        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as nested dicts of arrays."""
@@ -228,11 +199,3 @@ def _metrics(totals: MetricSums, scale: float) -> Metrics:
         for name, value in totals.items()
     }
     return means | {LOSS: means.get(LOSS, 0.0) * scale}
-
-
-def _apply(
-    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float, step: Any
-) -> tuple[Any, Any]:
-    grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, trainable, step=step)
-    return optax.apply_updates(trainable, updates), opt_state

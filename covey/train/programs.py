@@ -1,0 +1,102 @@
+"""Programs of an optimizer step: the gradients of a micro-batch, their sum over the step, and the update."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from covey.models.decoder import compiler_options
+from covey.models.lora import apply_lora_dropout, split_trainable
+from covey.models.operands import operand_type, round_kernels
+from covey.parallel.placement import optimizer_shardings
+from covey.parallel.programs import Program, abstract
+from covey.types import MetricSums
+
+LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
+"""Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""
+
+LOSS = "loss"
+
+
+class UpdatePrograms:
+    """Programs that train one model.
+
+    Args:
+        model: on its devices, of arrays or of shapes; with adapters, only those are trained; else everything.
+        optimizer: any optax transformation.
+        loss_fn: see `LossFn`.
+
+    Attributes:
+        graph: the model's graph.
+        trainable, frozen: shapes of the two parts of its state.
+        operand_type: type to which the frozen kernels are rounded before `accumulate`, see `models.operands`.
+        init: trainable → the optimizer's first state.
+        zeros: trainable → gradients of zero.
+        accumulate: trainable, frozen, gradients (donated), micro-batch, step → gradients, metrics.
+        norm: gradients → their norm.
+        apply: trainable, optimizer's state (both donated), gradients, scale, step → trainable, optimizer's state.
+    """
+
+    def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
+        self.graph: nnx.GraphDef[Any]
+        self.graph, trainable, frozen = split_trainable(model)
+        self.trainable, self.frozen = abstract(trainable), abstract(frozen)
+        self.operand_type = operand_type(model)
+        # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
+        # gradients and weights would come back with another sharding: every function of them would be compiled again.
+        self._state_shardings = optimizer_shardings(optimizer, trainable)
+        shardings = jax.tree.map(lambda x: x.sharding, trainable)
+        self.init = jax.jit(optimizer.init, out_shardings=self._state_shardings)
+        self.zeros = jax.jit(partial(optax.tree.zeros_like, dtype=jnp.float32), out_shardings=shardings)
+        self.accumulate = jax.jit(
+            partial(accumulate_grads, self.graph, loss_fn),
+            donate_argnums=(2,),
+            out_shardings=(shardings, None),
+            compiler_options=compiler_options(model),
+        )
+        self.norm = jax.jit(optax.tree.norm)
+        self.apply = jax.jit(
+            partial(apply_grads, optimizer), donate_argnums=(0, 1), out_shardings=(shardings, self._state_shardings)
+        )
+
+    def gradients_program(self, batch: Any) -> Program:
+        """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
+        frozen = round_kernels(self.frozen, self.operand_type)
+        return Program("gradients", self.accumulate, (self.trainable, frozen, self._gradients, abstract(batch), 0))
+
+    def apply_program(self) -> Program:
+        """Return the program of the update."""
+        state = jax.tree.map(abstract, jax.eval_shape(self.init, self.trainable), self._state_shardings)
+        return Program("apply", self.apply, (self.trainable, state, self._gradients, 1.0, 0))
+
+    @property
+    def _gradients(self) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), self.trainable)
+
+
+def accumulate_grads(
+    graph: nnx.GraphDef[Any], loss_fn: LossFn, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any
+) -> tuple[Any, MetricSums]:
+    """Add the gradients of the loss on `batch` to `grads`; return the sums and the contribution to the metrics."""
+
+    def loss(trainable: Any) -> tuple[Array, MetricSums]:
+        params = apply_lora_dropout(graph, nnx.merge_state(trainable, frozen), step)
+        total, metric_sums = loss_fn(graph, params, batch)
+        return total, {**metric_sums, LOSS: total}
+
+    share, metrics = jax.grad(loss, has_aux=True)(trainable)
+    return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
+
+
+def apply_grads(
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float, step: Any
+) -> tuple[Any, Any]:
+    """Make the optimizer's step with `grads` · `scale`; return the new weights and the optimizer's new state."""
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, trainable, step=step)
+    return optax.apply_updates(trainable, updates), opt_state
