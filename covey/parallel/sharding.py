@@ -130,6 +130,13 @@ def partition_spec(
     return _partition_spec(logical_axes(path, shape), shape, mesh, rules)[0]
 
 
+def sharding_of(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+) -> NamedSharding:
+    """Return the sharding on `mesh` of an array with these logical axes; a dimension that cannot be split is whole."""
+    return NamedSharding(mesh, _partition_spec(axes, shape, mesh, rules)[0])
+
+
 def row_sharding(mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """Return the sharding of data and activations: their first dimension is `rows`, the others are not split.
 

@@ -41,6 +41,9 @@ class Block(NamedTuple):
 
 LayerCache = list[Block]
 
+CACHE_AXES = ("rows", "kv_heads", None, None)
+"""Logical axes of keys and values, see `parallel.sharding`: on a mesh a device holds some heads of some slots."""
+
 
 class Prefix(NamedTuple):
     """Prefilled prompts: each layer's cache, and the logits after their last tokens."""

@@ -10,20 +10,22 @@ The noise of a token depends only on its completion's key and its index in the c
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
+from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import mesh_of
-from covey.parallel.sharding import num_row_shards, row_sharding
+from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
+    CACHE_AXES,
     LayerCache,
     Prefix,
     decode_attention,
@@ -38,6 +40,8 @@ from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
 from covey.sampling.stats import SamplerStats
 from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
+
+Tree = TypeVar("Tree")
 
 NO_TOKEN = -1
 """Value that means "no forced token"."""
@@ -110,22 +114,44 @@ class Programs:
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
         model = nnx.merge(self.graph, params)
-        c, make = model.config, _empty_block(_cache_sharding(params, slots))
+        c = model.config
+        make = _empty_block(_cache_sharding(params, (slots, c.num_kv_heads, 1, 1)))
         shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
         sizes = block_lengths(end)[len(block_lengths(start)) :]
         return [[make(slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
 
-    def lower_decode(
+    def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
+        """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
+        in the methods below, and no array is made.
+        """
+        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((prompts, length), (prompts,)))
+        return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
+
+    def insert_programs(
+        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
+    ) -> list[Program]:
+        """Return the programs that insert prefilled prompts into slots, one for each shape of a block."""
+        prefill = self.prefill_program(params, prompts, prompt_length)
+        prefix = jax.eval_shape(prefill.function, *prefill.args).cache[0]
+        prefix = _placed(prefix, params)
+        cache = self._abstract_cache(params, slots, cache_length)[0]
+        number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
+        blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
+        return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
+
+    def decode_program(
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
-    ) -> jax.stages.Lowered:
-        """Lower the decode program of these sizes; `params` may be abstract, and no array is made."""
-        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
+    ) -> Program:
+        """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
         state = empty_slots(slots, 0 if pause_id is None else MAX_FORCED_TOKENS)
-        noise = np.zeros((slots, config.decode_chunk), np.float32)
-        sampling_params = SamplingParams.from_config(config)
-        return self.decode.lower(
-            params, cache, state, noise, np.int32(0), sampling_params=sampling_params, pause_id=pause_id
-        )
+        noise = jax.ShapeDtypeStruct((slots, config.decode_chunk), jnp.float32)
+        cache = self._abstract_cache(params, slots, cache_length)
+        static = {"sampling_params": SamplingParams.from_config(config), "pause_id": pause_id}
+        return Program("decode", self.decode, (abstract(params), cache, abstract(state), noise, np.int32(0)), static)
+
+    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
+        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
+        return _placed(cache, params)
 
 
 class DeviceState:
@@ -245,12 +271,31 @@ def _empty_block(sharding: Sharding | None) -> Any:
     return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4), out_shardings=sharding)
 
 
-def _cache_sharding(params: Any, slots: int) -> Sharding | None:
-    """Return the sharding of the cache: that of activations, or on one device that of the weights."""
+def _cache_sharding(params: Any, shape: tuple[int, ...]) -> Sharding | None:
+    """Return the sharding of keys or values of this shape: by `CACHE_AXES`, or on one device that of the weights."""
     mesh = mesh_of(params)
     if mesh is None:
         return getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return row_sharding(mesh) if slots % num_row_shards(mesh) == 0 else NamedSharding(mesh, PartitionSpec())
+    sharding: Sharding = sharding_of(CACHE_AXES, shape, mesh)
+    return sharding
+
+
+def _placed(cache: Tree, params: Any) -> Tree:
+    """Return the shapes of a cache with its shardings."""
+    shapes: Tree = jax.tree.map(lambda x: abstract(x, _cache_sharding(params, x.shape)), cache)
+    return shapes
+
+
+def _with_sharding(cache: list[LayerCache], model: Decoder) -> list[LayerCache]:
+    """Constrain a cache that a program returns to the sharding of a new one: otherwise the compiler chooses, and the
+    next program is compiled once for each choice.
+    """
+    mesh = jax.typeof(model.embed.embedding[...]).sharding.mesh
+    if mesh.empty:
+        return cache
+    shardings = jax.tree.map(lambda x: sharding_of(CACHE_AXES, x.shape, mesh), cache)
+    constrained: list[LayerCache] = jax.lax.with_sharding_constraint(cache, shardings)
+    return constrained
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -260,7 +305,7 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     attend = prefill_attention(model, length, tokens.shape[1])
     hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return Prefix(cache, model.logits(last))
+    return Prefix(_with_sharding(cache, model), model.logits(last))
 
 
 def draw_first(
@@ -320,7 +365,7 @@ def decode(
 
     start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
     steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
-    return cache, slots, draws, valid, steps_made
+    return _with_sharding(cache, model), slots, draws, valid, steps_made
 
 
 def _without_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:

@@ -95,6 +95,11 @@ class Scheduler:
         """Whether a sample waits and a slot is free."""
         return bool(self.waiting and self.free)
 
+    @property
+    def longest_cache(self) -> int:
+        """Number of tokens for which each slot has room once a sample is as long as it may be."""
+        return self._room(max(self.prompt_lengths, default=1) + self.config.max_new_tokens, len(self.slots))
+
     def next_prefill(self) -> range:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""
         first = self.waiting[0].request

@@ -284,7 +284,7 @@ def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
 
     def program(pause: int | None) -> str:
         config = RolloutConfig(decode_chunk=4)
-        return SHARED.programs.lower_decode(PARAMS, 8, 128, config, pause).as_text()
+        return SHARED.programs.decode_program(PARAMS, 8, 128, config, pause).lower().as_text()
 
     queue = f"tensor<8x{MAX_FORCED_TOKENS}xi32>"
     assert queue not in program(None)
