@@ -147,9 +147,14 @@ def rows_per_micro_batch(count: int, length: int, max_tokens: int, num_shards: i
     """Return how many of `count` rows of `length` tokens make a micro-batch of at most `max_tokens` tokens: a positive
     multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
     """
-    most, needed = max(max_tokens // (length * num_shards), 1), -(-count // num_shards)
+    most, needed = most_rows(length, max_tokens, num_shards) // num_shards, -(-count // num_shards)
     sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
     return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * num_shards
+
+
+def most_rows(length: int, max_tokens: int, num_shards: int = 1) -> int:
+    """Return the number of rows of `length` tokens in the largest micro-batch of at most `max_tokens` tokens."""
+    return max(max_tokens // (length * num_shards), 1) * num_shards
 
 
 def row_length_bucket(length: int) -> int:

@@ -22,9 +22,10 @@ from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows
 from covey.parallel.reshard import reshard
-from covey.rl.batch import TrainBatch, policy_loss_fn, policy_micro_batches, value_loss_fn, value_micro_batches
+from covey.rl.batch import TrainBatch, policy_micro_batches, value_loss_fn, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.loading import load_models
+from covey.rl.programs import policy_training
 from covey.rl.reference import initial_reference, mixed, own_arrays
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
@@ -139,8 +140,7 @@ class RLCluster(Keywords):
             self._host_reference(config)
         else:
             self.inference.release(Role.REFERENCE)
-        loss = policy_loss_fn(algorithm, self.config.rollout_config.temperature, surrogate)
-        self.trainer = Trainer(self._actor, make_optimizer(training.actor_optimizer, total_steps), loss)
+        self.trainer = Trainer(self._actor, *policy_training(self.config, config, total_steps, surrogate))
         if algorithm.has_critic:
             loss = value_loss_fn(algorithm.value_clip)
             optimizer = make_optimizer(training.critic_optimizer, total_steps)

@@ -1,0 +1,133 @@
+"""Programs of the policy in a run of reinforcement learning, built from the run's configs without an array.
+
+The devices need not be there: a mesh may be made of the devices of a description (`jax.experimental.topologies`). Each
+program is built where the run builds it (`RowScorer`, `train.programs`, `sampling.device`), and so is the run's own.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import optax
+from flax import nnx
+
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig
+from covey.losses.policy import Surrogate
+from covey.models.decoder import Decoder
+from covey.models.operands import operand_type, round_kernels
+from covey.packing.bins import most_rows, row_length_bucket
+from covey.packing.rows import abstract_rows
+from covey.parallel.placement import place_abstract, rows_placement
+from covey.parallel.programs import Program
+from covey.parallel.sharding import num_row_shards
+from covey.rl.batch import abstract_policy_batch, policy_loss_fn
+from covey.rl.inference import RowScorer
+from covey.rl.microbatch import stage_sizes
+from covey.rl.roles import ClusterConfig, Role
+from covey.sampling.device import Programs
+from covey.sampling.scheduler import Scheduler
+from covey.train.optimizers import make_optimizer
+from covey.train.programs import LossFn, UpdatePrograms
+
+
+def policy_training(
+    config: ClusterConfig, grpo: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None
+) -> tuple[optax.GradientTransformation, LossFn]:
+    """Return the optimizer and the loss of the policy.
+
+    Args:
+        config: training and sampling.
+        grpo: the algorithm.
+        total_steps: optimizer updates of the whole run.
+        surrogate: replaces the algorithm's surrogate.
+    """
+    optimizer = make_optimizer(config.training_config.actor_optimizer, total_steps)
+    return optimizer, policy_loss_fn(algorithm_of(grpo), config.rollout_config.temperature, surrogate)
+
+
+class RLPrograms:
+    """Programs of the policy, by what they do; see `Program`.
+
+    Args:
+        actor: the policy, with shapes in place of arrays (`models.abstract`) and not yet on its devices.
+        config: meshes of actor and rollout, training, sampling.
+        grpo: the algorithm.
+        total_steps: optimizer updates of the whole run.
+        stop_ids: tokens that end a completion.
+        pause_id: token that ends a call of the tool; None without a tool.
+        device: the device of a role that has no mesh.
+        platform: the platform for which programs are built, if it is not that of the devices.
+    """
+
+    def __init__(
+        self,
+        actor: Decoder,
+        config: ClusterConfig,
+        grpo: GRPOConfig,
+        *,
+        total_steps: int,
+        stop_ids: Sequence[int],
+        pause_id: int | None = None,
+        device: jax.Device | None = None,
+        platform: str | None = None,
+    ):
+        self.config, self.grpo, self.pause_id = config, grpo, pause_id
+
+        def placed(role: Role) -> Decoder:
+            place = config.mesh(role) or device
+            assert place is not None, f"the {role} has neither a mesh nor a device"
+            return place_abstract(actor, place, platform)
+
+        trained = placed(Role.ACTOR)
+        graph, self._actor = nnx.split(trained)
+        self._scorer = RowScorer(graph, config.rollout_config.temperature)
+        self._update = UpdatePrograms(trained, *policy_training(config, grpo, total_steps))
+        rollout = placed(Role.ROLLOUT)
+        graph, params = nnx.split(rollout)
+        self._rollout = round_kernels(params, operand_type(rollout))
+        self._sampler = Programs(graph, tuple(sorted(stop_ids)))
+
+    def score(self, count: int, length: int) -> Program:
+        """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
+        return self._scorer.program(self._actor, count, length)
+
+    def gradients(self, count: int, length: int) -> Program:
+        """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
+        rows = abstract_rows(count, length, rows_placement(self._actor))
+        several, reference = self.grpo.num_iterations > 1, bool(algorithm_of(self.grpo).beta)
+        return self._update.gradients_program(abstract_policy_batch(rows, old_logps=several, ref_logps=reference))
+
+    def apply(self) -> Program:
+        """Return the program of the optimizer's update."""
+        return self._update.apply_program()
+
+    def prefill(self, prompts: int, length: int) -> Program:
+        """Return the program that prefills so many prompts of `length` tokens."""
+        return self._sampler.prefill_program(self._rollout, prompts, length)
+
+    def insert(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> list[Program]:
+        """Return the programs that insert such prompts into slots; see `Programs.insert_programs`."""
+        return self._sampler.insert_programs(self._rollout, slots, cache_length, prompts, prompt_length)
+
+    def decode(self, slots: int, cache_length: int) -> Program:
+        """Return the program of a chunk of decode steps for slots with room for `cache_length` tokens each."""
+        config = self.config.rollout_config
+        return self._sampler.decode_program(self._rollout, slots, cache_length, config, self.pause_id)
+
+    def largest(self) -> list[Program]:
+        """Return the programs of the largest shapes that the configs provide for."""
+        training, rollout = self.config.training_config, self.config.rollout_config
+        length = row_length_bucket(training.row_length)
+        shards = num_row_shards(self.config.mesh(Role.ACTOR))
+        rows = most_rows(length, training.max_tokens_per_micro_batch, shards), length
+        prompts, samples = stage_sizes(training, self.grpo.num_generations).rollout, self.grpo.num_generations
+        scheduler = Scheduler([rollout.max_prompt_length] * prompts, [samples] * prompts, rollout)
+        slots = len(scheduler.slots), scheduler.longest_cache
+        return [
+            self.score(*rows),
+            self.gradients(*rows),
+            self.apply(),
+            self.prefill(*scheduler.prefill_shape),
+            *self.insert(*slots, *scheduler.prefill_shape),
+            self.decode(*slots),
+        ]

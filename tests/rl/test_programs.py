@@ -1,0 +1,172 @@
+"""Programs from configs and shapes: they are the run's own, for any devices, and no array is made for them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
+from covey.models.abstract import abstract_decoder
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import with_lora
+from covey.models.quantised import parse_format
+from covey.parallel import flatten, make_mesh
+from covey.parallel.placement import place_abstract, place_model
+from covey.parallel.programs import Program, abstract
+from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.programs import RLPrograms
+from covey.rl.roles import ClusterConfig, Role
+from covey.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+SHAPE = ModelConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    tie_embeddings=True, windows=(None, 6),
+)  # fmt: skip
+GRPO = GRPOConfig(num_generations=4, num_iterations=2, beta=0.04)
+TRAINING = RLTrainingConfig(prompts_per_step=2, max_steps=2, row_length=64, max_tokens_per_micro_batch=128)
+ROLLOUT = RolloutConfig(max_prompt_length=24, max_new_tokens=12, slots=8, decode_chunk=4)
+NAMES = ["score", "gradients", "apply", "prefill", "insert", "decode"]
+PLACES = pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mesh"])
+
+
+def policy(lora: int = 0, quantize: str = "none", **switches: Any) -> Decoder:
+    """A policy of shapes."""
+    model = abstract_decoder(SHAPE, parse_format(quantize, 64), **switches)
+    adapted = partial(with_lora, config=LoRAConfig(rank=lora), seed=0)
+    return nnx.eval_shape(adapted, model) if lora else model
+
+
+def cluster_config(mesh: tuple[int, ...] | None) -> ClusterConfig:
+    return ClusterConfig({} if mesh is None else {Role.ACTOR: make_mesh(mesh)}, TRAINING, ROLLOUT)
+
+
+def programs(model: Decoder, mesh: tuple[int, ...] | None = None, **options: Any) -> RLPrograms:
+    options = {"total_steps": 2, "stop_ids": [2], "device": jax.devices()[0], **options}
+    return RLPrograms(model, cluster_config(mesh), GRPO, **options)
+
+
+# --- without an array
+
+
+@PLACES
+@pytest.mark.slow
+def test_all_programs_are_compiled_without_an_array(mesh: tuple[int, ...] | None) -> None:
+    before = {id(x) for x in jax.live_arrays()}
+    made = programs(policy(lora=4), mesh).largest()
+    compiled = {program.name: program.lower().compile() for program in made}
+    assert [id(x) for x in jax.live_arrays() if id(x) not in before] == []
+    assert list(compiled) == NAMES
+    devices = 1 if mesh is None else 4
+    assert {len(jax.tree.leaves(x.input_shardings)[0].device_set) for x in compiled.values()} == {devices}
+
+
+def test_sizes_come_from_the_configs() -> None:
+    score, gradients, _, prefill, insert, decode = programs(policy()).largest()
+    assert score.args[1].tokens.shape == (2, 64)
+    assert gradients.args[3].inputs.ref_logps.shape == gradients.args[3].inputs.old_logps.shape == (2, 64)
+    assert prefill.args[1].shape == (2, 32)
+    assert insert.args[0].keys.shape == (8, 2, 8, 64)
+    assert decode.args[1][0][0].keys.shape == (8, 2, 8, 64)
+    assert decode.args[3].shape == (8, 4)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_model_of_shapes_is_the_model_in_shapes(lora: int) -> None:
+    base = Decoder(SHAPE, rngs=nnx.Rngs(0))
+    model = place_model(with_lora(base, LoRAConfig(rank=lora)) if lora else base, None)
+    (graph, shapes), (made, arrays) = nnx.split(place_abstract(policy(lora), jax.devices()[0])), nnx.split(model)
+    assert graph == made
+    assert flatten(shapes) == flatten(abstract(arrays))
+
+
+# --- what is planned is what runs
+
+
+class Recorder:
+    """A jitted function that keeps the arguments' shapes and the text of each program it is called for."""
+
+    def __init__(self, function: Any):
+        self.function = function
+        self.calls: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.setdefault(self.function.lower(*args, **kwargs).as_text(), jax.tree.map(jax.numpy.shape, args))
+        return self.function(*args, **kwargs)
+
+
+def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
+    """The programs of a prepared learner, by the names of `Program`, from now on recorded."""
+    cluster = learner.cluster
+    assert cluster.trainer is not None
+    update, sampler = cluster.trainer.programs, cluster.rollout.sampler.programs
+    places = {
+        "score": (cluster._old_scorer, "_score"),
+        "gradients": (update, "accumulate"),
+        **{name: (sampler, name) for name in ("prefill", "insert", "decode")},
+        "apply": (update, "apply"),
+    }
+    recorders = {name: Recorder(getattr(*place)) for name, place in places.items()}
+    for name, (owner, attribute) in places.items():
+        setattr(owner, attribute, recorders[name])
+    return recorders
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compute_dtype"),
+    [(None, "float32"), ((2, 2), "float32"), (None, "bfloat16")],
+    ids=["", "mesh", "bfloat16"],
+)
+@pytest.mark.slow
+def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | None, compute_dtype: str) -> None:
+    """Two updates on one rollout, so that old log-probs are computed too."""
+    actor = with_lora(Decoder(SHAPE, rngs=nnx.Rngs(0), compute_dtype=compute_dtype), LoRAConfig(rank=4))
+    cluster = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=cluster_config(mesh))
+    reward = lambda prompts, completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+    learner = GRPOLearner(rl_cluster=cluster, reward_fns=reward, grpo_config=GRPO, observers=[])
+    learner.prepare(2)
+    calls = {name: recorder.calls for name, recorder in recorded(learner).items()}
+    learner.train([{"prompt": "hello there"}, {"prompt": "a"}])
+
+    planned = programs(policy(lora=4, compute_dtype=compute_dtype), mesh, stop_ids=TOKENIZER.stop_ids)
+    ((prompts, length),) = {shapes[1] for shapes in calls["prefill"].values()}
+    slots = {
+        (shapes[2].length[0], sum(block.keys[-1] for block in shapes[1][0])) for shapes in calls["decode"].values()
+    }
+    from_shapes: dict[str, list[Program]] = {
+        "score": [planned.score(*shapes[1].tokens) for shapes in calls["score"].values()],
+        "gradients": [planned.gradients(*shapes[3].rows.tokens) for shapes in calls["gradients"].values()],
+        "apply": [planned.apply()],
+        "prefill": [planned.prefill(prompts, length)],
+        "insert": planned.insert(max(slots)[0], max(slots)[1], prompts, length),
+        "decode": [planned.decode(*size) for size in slots],
+    }
+    for name, texts in calls.items():
+        assert texts, name
+        assert {program.lower().as_text() for program in from_shapes[name]} == set(texts), name
+
+
+# --- other platforms
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_programs_are_lowered_for_a_platform_that_is_not_there(platform: str) -> None:
+    for program in programs(policy(lora=4, quantize="int8"), (2, 2), platform=platform).largest():
+        assert program.lower(platform).as_text()
+
+
+def test_the_platform_reaches_the_layers() -> None:
+    """A CPU has no barriers that hold, accumulates a loop's gradients in float32, and attends without a kernel."""
+    kernels = {"cpu": "custom_call", "tpu": "@tpu_custom_call", "cuda": "triton"}
+    scores = {p: programs(policy(), platform=p).score(1, 64).lower(p).as_text() for p in kernels}
+    assert [kernels[p] in text for p, text in scores.items()] == [False, True, True]
+    quantised = {p: programs(policy(4, "int8"), platform=p).score(1, 64).lower(p).as_text() for p in ("cpu", "tpu")}
+    assert ["optimization_barrier" in text for text in quantised.values()] == [False, True]
+    narrow = partial(policy, param_dtype="bfloat16", compute_dtype="bfloat16")
+    gradients = {p: programs(narrow(), platform=p).gradients(1, 64).lower(p).as_text() for p in ("cpu", "tpu")}
+    assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
