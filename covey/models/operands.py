@@ -32,12 +32,13 @@ def with_rounded_head(model: Decoder) -> Decoder:
     """Return `model` with a head of its own in its `operand_type`, which a tied model has not: sampling reads the whole
     head in each step, and would round the embedding in each chunk of steps. All other arrays are shared.
     """
-    if (dtype := operand_type(model)) is None or model.head_weight.dtype.itemsize <= dtype.itemsize:
+    weight = (model.embed if model.head is None else model.head).embedding.get_value()
+    if (dtype := operand_type(model)) is None or weight.dtype.itemsize <= dtype.itemsize:
         return model
     graph, params = nnx.split(model)
     rounded: Decoder = nnx.merge(graph, params)
     head = nnx.eval_shape(lambda: Embedding(model.config, param_dtype=dtype, rngs=rngs_for_shapes()))
-    head.embedding.set_value(model.head_weight.astype(dtype))
+    head.embedding.set_value(_round(weight, dtype))
     rounded.head = nnx.data(head)
     return rounded
 
@@ -55,10 +56,13 @@ def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
     arrays = [x for _, x in leaves]
     wide = [i for i, (path, x) in enumerate(leaves) if _is_kernel(path) and x.dtype.itemsize > dtype.itemsize]
     for i in wide:
-        x = arrays[i]
-        arrays[i] = x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+        arrays[i] = _round(arrays[i], dtype)
     rounded: State = jax.tree.unflatten(tree, arrays)
     return rounded
+
+
+def _round(x: Any, dtype: jnp.dtype[Any]) -> Any:
+    return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _is_kernel(path: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
-from covey.models.operands import operand_type, round_kernels
+from covey.models.operands import operand_type, round_kernels, with_rounded_head
 from covey.packing.bins import most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.placement import place_abstract, rows_placement
@@ -83,7 +83,7 @@ class RLPrograms:
         self._scorer = RowScorer(graph, config.rollout_config.temperature)
         self._update = UpdatePrograms(trained, *policy_training(config, grpo, total_steps))
         rollout = placed(Role.ROLLOUT)
-        graph, params = nnx.split(rollout)
+        graph, params = nnx.split(with_rounded_head(rollout))
         self._rollout = round_kernels(params, operand_type(rollout))
         self._sampler = Programs(graph, tuple(sorted(stop_ids)))
 

@@ -84,7 +84,7 @@ def test_log_probs_and_gradients_have_the_same_bits(
 
     seen: list[set[Any]] = []
     got = compute()
-    for module in ("covey.rl.inference", "covey.train.trainer"):
+    for module in ("covey.rl.inference", "covey.train.programs"):
         monkeypatch.setattr(f"{module}.operand_type", lambda model: None)
     for new, old in zip(got, compute(), strict=True):
         np.testing.assert_array_equal(new, old)
