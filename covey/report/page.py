@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -138,9 +139,17 @@ def page_data(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> dict
         "findings": [asdict(finding) for finding in findings],
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
-        "runs": [_run_data(run, limit, len(runs)) for run in runs],
+        "runs": [
+            _run_data(run, limit, len(runs)) | {"name": name} for run, name in zip(runs, _names(runs), strict=True)
+        ],
     }
     return dict(mask_secrets(data))
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    """Return the names of the folders, each with its parent's where two are equal."""
+    counts = Counter(run.name for run in runs)
+    return [run.name if counts[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
 def _run_data(run: RunData, limit: int, runs: int) -> dict[str, Any]:
@@ -149,7 +158,6 @@ def _run_data(run: RunData, limit: int, runs: int) -> dict[str, Any]:
     shown = completions.collect(run.samples, completions.MAX_BYTES // runs, unreadable)
     clock = reduce_series(Series(run.steps, run.seconds), limit)
     return {
-        "name": run.name,
         "recipe": str(run.settings.get("name", "")),
         "method": run.method,
         "algorithm": str(run.settings.get("grpo.algorithm", "")) if run.method == "rl" else "supervised",

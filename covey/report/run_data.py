@@ -7,7 +7,8 @@ or a value of another form is left out and counted. This module does not import 
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from covey.train.metrics import METRICS, SAMPLES, SUMMARY
 Row = Mapping[str, Any]
 MAX_LINE = 16_000_000
 """Maximum length in bytes of a line that is read; a longer one is left out."""
+MAX_STEP = 2**53
+"""Upper end of the steps that are read: a page has no exact number beyond it."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,7 @@ def read_run(folder: Path) -> RunData:
         raise CoveyError("this is no run folder: it has no recipe.yaml", want=want, where=str(folder))
     settings = _settings(folder)
     unreadable: dict[str, int] = {}
-    rows = [row for row in read_lines(folder / METRICS, unreadable) if isinstance(row.get("step"), int)]
-    steps, seconds = _clock(rows)
+    steps, seconds, series = _metrics(read_lines(folder / METRICS, unreadable))
     return RunData(
         name=folder.resolve().name,
         path=folder,
@@ -96,7 +98,7 @@ def read_run(folder: Path) -> RunData:
         settings=settings,
         steps=steps,
         seconds=seconds,
-        series=_series(rows),
+        series=series,
         summary=_summary(folder / SUMMARY),
         before=list(read_lines(folder / "before.jsonl", unreadable)),
         after=list(read_lines(folder / "after.jsonl", unreadable)),
@@ -153,32 +155,26 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     return flatten(tree)
 
 
-def _clock(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-    """Return the steps of `rows`, and the sum of the step times up to each."""
-    steps: list[int] = []
-    seconds: list[float] = []
+def _metrics(rows: Iterable[Row]) -> tuple[Sequence[int], Sequence[float], dict[str, Series]]:
+    """Return the steps of `rows`, the sum of the step times up to each, and the finite values of the metrics by name. A
+    row whose step does not ascend is left out.
+    """
+    steps, seconds = array("q"), array("d")
+    found: dict[str, tuple[array[int], array[float]]] = {}
     passed = 0.0
     for row in rows:
-        passed += max(0.0, number(row.get("step_time")) or 0.0)
-        if steps and row["step"] <= steps[-1]:
+        step = row.get("step")
+        if not isinstance(step, int) or not (steps[-1] if steps else -1) < step < MAX_STEP:
             continue
-        steps.append(row["step"])
+        passed += max(0.0, number(row.get("step_time")) or 0.0)
+        steps.append(step)
         seconds.append(passed)
-    return steps, seconds
-
-
-def _series(rows: Sequence[Row]) -> dict[str, Series]:
-    """Return the metrics of `rows` by name, without values that are not finite numbers."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for row in rows:
         for name, raw in row.items():
-            if name == "step" or (value := number(raw)) is None:
-                continue
-            steps, values = found.setdefault(name, ([], []))
-            if not steps or row["step"] > steps[-1]:
-                steps.append(row["step"])
+            if name != "step" and (value := number(raw)) is not None:
+                at, values = found.setdefault(name, (array("q"), array("d")))
+                at.append(step)
                 values.append(value)
-    return {name: Series(*both) for name, both in found.items()}
+    return steps, seconds, {name: Series(*both) for name, both in found.items()}
 
 
 def _summary(path: Path) -> Mapping[str, Any]:

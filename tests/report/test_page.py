@@ -116,6 +116,7 @@ def test_hostile_texts_stay_texts(make_run: Any, made: SimpleNamespace) -> None:
     assert not re.search("[<>&\u2028\u2029\u202e\u200b\ufeff]", raw)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_under_five_megabytes(make_run: Any) -> None:
     folder = make_run("long", 2000, 4, text="A completion of a usual length, with ten words or so. " * 8)
     assert (folder / "samples.jsonl").stat().st_size > 15_000_000
@@ -128,9 +129,10 @@ def test_a_long_run_is_under_five_megabytes(make_run: Any) -> None:
     assert 100 < run["completions"]["kept"]["groups"] < 8000
 
 
+@pytest.mark.slow
 def test_several_runs_share_the_room(make_run: Any) -> None:
     one = make_run("one", 2000, 1)
-    data = page_data([read_run(folder) for folder in [one] * 8])
+    data = page_data([read_run(folder) for folder in [one] * 4])
     assert len({len(points[0]) for run in data["runs"] for points in run["series"].values()}) > 1
     assert len(json.dumps(data)) < 5_000_000
 
@@ -141,6 +143,11 @@ def test_secrets_of_the_environment_are_masked(make_run: Any, made: SimpleNamesp
     made.write_lines(folder / "samples.jsonl", [made.sample(1, 0, 0, "the key is hunter2-hunter2")])
     write_report(folder / "report.html", [folder])
     assert "hunter2" not in (folder / "report.html").read_text()
+
+
+def test_runs_of_one_name_are_told_apart(make_run: Any) -> None:
+    runs = [read_run(make_run(name, 2)) for name in ("a/run", "b/run", "c")]
+    assert [run["name"] for run in page_data(runs)["runs"]] == ["a/run", "b/run", "c"]
 
 
 def test_the_diagnosis_has_its_place(make_run: Any) -> None:

@@ -126,7 +126,7 @@ class ChartView {
     for (const line of this.lines) {
       const number = this.number(line), dash = this.several ? DASHES[line.s % DASHES.length] : [];
       this.columns.push(series.length);
-      const points = { show: (u, i) => this.isSparse(u, i), size: 5, width: 0, fill: () => colourOf(number), stroke: () => colourOf(number) };
+      const points = { show: (u, i) => this.isSparse(u, i), size: 5, width: 0, fill: () => faint(colourOf(number), view.smooth ? 0.28 : 1) };
       series.push({ stroke: () => faint(colourOf(number), view.smooth ? 0.28 : 1), width: 1.5, dash, spanGaps: true, points });
       series.push({ stroke: () => colourOf(number), width: 2, dash, spanGaps: true, points: { show: false } });
       if (line.ends) {
@@ -137,7 +137,7 @@ class ChartView {
     }
     const size = this.size();
     this.u = new uPlot({
-      ...size, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
+      ...size, series, bands, legend: { show: false }, padding: [8, 20, 0, 0],
       scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high) } },
       axes: [
         { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
@@ -306,10 +306,12 @@ const positionText = (x) => (view.axis === 'step' ? 'step ' + whole(x) : duratio
 const showPosition = (x) => { const shown = byId('position'); if (shown) shown.textContent = x === null ? 'last step' : positionText(x); };
 
 function axisValue(value, unit, splits) {
-  if (unit === 'share') return (100 * value).toLocaleString('en-US', { maximumFractionDigits: 2 }) + '%';
+  if (unit === 'share') return minus((100 * value).toLocaleString('en-US', { maximumFractionDigits: 2 })) + '%';
   const size = Math.max(...splits.map(Math.abs)), step = splits.length > 1 ? Math.abs(splits[1] - splits[0]) : size;
-  if (size && (size >= 1e5 || size < 1e-3)) return value === 0 ? '0' : value.toExponential(1).replace('e+', 'e').replace(/-/g, '\u2212');
-  return value.toLocaleString('en-US', { maximumFractionDigits: Math.max(0, Math.min(6, Math.ceil(-Math.log10(step || 1) + 0.01))) }).replace('-', '\u2212');
+  if (size && (size >= 1e5 || size < 1e-3)) return value === 0 ? '0' : minus(value.toExponential(1).replace('e+', 'e'));
+  let digits = 0;
+  while (digits < 8 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits++;
+  return minus(value.toLocaleString('en-US', { maximumFractionDigits: digits }));
 }
 
 function clockText(value, splits) {
