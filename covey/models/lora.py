@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -131,7 +132,13 @@ def has_lora(model: nnx.Module) -> bool:
 
 def adapters_change_base(model: Decoder | ValueModel) -> bool:
     """Return True if the adapters change the base's output; new ones, whose B is 0, do not."""
-    return any(bool(jnp.any(x.lora.b[...])) for x in projections(model).values() if x.lora is not None)
+    return any(_has_nonzero(x.lora.b[...]) for x in projections(model).values() if x.lora is not None)
+
+
+def _has_nonzero(x: jax.Array | np.ndarray) -> bool:
+    """Return True if any entry is not 0. Only an array that other processes have parts of needs a program."""
+    shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return bool(jnp.any(x) if shared else np.asarray(x).any())
 
 
 def split_trainable(model: AnyModel) -> tuple[nnx.GraphDef[AnyModel], nnx.State[Any, Any], nnx.State[Any, Any]]:

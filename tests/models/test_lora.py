@@ -15,7 +15,15 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import apply_lora_dropout, has_lora, merge_lora, projections, with_lora, without_lora
+from covey.models.lora import (
+    adapters_change_base,
+    apply_lora_dropout,
+    has_lora,
+    merge_lora,
+    projections,
+    with_lora,
+    without_lora,
+)
 from covey.parallel import flatten
 from covey.train.trainer import MicroBatch, Trainer
 
@@ -66,6 +74,17 @@ def test_fresh_adapters_change_nothing() -> None:
     """B starts at zero, so the function is the base's to the last bit."""
     model = base()
     assert np.array_equal(hidden(with_lora(model, LoRAConfig(rank=4))), hidden(model))
+
+
+def test_whether_adapters_change_the_base_needs_no_program() -> None:
+    events: list[str] = []
+    heard = lambda event, *_, **__: events.append(event)  # noqa: E731
+    fresh, changed = with_lora(base(), LoRAConfig(rank=6)), stirred(with_lora(base(), LoRAConfig(rank=6)))
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    assert not adapters_change_base(fresh)
+    assert adapters_change_base(changed)
+    jax.monitoring.unregister_event_duration_listener(heard)
+    assert not [event for event in events if "compile" in event]
 
 
 def test_the_base_is_shared_and_not_copied() -> None:
