@@ -1,0 +1,58 @@
+"""A recipe's programs, without its weights: of the same model that a run of it would load."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from covey.config import recipe
+from covey.models.export import write_peft
+from covey.parallel import flatten, make_mesh
+from covey.parallel.placement import place_abstract, place_model
+from covey.parallel.programs import abstract
+from covey.run.load_model import load_source
+from covey.run.programs import abstract_source, policy_programs
+
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.lora.rank=0", "model.dtype=bfloat16", "model.compute_dtype=bfloat16"],
+        ["model.lora.rank=4", "model.lora.dropout=0.1", "model.remat=false"],
+        ["model.lora.rank=4", "model.quantize=int8"],
+    ],
+    ids=["all weights", "adapters", "quantised"],
+)
+def test_the_model_of_shapes_is_the_one_that_a_run_loads(settings: list[str]) -> None:
+    ready = recipe.load("quickstart", [f"model.source={TINY}", *settings])
+    loaded = place_model(load_source(ready.model, TINY, ready.seed)[0], None)
+    device = jax.devices()[0]
+    shapes, _ = abstract_source(ready.model, ready.seed, "cpu")
+    (graph, found), (made, arrays) = nnx.split(place_abstract(shapes, device)), nnx.split(loaded)
+    assert graph == made
+    assert flatten(found) == flatten(abstract(arrays))
+
+
+def test_an_adapter_is_read_for_its_shapes(tmp_path: Path) -> None:
+    ready = recipe.load("quickstart", [f"model.source={TINY}", "model.lora.rank=4"])
+    adapted, _, _ = load_source(ready.model, TINY, 1)
+    write_peft(adapted, 300, tmp_path / "adapter", base="x")
+    settings = [f"model.source={TINY}", "model.lora.rank=0", f"model.adapter={tmp_path / 'adapter'}"]
+    ready = recipe.load("quickstart", settings)
+    loaded, shapes = load_source(ready.model, TINY, ready.seed)[0], abstract_source(ready.model, ready.seed, "cpu")[0]
+    assert nnx.split(shapes)[0] == nnx.split(loaded)[0]
+    of = lambda model: {name: (x.shape, x.dtype) for name, x in flatten(nnx.state(model)).items()}  # noqa: E731
+    assert of(shapes) == of(loaded)
+
+
+def test_the_programs_of_a_recipe_are_built_without_an_array() -> None:
+    ready = recipe.load("quickstart", [f"model.source={TINY}", "model.lora.rank=4"])
+    before = {id(x) for x in jax.live_arrays()}
+    made = policy_programs(ready, make_mesh((2, 2)), total_steps=8).largest()
+    assert [id(x) for x in jax.live_arrays() if id(x) not in before] == []
+    assert [program.name for program in made][:4] == ["score", "gradients", "apply", "prefill"]
+    assert made[-1].name == "decode"
+    assert made[0].lower().as_text()
