@@ -102,17 +102,15 @@ def backward(
     """Compute the gradients of q, k and v; `saved` holds them, then the results of `forward`."""
     q, k, v, out, logsumexp = saved
     kv_heads, width = k.shape[2:]
-    queries, keys, values, grad_out = _grouped(q, kv_heads), _heads_first(k), _heads_first(v), _grouped(grad, kv_heads)
-    delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    size = tables.queries.shape[-1] * kv_heads // q.shape[2]
-    delta = delta.reshape(len(q), -1, size, kv_heads, q.shape[2] // kv_heads)
-    inputs = {"q": queries, "k": keys, "v": values, "grad_out": grad_out, "logsumexp": logsumexp}
-    inputs["delta"] = delta.transpose(0, 3, 1, 4, 2).reshape(logsumexp.shape)
+    queries, keys, values = _grouped(q, kv_heads), _heads_first(k), _heads_first(v)
+    inputs = {"q": queries, "k": keys, "v": values, "grad_out": _grouped(grad, kv_heads), "logsumexp": logsumexp}
     kernel = _Kernel("tree_attention_dq", softcap, interpret, _start_dq, _dq, _finish_dq)
-    (dq,) = _call(kernel, tables, inputs, {"dq": _like(queries)}, {"sum_q": (tables.queries.shape[-1], width)})
+    outputs = {"dq": _like(queries), "delta": _like(logsumexp)}
+    sums = {"sum_q": (tables.queries.shape[-1], width)}
+    dq, delta = _call(kernel, tables, inputs | {"out": _grouped(out, kv_heads)}, outputs, sums)
     kernel = _Kernel("tree_attention_dkv", softcap, interpret, _start_dkv, _dkv, _finish_dkv, by_key=True)
     outputs, sums = {"dk": _like(keys), "dv": _like(values)}, {"sum_k": (tables.ends.shape[1], width)}
-    dk, dv = _call(kernel, tables, inputs, outputs, sums | {"sum_v": sums["sum_k"]})
+    dk, dv = _call(kernel, tables, inputs | {"delta": delta}, outputs, sums | {"sum_v": sums["sum_k"]})
     return _ungrouped(dq), _heads_first(dk), _heads_first(dv)
 
 
@@ -267,7 +265,10 @@ def _finish_forward(refs: Any) -> None:
 
 
 def _start_dq(refs: Any) -> None:
+    """Also compute delta, the sum of grad_out · out over a head, as a row: `backward` reads neither array for it."""
     refs.sum_q[...] = jnp.zeros_like(refs.sum_q)
+    products = _flat(refs.grad_out).astype(jnp.float32) * _flat(refs.out).astype(jnp.float32)
+    refs.delta[...] = _dot(jnp.ones((1, products.shape[1]), jnp.float32), products, 1, 1)
 
 
 def _dq(refs: Any, softcap: float | None, mask: Array | None) -> None:
