@@ -19,11 +19,12 @@ UV := $(shell command -v uv 2>/dev/null)
 WANT := pyproject.toml constraints.txt
 RUN := -e .
 DEV := -e '.[dev]'
+AOT := -e '.[dev,plan]'
 ORACLE := -e '.[parity]'
 RELEASE := build mypy twine
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick coverage mutants lint bench bench-peers parity golden-families release-check clean
+.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants lint bench bench-peers parity golden-families release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,9 @@ test: lint ## lint, then the whole test suite
 
 test-quick: .venv/ready-dev ## the tests that take less than two seconds each
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
+
+aot: .venv-aot/ready ## compile programs for TPUs that are not there, and look at what the compiler made of them (ARGS="-k attention")
+	.venv-aot/bin/python -m pytest -m aot tests/aot $(ARGS)
 
 coverage: .venv/ready-dev ## the same tests, and the share of the package's lines that they run
 	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(WORKERS) $(ARGS)
@@ -88,7 +92,7 @@ release-check: .venv-release/ready ## build sdist and wheel, check them, use the
 	  --python-executable ../.venv-wheel/bin/python ../tests/typed/program.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-aot .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -103,6 +107,10 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 	@$(call install,.venv-parity,$(TORCH)) || { \
 	  echo "If $(TORCH) has no build for $$(.venv-parity/bin/python --version): rm -r .venv-parity, and the same with PYTHON=python3.11"; exit 1; }
 	$(call install,.venv-parity,$(ORACLE))
+	@touch $@
+
+.venv-aot/ready: $(WANT) | .venv-aot/bin/pip
+	$(call install,.venv-aot,$(AOT))
 	@touch $@
 
 # A peer has versions of its own. TRL is the one of .venv-parity, with torch.
