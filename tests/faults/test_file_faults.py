@@ -212,7 +212,9 @@ def test_a_name_longer_than_the_system_allows(words: list[str], capsys: Any) -> 
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"- a\n- b\n", b"just text", b"name: x\n" + b"#" * 10**6])
-@pytest.mark.parametrize("words", [["chat", "run"], ["generate", "run", "Hi"], ["eval", "run"], ["export", "run"]])
+@pytest.mark.parametrize(
+    "words", [["chat", "run"], ["generate", "run", "Hi"], ["eval", "run"], ["export", "run"], ["report", "run"]]
+)
 def test_a_run_whose_recipe_is_none(
     content: bytes, words: list[str], capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

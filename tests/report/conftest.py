@@ -123,9 +123,11 @@ def installed_browser() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium of the distribution."""
+    """A headless Chromium of the distribution. While it is open an event loop runs in this thread: other files' tests
+    could not start theirs.
+    """
     path = installed_browser()
     from playwright.sync_api import sync_playwright  # late: machines without it skip these tests
 

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from covey.errors import CoveyError
+from covey.report import build_page
 from covey.report.comparison import settings_table
 from covey.report.reduce import extremes, reduce_series
 from covey.report.run_data import Series, read_run
@@ -101,3 +104,27 @@ def test_a_summary_of_another_form_is_left_out(make_run: Any) -> None:
         folder = make_run(f"run{len(text)}", 2)
         (folder / "summary.json").write_text(text)
         read_run(folder)
+
+
+FIELDS = ["prompt", "turns", "text", "rewards", "reward", "advantage", "finish", "length", "correct"]
+FIELDS += ["step_time", "eval/accuracy", "loss"]
+WORDS = st.sampled_from([*FIELDS, "accuracy", "before", "after", "seconds", "samples", "error", "user", "user: x"])
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=6),
+    max_leaves=20,
+)
+SMALL = st.integers(0, 3)
+LINES = st.fixed_dictionaries(
+    {"step": SMALL | ANY_JSON, "group": SMALL | ANY_JSON}, optional=dict.fromkeys(FIELDS, ANY_JSON)
+)
+
+
+@given(lines=st.lists(LINES, max_size=6), summary=ANY_JSON)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_report_is_made_of_anything(tmp_path: Path, lines: list[Any], summary: Any) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: x\ngrpo: [1]\nmodel: null\n")
+    for name in ("metrics", "samples", "before", "after"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert build_page([read_run(tmp_path)]).startswith(b"<!doctype html>")
