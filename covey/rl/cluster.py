@@ -22,15 +22,14 @@ from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows
 from covey.parallel.reshard import reshard
-from covey.rl.batch import TrainBatch, policy_micro_batches, value_loss_fn, value_micro_batches
+from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.loading import load_models
-from covey.rl.programs import policy_training
+from covey.rl.programs import policy_training, value_training
 from covey.rl.reference import initial_reference, mixed, own_arrays
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
-from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
@@ -135,16 +134,16 @@ class RLCluster(Keywords):
                 fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
             )
         self._prepared_for = config, total_steps
-        algorithm, training = algorithm_of(config), self.config.training_config
+        algorithm = algorithm_of(config)
         if algorithm.beta:
             self._host_reference(config)
         else:
             self.inference.release(Role.REFERENCE)
         self.trainer = Trainer(self._actor, *policy_training(self.config, config, total_steps, surrogate))
         if algorithm.has_critic:
-            loss = value_loss_fn(algorithm.value_clip)
-            optimizer = make_optimizer(training.critic_optimizer, total_steps)
-            self.critic_trainer = Trainer(self._host_critic(), optimizer, loss, "critic")
+            self.critic_trainer = Trainer(
+                self._host_critic(), *value_training(self.config, config, total_steps), "critic"
+            )
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()

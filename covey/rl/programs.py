@@ -1,4 +1,4 @@
-"""Programs of the policy in a run of reinforcement learning, built from the run's configs without an array.
+"""Programs of policy and critic in a run of reinforcement learning, built from the run's configs without an array.
 
 The devices need not be there: a mesh may be made of the devices of a description (`jax.experimental.topologies`). Each
 program is built where the run builds it (`RowScorer`, `train.programs`, `sampling.device`), and so is the run's own.
@@ -9,19 +9,21 @@ from collections.abc import Sequence
 import jax
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
 from covey.models.operands import operand_type, round_kernels, with_rounded_head
+from covey.models.value_model import ValueModel
 from covey.packing.bins import most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.placement import place_abstract, rows_placement
 from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards
-from covey.rl.batch import abstract_policy_batch, policy_loss_fn
-from covey.rl.inference import RowScorer
+from covey.rl.batch import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
+from covey.rl.inference import RowScorer, ValueScorer
 from covey.rl.microbatch import stage_sizes
 from covey.rl.roles import ClusterConfig, Role
 from covey.sampling.device import Programs
@@ -43,6 +45,61 @@ def policy_training(
     """
     optimizer = make_optimizer(config.training_config.actor_optimizer, total_steps)
     return optimizer, policy_loss_fn(algorithm_of(grpo), config.rollout_config.temperature, surrogate)
+
+
+def value_training(
+    config: ClusterConfig, grpo: GRPOConfig, total_steps: int
+) -> tuple[optax.GradientTransformation, LossFn]:
+    """Return the optimizer and the loss of the critic; arguments as for `policy_training`."""
+    optimizer = make_optimizer(config.training_config.critic_optimizer, total_steps)
+    return optimizer, value_loss_fn(algorithm_of(grpo).value_clip)
+
+
+class CriticPrograms:
+    """Programs of the critic, by what they do; see `Program`.
+
+    Args:
+        critic: with shapes in place of arrays, not yet on its devices.
+        config: meshes, training.
+        grpo: the algorithm.
+        total_steps: optimizer updates of the whole run.
+        device: the device of a critic that has no mesh.
+    """
+
+    def __init__(
+        self,
+        critic: ValueModel,
+        config: ClusterConfig,
+        grpo: GRPOConfig,
+        *,
+        total_steps: int,
+        device: jax.Device | None = None,
+    ):
+        placed = place_abstract(critic, place_of(Role.CRITIC, config, device))
+        graph, self._params = nnx.split(placed)
+        self._scorer = ValueScorer(graph)
+        self._update = UpdatePrograms(placed, *value_training(config, grpo, total_steps))
+
+    def score(self, count: int, length: int) -> Program:
+        """Return the program of the values of `count` rows of `length` tokens."""
+        return self._scorer.program(self._params, count, length)
+
+    def gradients(self, count: int, length: int) -> Program:
+        """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
+        return self._update.gradients_program(
+            abstract_value_batch(abstract_rows(count, length, rows_placement(self._params)))
+        )
+
+    def apply(self) -> Program:
+        """Return the program of the optimizer's update."""
+        return self._update.apply_program()
+
+
+def place_of(role: Role, config: ClusterConfig, device: jax.Device | None) -> Mesh | jax.Device:
+    """Return the mesh of `role`, or `device` if it has none."""
+    place = config.mesh(role) or device
+    assert place is not None, f"the {role} has neither a mesh nor a device"
+    return place
 
 
 class RLPrograms:
@@ -74,9 +131,7 @@ class RLPrograms:
         self.config, self.grpo, self.pause_id = config, grpo, pause_id
 
         def placed(role: Role) -> Decoder:
-            place = config.mesh(role) or device
-            assert place is not None, f"the {role} has neither a mesh nor a device"
-            return place_abstract(actor, place, platform)
+            return place_abstract(actor, place_of(role, config, device), platform)
 
         trained = placed(Role.ACTOR)
         graph, self._actor = nnx.split(trained)

@@ -20,8 +20,9 @@ from covey.config.schema import SFTConfig
 from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import token_logps
-from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches
-from covey.parallel.placement import put_rows
+from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches
+from covey.parallel.placement import put_rows, rows_placement
+from covey.parallel.programs import Program, abstract
 from covey.text.tokenizer import Tokenizer
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch
@@ -121,6 +122,10 @@ class HeldOutLoss:
     def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
         self.config, self.mesh = config, mesh
         self._sum = jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0])
+
+    def program(self, params: Any, count: int, length: int) -> Program:
+        """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
+        return Program("loss", self._sum, (abstract(params), abstract_rows(count, length, rows_placement(params))))
 
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
         """Return `loss`, in nats per token, and `perplexity`, its exponential."""

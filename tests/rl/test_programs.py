@@ -8,18 +8,19 @@ import jax
 import pytest
 from flax import nnx
 
-from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.models.abstract import abstract_decoder
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
+from covey.models.value_model import ValueModel
 from covey.parallel import flatten, make_mesh
 from covey.parallel.placement import place_abstract, place_model
 from covey.parallel.programs import Program, abstract
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.programs import RLPrograms
+from covey.rl.programs import CriticPrograms, RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer
 
@@ -149,6 +150,28 @@ def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | Non
     for name, texts in calls.items():
         assert texts, name
         assert {program.lower().as_text() for program in from_shapes[name]} == set(texts), name
+
+
+def test_the_trainer_of_a_critic_calls_what_was_built_from_shapes() -> None:
+    critic = ValueModel(Decoder(SHAPE, rngs=nnx.Rngs(0)))
+    cluster = RLCluster(
+        actor=Decoder(SHAPE, rngs=nnx.Rngs(1)), critic=critic, tokenizer=TOKENIZER, cluster_config=cluster_config(None)
+    )
+    ppo = PPOConfig(num_generations=4)
+    cluster.prepare(ppo, 2)
+    trainer = cluster.critic_trainer
+    assert trainer is not None
+    shapes = nnx.eval_shape(lambda: ValueModel(Decoder(SHAPE, rngs=nnx.Rngs(0))))
+    planned = CriticPrograms(shapes, cluster.config, ppo, total_steps=2, device=jax.devices()[0])
+    update, grads = trainer.programs, trainer.programs.zeros(trainer.trainable)
+    gradients, score = planned.gradients(2, 64), planned.score(2, 64)
+    called = [
+        update.accumulate.lower(trainer.trainable, trainer.frozen, grads, gradients.args[3], trainer.step),
+        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, trainer.step),
+        cluster.inference._scorers["critic"]._score.lower(trainer.params, score.args[1]),
+    ]
+    made = [gradients, planned.apply(), score]
+    assert [program.lower().as_text() for program in made] == [lowered.as_text() for lowered in called]
 
 
 # --- other platforms
