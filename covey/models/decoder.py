@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig
-from covey.models.layer_loop import gradient_slots, save_all_but_selected, select_layer
+from covey.models.layer_loop import save_all_but_selected, scan_layers
 from covey.models.layers import (
     MLP,
     SAVED_PRODUCT,
@@ -219,16 +219,15 @@ class Decoder(nnx.Module):
         local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
         window_sizes = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
 
-        def body(x: Array, per_layer: Any) -> tuple[Array, None]:
-            number, slot, is_local, window = per_layer
+        def step(x: Array, state: Any, numbers: tuple[Array, Array]) -> Array:
+            is_local, window = numbers
             rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
-            layer = nnx.merge(graph, select_layer(states, number, slot))
+            layer = nnx.merge(graph, state)
             out, _ = layer(save_product(x), rope, attend, None, None if c.windows is None else window)
-            return self._shard_rows(out), None
+            return self._shard_rows(out)
 
-        run = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected)
-        slots = gradient_slots(states, self.platform)
-        return jax.lax.scan(run, x, (jnp.arange(len(states)), slots, local, window_sizes))[0]
+        policy = REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected
+        return scan_layers(step, x, states, (local, window_sizes), platform=self.platform, policy=policy)
 
 
 def head_logits(

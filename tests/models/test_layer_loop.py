@@ -1,0 +1,70 @@
+"""The loop over layers: both of its forms compute the same, and the accelerators' has no conditional."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from covey.models.layer_loop import save_all_but_selected, scan_layers
+from covey.plan.hlo import Program
+
+WIDTH = 64
+
+
+def step(x: jax.Array, weights: dict[str, jax.Array], shift: jax.Array) -> jax.Array:
+    return jnp.tanh(checkpoint_name(x @ weights["kernel"], "product") + weights["bias"] * shift) + x
+
+
+def layers(count: int) -> list[dict[str, jax.Array]]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape, scale=0.1), jnp.float32)  # noqa: E731
+    return [{"kernel": draw(WIDTH, WIDTH), "bias": draw(WIDTH)} for _ in range(count)]
+
+
+def total(platform: str, policy: Any, weights: Any, x: jax.Array) -> jax.Array:
+    shifts = jnp.arange(1.0, 1 + len(weights))
+    return scan_layers(step, x, weights, shifts, platform=platform, policy=policy).sum()
+
+
+POLICIES = [None, save_all_but_selected, jax.checkpoint_policies.save_only_these_names("product")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_both_forms_are_the_layers_one_after_another(policy: Any) -> None:
+    weights, x = layers(3), jnp.asarray(np.random.default_rng(1).normal(size=(5, WIDTH)), jnp.float32)
+
+    def unrolled(weights: Any, x: jax.Array) -> jax.Array:
+        for number, layer in enumerate(weights):
+            x = step(x, layer, jnp.float32(1 + number))
+        return x.sum()
+
+    want = jax.grad(unrolled, (0, 1))(weights, x)
+    for platform in ("cpu", "tpu", "cuda"):
+        got = jax.jit(jax.grad(partial(total, platform, policy), (0, 1)))(weights, x)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def compiled(platform: str, count: int, policy: Any = None) -> Any:
+    fn = jax.jit(jax.grad(partial(total, platform, policy), 1))
+    return fn.lower(layers(count), jnp.ones((5, WIDTH), jnp.float32)).compile()
+
+
+def test_a_program_for_accelerators_has_no_branch_for_each_layer() -> None:
+    few, many = (Program(compiled("tpu", count).as_text()) for count in (3, 9))
+    assert not many.of("conditional")
+    in_loops = [len([x for x in program.instructions if x.loops]) for program in (few, many)]
+    assert in_loops[0] == in_loops[1]
+    assert Program(compiled("cpu", 3).as_text()).of("conditional")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stacked_weights_are_one_copy_in_memory(policy: Any) -> None:
+    """What the forward pass saves for the backward pass does not include them once more."""
+    count = 32
+    weights = count * (WIDTH + 1) * WIDTH * 4
+    saved = 5 * count * 5 * WIDTH * 4
+    assert compiled("tpu", count, policy).memory_analysis().temp_size_in_bytes < 1.2 * weights + saved
