@@ -298,7 +298,7 @@ def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
         return lambda: None
     if jax.process_count() == 1:
         context, largest = ocp.Context(), max(leaf.nbytes for leaf in arrays.values())
-        context.memory.write_concurrent_bytes = max(BYTES_IN_FLIGHT, largest)
+        context.memory.write_concurrent_bytes = max(BYTES_IN_FLIGHT, largest + 1)  # an array must be smaller
         with context:
             wait: Callable[[], Any] = ocp.save_async(path, arrays).result
         return wait

@@ -616,6 +616,16 @@ def test_a_failed_save_is_raised_once_the_caller_waits(tmp_path: Path, monkeypat
             checkpoints.wait()
 
 
+def test_an_array_may_be_larger_than_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap: Orbax refuses an array that is as large as its limit."""
+    monkeypatch.setattr("covey.train.checkpoint.BYTES_IN_FLIGHT", 2**10)
+    state = {"w": jnp.arange(2**10, dtype=jnp.float32)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert np.array_equal(checkpoints.restore(1, target=state)[0]["w"], state["w"])
+
+
 GROWTH = """
 import sys
 from pathlib import Path
