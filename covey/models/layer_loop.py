@@ -6,19 +6,26 @@ and backward, takes minutes to compile, and on a GPU the host may have to choose
 
 On a CPU, where memory is what a run lacks, the loop selects each layer's weights from the separate arrays that decoding
 needs. Differentiated naively, each iteration would add a gradient for every layer, all zeros but one; instead the
-gradient goes into slots that the loop scans over.
+gradient goes into slots that the loop scans over. A trainer, which sums gradients, provides the sums (`loops_add_to`):
+the loop then adds each layer's gradient to them in place, and the gradient of all layers never exists beside its sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 Tree = TypeVar("Tree")
+
+Sums = list[Array | None]
+"""Sum of the gradients of each leaf of a layer, [n, ...] over the layers; None for a leaf that has slots."""
+_provided: ContextVar[dict[tuple[int, ...], Array] | None] = ContextVar("_provided", default=None)
 
 
 def scan_layers(
@@ -39,9 +46,32 @@ def scan_layers(
         platform: that of the devices for which the program is built; see `Decoder`.
         policy: what a layer saves for the backward pass, as for `jax.checkpoint`.
     """
-    loop_over = _scan_selected if platform == "cpu" else _scan_stacked
-    body, weights = loop_over(step, trees)
-    return jax.lax.scan(jax.checkpoint(body, policy=policy), x, (weights, per_layer))[0]
+    if platform != "cpu":
+        body, weights = _scan_stacked(step, trees)
+        return jax.lax.scan(jax.checkpoint(body, policy=policy), x, (weights, per_layer))[0]
+    sums = _take_sums(trees)
+    selecting, numbered_slots = _scan_selected(step, trees, sums)
+    run = jax.checkpoint(selecting, policy=policy)
+    (x, passed), _ = jax.lax.scan(run, (x, sums), (numbered_slots, per_layer))
+    return _begin_with(x, passed, sums)
+
+
+@contextmanager
+def loops_add_to(sums: Iterable[tuple[Sequence[Array], Array]]) -> Iterator[None]:
+    """While this thread traces a loss for a CPU, let the first loop over exactly these arrays add their gradients to
+    their sum.
+
+    The gradient of the sum is then the new sum: the sum itself and the gradients; that of the arrays is 0. A sum whose
+    arrays no loop runs over gets no gradient, and the arrays get theirs.
+
+    Args:
+        sums: (the same weight in each layer of a loop, its sum [n, ...]) for each weight.
+    """
+    token = _provided.set({tuple(map(id, leaves)): total for leaves, total in sums})
+    try:
+        yield
+    finally:
+        _provided.reset(token)
 
 
 def save_all_but_selected(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -59,23 +89,52 @@ def _scan_stacked(step: Callable[..., Array], trees: Sequence[Tree]) -> tuple[Ca
     return body, jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _scan_selected(step: Callable[..., Array], trees: Sequence[Tree]) -> tuple[Callable[..., Any], Any]:
-    """Return the body of a loop that selects each layer's weights, and the layers' numbers and gradient slots."""
+def _scan_selected(step: Callable[..., Array], trees: Sequence[Tree], sums: Sums) -> tuple[Callable[..., Any], Any]:
+    """Return the body of a loop that selects each layer's weights and carries `sums`, and the layers' numbers and
+    gradient slots.
+    """
 
-    def body(x: Array, inputs: Any) -> tuple[Array, None]:
-        (number, slot), extra = inputs
-        return step(x, _select_layer(trees, number, slot), extra), None
+    def body(carry: tuple[Array, Sums], inputs: Any) -> tuple[tuple[Array, Sums], None]:
+        (x, sums), ((number, slots), extra) = carry, inputs
+        tree, sums = _select_layer(trees, number, slots, sums)
+        return (step(x, tree, extra), sums), None
 
-    slots = jax.tree.map(lambda *leaves: _gradient_slots(leaves[0].dtype, leaves), *trees)
+    pairs = zip(_leaves_by_name(trees), sums, strict=True)
+    slots = [_gradient_slots(leaves[0].dtype, leaves) if total is None else None for leaves, total in pairs]
     return body, (jnp.arange(len(trees)), slots)
 
 
-def _select_layer(trees: Sequence[Tree], number: Int[Array, ""], slot: Tree) -> Tree:
-    """Return `trees[number]`, whose gradient goes to `slot`: the leaves at `number` of the gradient slots."""
+def _take_sums(trees: Sequence[Any]) -> Sums:
+    """Return the sums that were provided for the leaves of `trees`, each only once: a second loop would add the sum
+    itself again.
+    """
+    provided = _provided.get() or {}
+    return [provided.pop(tuple(map(id, leaves)), None) for leaves in _leaves_by_name(trees)]
+
+
+def _select_layer(
+    trees: Sequence[Tree], number: Int[Array, ""], slots: Sequence[Array | None], sums: Sums
+) -> tuple[Tree, Sums]:
+    """Return `trees[number]` and `sums`. The gradient of a leaf goes to its sum, or to its slot, which is the array at
+    `number` of the gradient slots.
+    """
     leaves = jax.lax.stop_gradient(list(trees))
     chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in leaves])
-    selected: Tree = jax.tree.map(lambda value, slot: _route_gradient(slot.dtype, value, slot), chosen, slot)
-    return selected
+    values, structure = jax.tree.flatten(chosen)
+    routed = [_route(number, *given) for given in zip(values, slots, sums, strict=True)]
+    selected: Tree = jax.tree.unflatten(structure, [value for value, _ in routed])
+    return selected, [total for _, total in routed]
+
+
+def _route(number: Int[Array, ""], value: Array, slot: Array | None, total: Array | None) -> tuple[Array, Array | None]:
+    if total is not None:
+        return _add_gradient(value, total, number)
+    assert slot is not None, "a leaf without a sum has a slot"
+    return _route_gradient(slot.dtype, value, slot), None
+
+
+def _leaves_by_name(trees: Sequence[Any]) -> list[tuple[Array, ...]]:
+    return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -104,3 +163,30 @@ _route_gradient.defvjp(
     lambda kind, value, slot: (_route_gradient(kind, value, slot), None),
     lambda kind, _, grad: (None, grad.astype(kind)),
 )
+
+
+@jax.custom_vjp
+def _add_gradient(
+    value: Float[Array, "..."], total: Float[Array, "n ..."], number: Int[Array, ""]
+) -> tuple[Float[Array, "..."], Float[Array, "n ..."]]:
+    return value, total
+
+
+def _add_gradient_backward(number: Array, grads: tuple[Array, Array]) -> tuple[None, Array, None]:
+    grad, total = grads
+    new = jax.lax.dynamic_index_in_dim(total, number, keepdims=False) + grad.astype(total.dtype)
+    return None, jax.lax.dynamic_update_index_in_dim(total, new, number, axis=0), None
+
+
+_add_gradient.defvjp(lambda value, total, number: (_add_gradient(value, total, number), number), _add_gradient_backward)
+
+
+@jax.custom_vjp
+def _begin_with(x: Array, passed: Sums, sums: Sums) -> Array:
+    """Return `x`, the result of a loop; its backward pass begins with `sums` as the gradient of `passed`, which are the
+    same after the loop.
+    """
+    return x
+
+
+_begin_with.defvjp(lambda x, passed, sums: (x, sums), lambda sums, grad: (grad, sums, None))

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -15,6 +14,7 @@ from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.models.operands import operand_type, round_kernels
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract
+from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.types import MetricSums
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
@@ -36,10 +36,11 @@ class UpdatePrograms:
         trainable, frozen: shapes of the two parts of its state.
         operand_type: type to which the frozen kernels are rounded before `accumulate`, see `models.operands`.
         init: trainable → the optimizer's first state.
-        zeros: trainable → gradients of zero.
-        accumulate: trainable, frozen, gradients (donated), micro-batch, step → gradients, metrics.
-        norm: gradients → their norm.
-        apply: trainable, optimizer's state (both donated), gradients, scale, step → trainable, optimizer's state.
+        layout: layout of the sums of gradients.
+        zeros: trainable → sums of no gradients.
+        accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
+        norm: sums → their norm.
+        apply: trainable, optimizer's state (both donated), sums, scale, step → trainable, optimizer's state.
     """
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
@@ -51,52 +52,68 @@ class UpdatePrograms:
         # gradients and weights would come back with another sharding: every function of them would be compiled again.
         self._state_shardings = optimizer_shardings(optimizer, trainable)
         shardings = jax.tree.map(lambda x: x.sharding, trainable)
+        self.layout = GradientLayout(model, trainable)
+        self._sum_shardings = self.layout.shardings(trainable)
         self.init = jax.jit(optimizer.init, out_shardings=self._state_shardings)
-        self.zeros = jax.jit(partial(optax.tree.zeros_like, dtype=jnp.float32), out_shardings=shardings)
+        self.zeros = jax.jit(self.layout.zeros, out_shardings=self._sum_shardings)
         self.accumulate = jax.jit(
-            partial(accumulate_grads, self.graph, loss_fn),
+            partial(accumulate_grads, self.graph, loss_fn, self.layout),
             donate_argnums=(2,),
-            out_shardings=(shardings, None),
+            out_shardings=(self._sum_shardings, None),
             compiler_options=compiler_options(model),
         )
-        self.norm = jax.jit(optax.tree.norm)
+        self.norm = jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums)))
         self.apply = jax.jit(
-            partial(apply_grads, optimizer), donate_argnums=(0, 1), out_shardings=(shardings, self._state_shardings)
+            partial(apply_sums, optimizer, self.layout),
+            donate_argnums=(0, 1),
+            out_shardings=(shardings, self._state_shardings),
         )
 
     def gradients_program(self, batch: Any) -> Program:
         """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
         frozen = round_kernels(self.frozen, self.operand_type)
-        return Program("gradients", self.accumulate, (self.trainable, frozen, self._gradients, abstract(batch), 0))
+        return Program("gradients", self.accumulate, (self.trainable, frozen, self._sums, abstract(batch), 0))
 
     def apply_program(self) -> Program:
         """Return the program of the update."""
         state = jax.tree.map(abstract, jax.eval_shape(self.init, self.trainable), self._state_shardings)
-        return Program("apply", self.apply, (self.trainable, state, self._gradients, 1.0, 0))
+        return Program("apply", self.apply, (self.trainable, state, self._sums, 1.0, 0))
 
     @property
-    def _gradients(self) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), self.trainable)
+    def _sums(self) -> Any:
+        return jax.tree.map(abstract, jax.eval_shape(self.layout.zeros, self.trainable), self._sum_shardings)
 
 
 def accumulate_grads(
-    graph: nnx.GraphDef[Any], loss_fn: LossFn, trainable: Any, frozen: Any, grads: Any, batch: Any, step: Any
-) -> tuple[Any, MetricSums]:
-    """Add the gradients of the loss on `batch` to `grads`; return the sums and the contribution to the metrics."""
+    graph: nnx.GraphDef[Any],
+    loss_fn: LossFn,
+    layout: GradientLayout,
+    trainable: Any,
+    frozen: Any,
+    sums: GradientSums,
+    batch: Any,
+    step: Any,
+) -> tuple[GradientSums, MetricSums]:
+    """Add the gradients of the loss on `batch` to `sums`; return these and the contribution to the metrics."""
 
     def loss(trainable: Any) -> tuple[Array, MetricSums]:
         params = apply_lora_dropout(graph, nnx.merge_state(trainable, frozen), step)
         total, metric_sums = loss_fn(graph, params, batch)
         return total, {**metric_sums, LOSS: total}
 
-    share, metrics = jax.grad(loss, has_aux=True)(trainable)
-    return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), grads, share), metrics
+    return layout.add_gradients(loss, trainable, sums)
 
 
-def apply_grads(
-    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any, grads: Any, scale: float, step: Any
+def apply_sums(
+    optimizer: optax.GradientTransformation,
+    layout: GradientLayout,
+    trainable: Any,
+    opt_state: Any,
+    sums: GradientSums,
+    scale: float,
+    step: Any,
 ) -> tuple[Any, Any]:
-    """Make the optimizer's step with `grads` · `scale`; return the new weights and the optimizer's new state."""
-    grads = jax.tree.map(lambda g: g * scale, grads)
+    """Make the optimizer's step with `sums` · `scale`; return the new weights and the optimizer's new state."""
+    grads = jax.tree.map(lambda g: g * scale, layout.as_trainable(sums))
     updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, trainable, step=step)
     return optax.apply_updates(trainable, updates), opt_state

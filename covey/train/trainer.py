@@ -20,6 +20,7 @@ from covey.errors import NumbersError
 from covey.models.lora import split_trainable
 from covey.models.operands import round_kernels
 from covey.parallel import distributed
+from covey.train.gradient_sums import GradientSums
 from covey.train.programs import LOSS, LossFn, UpdatePrograms
 from covey.types import Mean, MetricSums
 
@@ -37,12 +38,12 @@ class Gradients(NamedTuple):
     """The gradients of a step, which are finite and not applied yet.
 
     Attributes:
-        sums: sums over the step's micro-batches, float32, one array per trainable array.
+        sums: sums over the step's micro-batches.
         scale: 1 / the step's denominator.
         metrics: see `Trainer.update`.
     """
 
-    sums: Any
+    sums: GradientSums
     scale: float
     metrics: Metrics
 

@@ -1,0 +1,136 @@
+"""Sums of gradients over the micro-batches of a step. On a CPU the layers of a loop share one array per weight, so
+that the loop's backward pass adds to it in place (`models.layer_loop`); other weights have an array each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Float
+
+from covey.models.decoder import Decoder
+from covey.models.layer_loop import loops_add_to
+from covey.parallel.reshard import dotted_path
+
+
+class GradientSums(NamedTuple):
+    """Sums of gradients, float32.
+
+    Attributes:
+        loops: one array [n, ...] per weight of a layer, for the n layers of a loop.
+        others: one array per weight outside of the loops, in the order of the trainable arrays.
+    """
+
+    loops: list[Float[Array, "n ..."]]
+    others: list[Float[Array, "..."]]
+
+
+class GradientLayout:
+    """Layout of the sums of gradients of a model.
+
+    Args:
+        model: the model.
+        trainable: its trainable arrays; gradients exist for these alone.
+    """
+
+    def __init__(self, model: nnx.Module, trainable: Any):
+        paths, self._structure = jax.tree_util.tree_flatten_with_path(trainable)
+        numbers = {dotted_path(path): number for number, (path, _) in enumerate(paths)}
+        self._loops = _find_loops(model, numbers)
+        in_loops = {number for loop in self._loops for number in loop}
+        self._others = [number for number in range(len(paths)) if number not in in_loops]
+
+    def zeros(self, trainable: Any) -> GradientSums:
+        """Return sums of nothing."""
+        loops, others = self._split(jax.tree.leaves(trainable))
+        stacked = [jnp.zeros((len(leaves), *leaves[0].shape), jnp.float32) for leaves in loops]
+        return GradientSums(stacked, [jnp.zeros(x.shape, jnp.float32) for x in others])
+
+    def shardings(self, trainable: Any) -> Any:
+        """Return `GradientSums` of shardings: those of the weights."""
+        loops, others = self._split([x.sharding for x in jax.tree.leaves(trainable)])
+        stacked: list[Any] = [_stacked(each[0]) for each in loops]
+        return GradientSums(stacked, others)
+
+    def add_gradients(
+        self, loss: Callable[[Any], tuple[Array, Any]], trainable: Any, sums: GradientSums
+    ) -> tuple[GradientSums, Any]:
+        """Return `sums` with the gradient of `loss`, a function trainable → (loss, auxiliary), and the auxiliary."""
+        leaves = jax.tree.leaves(trainable)
+        loops, others = self._split(leaves)
+
+        def loss_of(totals: list[Array], others: list[Array]) -> tuple[Array, Any]:
+            arrays, totals = _join(loops, totals)
+            with loops_add_to(zip(arrays, totals, strict=True)):
+                return loss(self._merge(arrays, others))
+
+        gradient = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
+        (totals, new), auxiliary = gradient(sums.loops, others)
+        return GradientSums(
+            totals, [a + b.astype(jnp.float32) for a, b in zip(sums.others, new, strict=True)]
+        ), auxiliary
+
+    def as_trainable(self, sums: GradientSums) -> Any:
+        """Return the sums as a tree like the trainable arrays."""
+        return self._merge([list(total) for total in sums.loops], sums.others)
+
+    def _split(self, leaves: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
+        return [[leaves[i] for i in loop] for loop in self._loops], [leaves[i] for i in self._others]
+
+    def _merge(self, loops: Sequence[Sequence[Any]], others: Sequence[Any]) -> Any:
+        numbers = [*(i for loop in self._loops for i in loop), *self._others]
+        leaves = dict(zip(numbers, [*(x for loop in loops for x in loop), *others], strict=True))
+        return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
+
+
+def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
+    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, where the
+    loop stacks the weights.
+    """
+    found = []
+    for path, node in nnx.iter_graph(model):
+        for layers in node.layer_runs() if isinstance(node, Decoder) and node.platform == "cpu" else []:
+            prefixes = [".".join(map(str, (*path, "layers", number, ""))) for number in layers]
+            names = [name.removeprefix(prefixes[0]) for name in numbers if name.startswith(prefixes[0])]
+            found += [[numbers[prefix + name] for prefix in prefixes] for name in names]
+    return found
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return sharding
+
+
+@jax.custom_vjp
+def _join(arrays: list[list[Array]], sums: list[Array]) -> tuple[list[list[Array]], list[Array]]:
+    """Return the arguments. The gradient of a sum is that of the loop that added to it, or the sum itself where none
+    did; and the gradients that its arrays have got otherwise.
+    """
+    return arrays, sums
+
+
+def _join_forward(arrays: Any, sums: Any) -> Any:
+    values = jax.tree.map(lambda x: x.value, (arrays, sums), is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    return values, values[1]
+
+
+def _join_backward(sums: list[Array], grads: Any) -> Any:
+    return None, [_new_sum(*given) for given in zip(sums, *reversed(grads), strict=True)]
+
+
+def _new_sum(total: Array, new_total: Any, grads: list[Any]) -> Array:
+    total = total if isinstance(new_total, SymbolicZero) else new_total
+    if all(isinstance(grad, SymbolicZero) for grad in grads):
+        return total
+    zeros = partial(jnp.zeros, total.shape[1:])
+    found = [zeros() if isinstance(grad, SymbolicZero) else grad for grad in grads]
+    return total + jnp.stack(found).astype(total.dtype)
+
+
+_join.defvjp(_join_forward, _join_backward, symbolic_zeros=True)

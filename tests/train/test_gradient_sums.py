@@ -1,0 +1,96 @@
+"""Sums of gradients: those of the layers of a loop grow in place, and none is lost whatever a loss does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.config.schema import LoRAConfig
+from covey.models.attention import causal_attention
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import apply_lora_dropout, split_trainable, with_lora
+from covey.models.value_model import make_value_model
+from covey.train.gradient_sums import GradientLayout
+
+CONFIG = ModelConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 8)))
+POSITIONS = jnp.broadcast_to(jnp.arange(8), (2, 8))
+
+
+def total(graph: Any, params: Any, tokens: Any = TOKENS) -> jax.Array:
+    """The sum of the sines of all outputs, so that the gradient depends on the weights."""
+    attend = causal_attention(jnp.ones(tokens.shape, bool), POSITIONS)
+    return jnp.sin(jax.tree.leaves(nnx.merge(graph, params)(tokens, POSITIONS, attend))[0]).sum()
+
+
+def weights(graph: Any, params: Any) -> jax.Array:
+    return sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+
+
+def dropout(graph: Any, params: Any) -> jax.Array:
+    return total(graph, apply_lora_dropout(graph, params, 3))
+
+
+LOSSES: dict[str, Callable[[Any, Any], jax.Array]] = {
+    "one loop": total,
+    "two loops": lambda graph, params: total(graph, params) + total(graph, params, TOKENS[::-1] + 1),
+    "a loop and the weights": lambda graph, params: total(graph, params) + weights(graph, params),
+    "only the weights": weights,
+    "dropout": dropout,
+}
+
+
+def model(kind: str) -> nnx.Module:
+    base = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    adapters = LoRAConfig(rank=2, dropout=0.5, targets=("q_proj", r"layers\.[12]\..*up_proj"))
+    return {"full": lambda: base, "lora": lambda: with_lora(base, adapters), "value": lambda: make_value_model(base)}[
+        kind
+    ]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [*(("full", name) for name in LOSSES if name != "dropout"), ("lora", "one loop"), ("lora", "dropout")],
+)
+def test_sums_are_those_of_plain_gradients(kind: str, loss: str) -> None:
+    """Of two micro-batches, whatever else uses the weights of the layers."""
+    graph, trainable, frozen = split_trainable(model(kind))
+    layout = GradientLayout(model(kind), trainable)
+
+    def of(trainable: Any) -> tuple[jax.Array, None]:
+        return LOSSES[loss](graph, nnx.merge_state(trainable, frozen)), None
+
+    sums = layout.zeros(trainable)
+    for _ in range(2):
+        sums, _ = jax.jit(lambda sums: layout.add_gradients(of, trainable, sums))(sums)
+    want = jax.jit(jax.grad(lambda trainable: of(trainable)[0]))(trainable)
+    pairs = zip(jax.tree.leaves(layout.as_trainable(sums)), jax.tree.leaves(want), strict=True)
+    for got, gradient in pairs:
+        np.testing.assert_allclose(got, 2 * gradient, rtol=1e-5, atol=1e-5 * float(jnp.abs(gradient).max()))
+    assert any(float(jnp.abs(x).max()) > 0.1 for x in sums.loops)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "value"])
+def test_the_gradient_of_all_layers_does_not_exist_beside_its_sum(kind: str) -> None:
+    """The loop back carries the sums; what it stacks beside them is nothing of a weight's shape."""
+    made = model(kind)
+    graph, trainable, frozen = split_trainable(made)
+    layout = GradientLayout(made, trainable)
+    loss = lambda trainable: (total(graph, nnx.merge_state(trainable, frozen)), None)  # noqa: E731
+    trace = jax.make_jaxpr(lambda sums: layout.add_gradients(loss, trainable, sums)[0])(layout.zeros(trainable))
+    loops = [equation for equation in trace.jaxpr.eqns if equation.primitive.name == "scan"]
+    back = loops[len(loops) // 2 :]
+    carried = [v.aval.shape for loop in back for v in loop.outvars[: loop.params["num_carry"]]]
+    stacked = [v.aval.shape for loop in back for v in loop.outvars[loop.params["num_carry"] :]]
+    sums = [x.shape for x in layout.zeros(trainable).loops]
+    assert sums
+    assert sorted(set(sums)) == sorted({shape for shape in carried if shape in sums})
+    assert not [shape for shape in stacked if shape in sums]
