@@ -70,14 +70,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
-        heads = (*x.shape[:-1], -1, c.head_dim)
-        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (project.to_heads(x, c.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        q, k = rotate(q, rope) * jnp.asarray(scale, x.dtype), rotate(k, rope)
+        q, k = (rotate(heads, rope, self.q_proj.platform) for heads in (q, k))
+        q = q * jnp.asarray(scale, x.dtype)
         mixed, cache = attend(q, k, v, cache, window=window, softcap=c.attn_softcap)
-        return self.o_proj(mixed.reshape(*x.shape[:-1], -1)), cache
+        return self.o_proj.from_heads(mixed), cache
 
 
 class Layer(nnx.Module):

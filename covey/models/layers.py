@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Int
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.quantised import QuantisedKernel, dequantise
 
+Axes = tuple[int, ...]
+"""Sizes of some axes of an array."""
+
 SAVED_PRODUCT = "product"
 """Checkpoint name of the values that `save_product` marks, for `decoder.REMAT_POLICIES`."""
 
@@ -47,23 +50,26 @@ def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], 
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project(x: Float[Array, "... n_in"], kernel: Float[Array, "n_in n_out"], dtype: DTypeLike) -> Array:
-    """Compute `x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`."""
-    return _dot(x, kernel, ((x.ndim - 1,), (0,)), dtype).astype(x.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def project(x: Float[Array, "... n_in"], kernel: Float[Array, "n_in *n_out"], dtype: DTypeLike, axes: int = 1) -> Array:
+    """Compute `x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`. Both may
+    have several axes for `n_in`, of which `axes` is the number.
+    """
+    return _dot(x, kernel, (tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes))), dtype).astype(x.dtype)
 
 
-def _project_forward(x: Array, kernel: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
-    return project(x, kernel, dtype), (x, kernel)
+def _project_forward(x: Array, kernel: Array, dtype: DTypeLike, axes: int) -> tuple[Array, tuple[Array, Array]]:
+    return project(x, kernel, dtype, axes), (x, kernel)
 
 
-def _project_backward(dtype: DTypeLike, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _project_backward(dtype: DTypeLike, axes: int, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, kernel = saved
-    leading = tuple(range(x.ndim - 1))
-    grad_x = _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(x.dtype)
+    leading = tuple(range(x.ndim - axes))
+    contract = tuple(range(len(leading), grad.ndim)), tuple(range(axes, kernel.ndim))
+    grad_x = _dot(grad, kernel, contract, dtype).astype(x.dtype)
     # XLA copies the first operand into another order, so the narrower one of an adapter's two comes first. (On CPU, XLA
     # has no such product with a transposed result for bfloat16.)
-    swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32
+    swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32 and kernel.ndim == 2
     grad_kernel = _dot(grad, x, (leading, leading), dtype).T if swap else _dot(x, grad, (leading, leading), dtype)
     return grad_x, grad_kernel.astype(kernel.dtype)
 
@@ -128,9 +134,10 @@ class LoRA(nnx.Module):
         self.scale = alpha / rank
         self.dropout, self.noise = 0.0, (0, 0)
 
-    def __call__(self, x: Float[Array, "... n_in"], dtype: DTypeLike) -> Array:
-        narrow = project(x, self.a[...], dtype) * jnp.asarray(self.scale, x.dtype)  # scaled where the array is smallest
-        return project(narrow, self.b[...], dtype)
+    def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes) -> Array:
+        narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in))
+        narrow = narrow * jnp.asarray(self.scale, x.dtype)  # scaled where the array is smallest
+        return project(narrow, self.b[...].reshape(-1, *n_out), dtype)
 
 
 class Linear(nnx.Module):
@@ -138,6 +145,7 @@ class Linear(nnx.Module):
 
     Attributes:
         platform: that of the devices for which its programs are built; see `Decoder`.
+        shape: n_in and n_out.
     """
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -145,17 +153,39 @@ class Linear(nnx.Module):
         self.kernel: nnx.Param[Array] | QuantisedKernel = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
-        self.dtype, self.platform = dtype, "cpu"
+        self.dtype, self.platform, self.shape = dtype, "cpu", (n_in, n_out)
 
-    def __call__(self, x: Float[Array, "... n_in"]) -> Array:
+    def __call__(self, x: Float[Array, "... n_in"]) -> Float[Array, "... n_out"]:
+        return self._apply(x, self.shape[:1], self.shape[1:])
+
+    def to_heads(self, x: Float[Array, "... n_in"], width: int) -> Float[Array, "... H width"]:
+        """Return the result as heads."""
+        if not self._writes_heads:
+            return self(x).reshape(*x.shape[:-1], -1, width)
+        return self._apply(x, self.shape[:1], (self.shape[1] // width, width))
+
+    def from_heads(self, x: Float[Array, "... H W"]) -> Float[Array, "... n_out"]:
+        """Return the projection of heads."""
+        if not self._writes_heads:
+            return self(x.reshape(*x.shape[:-2], -1))
+        return self._apply(x, x.shape[-2:], self.shape[1:])
+
+    @property
+    def _writes_heads(self) -> bool:
+        """Whether heads are axes of the product. TPUs keep time and width of each head in tiles; made one axis, the
+        heads would be copied into other tiles before and after attention.
+        """
+        return self.platform == "tpu" and not isinstance(self.kernel, QuantisedKernel)
+
+    def _apply(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
         kernel = self.kernel
         if isinstance(kernel, QuantisedKernel):
             out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
         else:
-            out = project(x, kernel[...], self.dtype)
+            out = project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in))
         if self.bias is not None:
-            out = out + self.bias[...].astype(x.dtype)
-        return save_product(out if self.lora is None else out + self.lora(x, self.dtype))
+            out = out + self.bias[...].astype(x.dtype).reshape(n_out)
+        return save_product(out if self.lora is None else out + self.lora(x, self.dtype, n_in, n_out))
 
 
 class RMSNorm(nnx.Module):
@@ -199,11 +229,25 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"])
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Float[Array, "B T N W"], rope: Rope) -> Array:
-    """Rotate the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints."""
+def rotate(x: Float[Array, "B T N W"], rope: Rope, platform: str = "cpu") -> Array:
+    """Rotate the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints.
+
+    On TPUs halves of a head would be arrays of half-empty tiles, so that splitting and joining them would take longer
+    than the projection. There a product with a permutation exchanges them, exactly.
+    """
     cos, sin = rope
+    if platform == "tpu":
+        turned = project(x, _quarter_turn(x.shape[-1], x.dtype), x.dtype).astype(jnp.float32)
+        cos, sin = (jnp.concatenate([table, table], axis=-1) for table in rope)
+        return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _quarter_turn(width: int, dtype: DTypeLike) -> Float[Array, "W W"]:
+    """Return the matrix that maps the halves (a, b) of a row to (-b, a)."""
+    zeros, eye = jnp.zeros((width // 2, width // 2), dtype), jnp.eye(width // 2, dtype=dtype)
+    return jnp.block([[zeros, eye], [-eye, zeros]])
 
 
 def apply_softcap(x: Array, softcap: float | None) -> Array:

@@ -1,7 +1,10 @@
 """Attention within rows, forward and backward, as the compiler for v5e leaves it."""
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from covey.models.config import ModelConfig
+from covey.models.decoder import Attention, rngs_for_shapes
+from covey.models.layers import rope_frequencies, rope_tables
 from covey.models.span_attention import span_attention
 from covey.models.spans import Spans
 
@@ -82,3 +88,38 @@ def test_each_device_computes_its_rows_and_heads_and_no_array_of_all_scores(
     lanes = -(-width // 128) * 128
     queries = 2 * time * (heads // 2) * lanes * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * queries
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "hidden"), [(14, 2, 64, 896), (32, 8, 128, 2048), (8, 4, 256, 2304)]
+)
+def test_activations_are_written_as_attention_reads_them(
+    topology: Callable[[str], Any], heads: int, kv_heads: int, width: int, hidden: int
+) -> None:
+    """Projections, rotation and attention, forward and backward: nothing of the size of the keys is copied into another
+    layout, but within vector memory.
+    """
+    time, rows = 1920, 2
+    config = config_of(heads, kv_heads, width, None, None)
+    config = replace(config, hidden_size=hidden)
+    sharding = SingleDeviceSharding(topology("v5e:2x2").devices[0])
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)  # noqa: E731
+    make = partial(Attention, config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs_for_shapes())
+    attention = nnx.eval_shape(make)
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+        linear.platform = "tpu"
+    graph, state = nnx.split(attention)
+    model: Any = SimpleNamespace(config=config, mesh=AbstractMesh((), ()), platform="tpu")
+
+    def gradients(state: Any, x: Any, grad: Any, spans: Spans, positions: Any) -> Any:
+        attend = span_attention(model, spans, positions)
+        rope = rope_tables(positions, rope_frequencies(width, 1e4, None))
+        out, pull = jax.vjp(lambda s, x: nnx.merge(graph, s)(x, rope, attend, None, None)[0], state, x)
+        return out, pull(grad)
+
+    x, numbers = shape(rows, time, hidden), shape(rows, time, dtype=jnp.int32)
+    state = jax.tree.map(lambda leaf: shape(*leaf.shape), state)
+    text = jax.jit(gradients).lower(state, x, x, Spans(numbers, numbers), numbers).compile().as_text()
+    copies = re.findall(r" = \w+\[([\d,]+)\]\{([^}]*)\} (?:copy|transpose)\(", text)
+    in_memory = [list(map(int, sizes.split(","))) for sizes, layout in copies if "S(1)" not in layout]
+    assert [sizes for sizes in in_memory if time in sizes and math.prod(sizes) >= rows * time * kv_heads * width] == []

@@ -8,9 +8,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.config.schema import LoRAConfig
 from covey.models.attention import causal_attention, dot_product_attention, masked_attention
 from covey.models.config import ModelConfig, RopeScaling
+from covey.models.decoder import Decoder
 from covey.models.layers import MLP, Linear, LoRA, RMSNorm, project, rope_frequencies, rope_tables, rotate
+from covey.models.lora import with_lora
 
 TYPES = ["float32", "bfloat16"]
 
@@ -323,3 +326,35 @@ def test_no_window_sees_everything_allowed_and_the_cache_is_handed_on() -> None:
     got, cache = masked_attention(jnp.asarray(allowed), positions)(*single(q, k, v), "kept", window=None, softcap=None)
     assert cache == "kept"
     np.testing.assert_allclose(got, oracle(q, k, v, allowed, None), atol=3e-6)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_heads_as_axes_of_products_give_the_same_values_and_gradients(lora: int) -> None:
+    """TPUs compute them so, with the exchange of halves in a rotation a product with a permutation."""
+    shape = ModelConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        attention_bias=True,
+    )  # fmt: skip
+    model = Decoder(shape, rngs=nnx.Rngs(0))
+    model = with_lora(model, LoRAConfig(rank=lora)) if lora else model
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(np.float32) / 10, nnx.split(model)[1])
+    tokens, positions = rng.integers(0, 40, (2, 7)), jnp.broadcast_to(jnp.arange(7), (2, 7))
+    attend = causal_attention(jnp.ones((2, 7), bool), positions)
+
+    def run(platform: str) -> list[jax.Array]:
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, Linear):
+                node.platform = platform
+        graph = nnx.split(model)[0]
+        total = lambda s: jnp.sin(nnx.merge(graph, s)(tokens, positions, attend)[0]).sum()  # noqa: E731
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total))(state))
+
+    for got, want in zip(run("tpu"), run("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6 * max(1, float(jnp.abs(want).max())))
+
+
+def test_a_rotation_by_a_permutation_is_exact() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 16)), jnp.bfloat16)
+    rope = rope_tables(jnp.broadcast_to(jnp.arange(5), (2, 5)), rope_frequencies(16, 100.0, None))
+    np.testing.assert_array_equal(rotate(x, rope, "tpu"), rotate(x, rope))
