@@ -93,7 +93,13 @@ def _escape_marks(text: str) -> str:
 
 def mask_secrets(value: Any) -> Any:
     """Return `value` with every secret of the environment masked in its strings; tuples become lists."""
-    return _masked(value, [secret for _, secret in _secrets()])
+    return secret_mask()(value)
+
+
+def secret_mask() -> Callable[[Any], Any]:
+    """Return the function `mask_secrets` for many values: the environment is read once."""
+    secrets = [secret for _, secret in _secrets()]
+    return (lambda value: _masked(value, secrets)) if secrets else lambda value: value
 
 
 def _masked(value: Any, secrets: Sequence[str]) -> Any:

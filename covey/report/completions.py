@@ -5,16 +5,16 @@ compared within a group: first all of them, and if they are too many, some group
 indexed by the beginning of each line, and only the lines that are kept are parsed.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from covey.report.reduce import spread
-from covey.report.run_data import Row, number, parse_line
+from covey.report.run_data import Row, is_count, number, parse_line
+from covey.report.script_json import number_json, script_json, size_of, text_json
+from covey.report.texts import Mask, Prompts, shortened
 
 MAX_BYTES = 2_600_000
 """Maximum size in bytes of the completions of a page, of all runs together."""
@@ -22,14 +22,11 @@ GROUPS_PER_STEP = 4
 """Number of groups kept of each step where not all fit."""
 TRIED = 16
 """Number of groups from whose size that of the others is estimated."""
-HEAD, TAIL = 4000, 2000
-"""Number of characters kept from the beginning and the end of a long text."""
 
 _KEY = re.compile(rb'\{"step": (\d{1,15}), "group": (\d{1,9}),')
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Place of one group in the file.
 
     Attributes:
@@ -42,25 +39,8 @@ class Location:
     stop: int
 
 
-class Texts:
-    """Table of texts, each kept once: prompts repeat from sample to sample and from step to step."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._numbers: dict[str, int] = {}
-
-    def add(self, row: Row) -> tuple[int, int]:
-        """Add the prompt of `row`; return its number, and the bytes that this took."""
-        key = json.dumps([row.get("prompt"), row.get("turns")])
-        if key in self._numbers:
-            return self._numbers[key], 0
-        self._numbers[key] = len(self.rows)
-        self.rows.append(prompt_turns(row))
-        return self._numbers[key], encoded_size(self.rows[-1])
-
-
-def collect(file: Path, budget: int, unreadable: dict[str, int]) -> dict[str, Any]:
-    """Return the completions of `file` that fit in `budget` bytes, in the form that the page reads.
+def collect(file: Path, budget: int, unreadable: dict[str, int], mask: Mask = lambda value: value) -> str:
+    """Return the completions of `file` that fit in `budget` bytes as JSON, in the form that the page reads.
 
     Returns:
         prompts: table of prompts, as turns `[role, text]`.
@@ -71,23 +51,28 @@ def collect(file: Path, budget: int, unreadable: dict[str, int]) -> dict[str, An
         total, kept: numbers of steps and of groups, in the file and on the page.
     """
     index = locate(file, unreadable)
+    if not index:
+        return script_json({"prompts": [], "rewards": [], "steps": [], "total": _counts(0, 0), "kept": _counts(0, 0)})
     by_step: dict[int, list[Location]] = {}
     for location in index:
         by_step.setdefault(location.step, []).append(location)
-    found: dict[int, list[Any]] = {}
-    table, left = _Table(), budget
-    for location in _in_order_of_choice(by_step, _room(file, index, budget)):
-        group, size = table.add(location, _read(file, location))
-        left -= size
-        if left < 0 and found:
-            break
-        if group:
-            found.setdefault(location.step, []).append(group)
-    prompts, functions = table.prompts, table.functions
-    steps = [[step, len(by_step[step]), sorted(found[step], key=lambda group: group[0])] for step in sorted(found)]
-    kept = {"steps": len(found), "groups": sum(map(len, found.values()))}
-    total = {"steps": len(by_step), "groups": len(index)}
-    return {"prompts": prompts.rows, "rewards": list(functions), "steps": steps, "total": total, "kept": kept}
+    found: dict[int, dict[int, str]] = {}
+    with file.open("rb") as lines:
+        table, left = _Table(lines, mask), budget
+        for location in _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget)):
+            group, size = table.add(location)
+            left -= size
+            if left < 0 and found:
+                break
+            if group:
+                found.setdefault(location.step, {})[location.start] = group
+    steps = (f"[{step},{len(by_step[step])},[{_joined(found[step])}]]" for step in sorted(found))
+    kept = _counts(len(found), sum(map(len, found.values())))
+    return (
+        f'{{"prompts":[{",".join(table.prompts.encoded)}],"rewards":{script_json(list(table.functions))},'
+        f'"steps":[{",".join(steps)}],"total":{script_json(_counts(len(by_step), len(index)))},'
+        f'"kept":{script_json(kept)}}}'
+    )
 
 
 def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
@@ -95,80 +80,66 @@ def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
     otherwise is parsed.
     """
     found: list[Location] = []
-    place = 0
+    last, start, place = None, 0, 0
     with file.open("rb") if file.is_file() else nullcontext(()) as lines:
         for line in lines:
-            start, place = place, place + len(line)
             if not line.endswith(b"\n"):
                 break
             key = _key(line)
+            if key != last:
+                if last is not None:
+                    found.append(Location(*last, start, place))
+                last, start = key, place
             if key is None:
                 unreadable[file.name] = unreadable.get(file.name, 0) + 1
-            elif found and (found[-1].step, found[-1].group) == key and found[-1].stop == start:
-                found[-1] = Location(*key, found[-1].start, place)
-            else:
-                found.append(Location(*key, start, place))
-    return found
-
-
-def shortened(text: Any) -> Any:
-    """Return a text as the page keeps it: itself, or `[head, number of characters left out, tail]`."""
-    text = text if isinstance(text, str) else ""
-    if len(text) <= HEAD + TAIL + 200:
-        return text
-    return [text[:HEAD], len(text) - HEAD - TAIL, text[-TAIL:]]
-
-
-def prompt_turns(row: Row) -> list[list[Any]]:
-    """Return the prompt of `row` as turns `[role, text]`; one turn without a role if its turns are not recorded.
-
-    `turns` of the row has the role and the number of characters of each message of `prompt`.
-
-    >>> prompt_turns({"prompt": "user: Hi\\nassistant: Ho", "turns": [["user", 2], ["assistant", 2]]})
-    [['user', 'Hi'], ['assistant', 'Ho']]
-    """
-    text = row.get("prompt")
-    text = text if isinstance(text, str) else ""
-    found, place = [], 0
-    turns = row.get("turns")
-    for turn in turns if isinstance(turns, list) else ():
-        role, length = turn if isinstance(turn, list) and len(turn) == 2 else ("", -1)
-        begin = f"{role}: "
-        if not isinstance(length, int) or length < 0 or not text.startswith(begin, place):
-            return [["", shortened(text)]]
-        place += len(begin)
-        found.append([role, shortened(text[place : place + length])])
-        place += length + 1
-    return found if found and place == len(text) + 1 else [["", shortened(text)]]
-
-
-def encoded_size(value: Any) -> int:
-    """Return about how many bytes `value` takes on the page, escapes included."""
-    text = json.dumps(value, ensure_ascii=False)
-    return len(text.encode("utf-8", "surrogatepass")) + 5 * sum(map(text.count, "<>&")) + 16
+            place += len(line)
+    return found if last is None else [*found, Location(*last, start, place)]
 
 
 class _Table:
-    """Prompts and names of reward functions that the groups of a page refer to by number."""
+    """Groups of a file in the page's form, and the prompts and names of reward functions that they refer to.
 
-    def __init__(self) -> None:
-        self.prompts, self.functions = Texts(), dict[str, int]()
+    Args:
+        lines: the file.
+        mask: masks secrets.
 
-    def add(self, location: Location, rows: Sequence[Row]) -> tuple[list[Any], int]:
-        """Return a group in the page's form, and the bytes that it takes with its prompt; empty without rows."""
+    Attributes:
+        functions: number of each reward function by name.
+    """
+
+    def __init__(self, lines: IO[bytes], mask: Mask):
+        self._lines, self._mask = lines, mask
+        self.prompts = Prompts()
+        self.functions: dict[str, int] = {}
+
+    def add(self, location: Location) -> tuple[str, int]:
+        """Return a group as JSON, and the bytes that it takes with its prompt; empty if no line is readable."""
+        self._lines.seek(location.start)
+        content = self._lines.read(location.stop - location.start)
+        rows = [self._mask(row) for line in content.split(b"\n") if (row := parse_line(line)) is not None]
         if not rows:
-            return [], 0
+            return "", 0
         prompt, size = self.prompts.add(rows[0])
-        group = [location.group, prompt, [_sample(row, self.functions) for row in rows]]
-        return group, size + encoded_size(group)
+        group = f"[{location.group},{prompt},[{','.join(map(self._sample, rows))}]]"
+        return group, size + size_of(group) + 1
+
+    def _sample(self, row: Row) -> str:
+        rewards = row.get("rewards")
+        rewards = rewards if isinstance(rewards, dict) else {}
+        for name in rewards:
+            self.functions.setdefault(name, len(self.functions))
+        parts = ",".join(_number(rewards.get(name)) for name in self.functions)
+        text, finish, length = shortened(row.get("text")), row.get("finish"), number(row.get("length"))
+        encoded = text_json(text) if isinstance(text, str) else script_json(text)
+        finish = text_json(finish[:40] if isinstance(finish, str) else "")
+        tokens = "null" if length is None else int(length)
+        return f"[{encoded},{_number(row.get('reward'))},{_number(row.get('advantage'))},[{parts}],{finish},{tokens}]"
 
 
-def _room(file: Path, index: Sequence[Location], budget: int) -> int:
+def _room(table: _Table, index: Sequence[Location], budget: int) -> int:
     """Estimate from some groups how many groups fit in `budget` bytes."""
-    table = _Table()
     some = [index[i] for i in spread(len(index), TRIED)]
-    size = sum(table.add(location, _read(file, location))[1] for location in some)
-    return budget * len(some) // max(size, 1)
+    return budget * len(some) // max(1, sum(table.add(location)[1] for location in some))
 
 
 def _in_order_of_choice(by_step: Mapping[int, list[Location]], room: int) -> Iterator[Location]:
@@ -202,38 +173,21 @@ def _coarse_to_fine(count: int) -> Iterator[int]:
 
 
 def _key(line: bytes) -> tuple[int, int] | None:
-    if found := _KEY.match(line):
+    if (found := _KEY.match(line)) and line.endswith(b"}\n"):
         return int(found[1]), int(found[2])
     row = parse_line(line) or {}
     step, group = row.get("step"), row.get("group")
-    return (step, group) if isinstance(step, int) and isinstance(group, int) else None
+    return (step, group) if is_count(step) and is_count(group) else None
 
 
-def _read(file: Path, location: Location) -> list[Row]:
-    with file.open("rb") as lines:
-        lines.seek(location.start)
-        content = lines.read(location.stop - location.start)
-    return [row for line in content.splitlines() if (row := parse_line(line)) is not None]
+def _joined(groups: Mapping[int, str]) -> str:
+    """Join the groups of a step in the order of the file."""
+    return ",".join(groups[start] for start in sorted(groups))
 
 
-def _sample(row: Row, functions: dict[str, int]) -> list[Any]:
-    """Return a sample in the page's form; `functions` numbers the reward functions, and new ones are added."""
-    rewards = row.get("rewards")
-    rewards = rewards if isinstance(rewards, dict) else {}
-    for name in rewards:
-        functions.setdefault(name, len(functions))
-    parts = [_rounded(rewards.get(name)) for name in functions]
-    finish, length = row.get("finish"), row.get("length")
-    return [
-        shortened(row.get("text")),
-        _rounded(row.get("reward")),
-        _rounded(row.get("advantage")),
-        parts,
-        finish if isinstance(finish, str) else "",
-        length if isinstance(length, int) else None,
-    ]
+def _counts(steps: int, groups: int) -> dict[str, int]:
+    return {"steps": steps, "groups": groups}
 
 
-def _rounded(value: Any) -> float | None:
-    found = number(value)
-    return None if found is None else float(f"{found:.4g}")
+def _number(value: Any) -> str:
+    return number_json(number(value))

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from covey.config.metrics import metric
-from covey.report.completions import Texts, encoded_size, shortened
 from covey.report.run_data import Row, RunData, number
+from covey.report.script_json import script_json, size_of
+from covey.report.texts import Mask, Prompts, shortened
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""
@@ -39,8 +40,9 @@ def counts(run: RunData) -> dict[str, Any]:
     return {name: [both["before"].get(name), both["after"].get(name)] for name in COUNTS}
 
 
-def questions(run: RunData, budget: int) -> dict[str, Any]:
-    """Return the held-out prompts with their completions before and after training, in the form that the page reads.
+def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> str:
+    """Return the held-out prompts with their completions before and after training as JSON, in the form that the page
+    reads.
 
     Returns:
         prompts: table of prompts, as turns `[role, text]`.
@@ -58,20 +60,26 @@ def questions(run: RunData, budget: int) -> dict[str, Any]:
         old, new = before.get(key, []), after.get(key, [])
         rows.append((_change(state(old), state(new), compared), old, new))
     changes = Counter(change for change, _, _ in rows)
-    prompts, left = Texts(), budget
-    kept: list[tuple[int, list[Any]]] = []
+    prompts, left = Prompts(), budget
+    kept: list[tuple[int, str]] = []
     order = sorted(range(len(rows)), key=lambda i: rows[i][0][0] == rows[i][0][1])
     for i in order:
         (was, now), old, new = rows[i]
-        prompt, size = prompts.add((old or new)[0])
-        row = [prompt, was, now, *([_completion(one) for one in some[:SAMPLES]] for some in (old, new))]
-        left -= size + encoded_size(row)
+        prompt, size = prompts.add(mask((old or new)[0]))
+        row = script_json(
+            [prompt, was, now, *([_completion(mask(one)) for one in some[:SAMPLES]] for some in (old, new))]
+        )
+        left -= size + size_of(row)
         if left < 0 and kept:
             break
         kept.append((i, row))
-    counted = [[was, now, count] for (was, now), count in changes.most_common()]
-    in_order = [row for _, row in sorted(kept, key=lambda one: one[0])]
-    return {"prompts": prompts.rows, "judged": compared, "changes": counted, "rows": in_order, "total": len(rows)}
+    rest = {
+        "judged": compared,
+        "changes": [[was, now, count] for (was, now), count in changes.most_common()],
+        "total": len(rows),
+    }
+    in_order = ",".join(row for _, row in sorted(kept))
+    return f'{{"prompts":[{",".join(prompts.encoded)}],"rows":[{in_order}],{script_json(rest)[1:]}'
 
 
 def right(row: Row) -> bool | None:

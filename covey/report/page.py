@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey.display import mask_secrets, printable
+from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, number, read_run
+from covey.report.script_json import script_json
 from covey.train.checksums import replace_file
 
 REPORT = "report.html"
@@ -35,10 +36,6 @@ GENERATOR = '<meta name="generator" content="Covey'
 UPLOT = "uPlot-1.6.32"
 SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "completions", "recipe", "main")
 """Names of the page's own scripts, in the order in which they are joined."""
-ESCAPED = re.compile(
-    "[<>&\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
-)
-"""Pattern of characters that are escaped in the page's JSON: those of markup, and invisible ones."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,18 @@ def build_page(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> byt
     style = _asset(f"{UPLOT}.min.css") + _asset("page.css")
     library = _asset(f"{UPLOT}.min.js")
     script = "(() => {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "})();\n"
+    unreadable = [dict(run.unreadable) for run in runs]
+    texts = [_texts(run, len(runs), counts) for run, counts in zip(runs, unreadable, strict=True)]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
     content = {
         "POLICY": content_security_policy((library, script), (style,)),
         "VERSION": __version__,
         "TITLE": html.escape(printable(title)),
         "STYLE": style,
-        "DATA": script_json(page_data(runs, findings)),
+        "DATA": script_json(page_data(runs, findings, unreadable)),
+        "TEXTS": "\n".join(
+            f'<script type="application/json" id="texts-{i}">{json}</script>' for i, json in enumerate(texts)
+        ),
         "LIBRARY": library,
         "SCRIPT": script,
     }
@@ -116,20 +118,18 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
     return "; ".join(["default-src 'none'", *(f"{name} {sources}" for name, sources in allowed.items())])
 
 
-def script_json(value: Any) -> str:
-    r"""Encode `value` as JSON for a script element: its text can neither end the element nor begin another.
-
-    >>> script_json("</script>\u2028")
-    '"\\u003c/script\\u003e\\u2028"'
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return ESCAPED.sub(
-        lambda found: json.dumps(found[0])[1:-1] if ord(found[0]) > 127 else f"\\u{ord(found[0]):04x}", text
-    )
+def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
+    """Return the completions and the held-out questions of one of `runs` runs as JSON."""
+    mask = secret_mask()
+    samples = completions.collect(run.samples, completions.MAX_BYTES // runs, unreadable, mask)
+    questions = evaluation.questions(run, evaluation.MAX_BYTES // runs, mask)
+    return f'{{"completions":{samples},"questions":{questions}}}'
 
 
-def page_data(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> dict[str, Any]:
-    """Return the data of the page of `runs`."""
+def page_data(
+    runs: Sequence[RunData], findings: Sequence[Finding] = (), unreadable: Sequence[Mapping[str, int]] = ()
+) -> dict[str, Any]:
+    """Return the data of the page of `runs` without the texts; `unreadable` counts the lines left out of each run."""
     longest = max((len(run.steps) for run in runs), default=0)
     limit = points_per_series(sum(len(run.series) for run in runs), longest)
     names = dict.fromkeys(name for run in runs for name in _series_of(run))
@@ -140,7 +140,8 @@ def page_data(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> dict
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
         "runs": [
-            _run_data(run, limit, len(runs)) | {"name": name} for run, name in zip(runs, _names(runs), strict=True)
+            _run_data(run, limit) | {"name": name, "unreadable": left_out}
+            for run, name, left_out in zip(runs, _names(runs), unreadable or [{}] * len(runs), strict=True)
         ],
     }
     return dict(mask_secrets(data))
@@ -152,10 +153,8 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     return [run.name if counts[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
-def _run_data(run: RunData, limit: int, runs: int) -> dict[str, Any]:
-    unreadable = dict(run.unreadable)
+def _run_data(run: RunData, limit: int) -> dict[str, Any]:
     series = {name: reduce_series(series, limit) for name, series in _series_of(run).items()}
-    shown = completions.collect(run.samples, completions.MAX_BYTES // runs, unreadable)
     clock = reduce_series(Series(run.steps, run.seconds), limit)
     return {
         "recipe": str(run.settings.get("name", "")),
@@ -169,10 +168,7 @@ def _run_data(run: RunData, limit: int, runs: int) -> dict[str, Any]:
         "series": {name: [list(one.steps), [_short(value) for value in one.values]] for name, one in series.items()},
         "figures": evaluation.figures(run),
         "counts": evaluation.counts(run),
-        "questions": evaluation.questions(run, evaluation.MAX_BYTES // runs),
-        "completions": shown,
         "facts": facts(run),
-        "unreadable": unreadable,
     }
 
 

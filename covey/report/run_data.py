@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from covey.config import recipe, strict_yaml
 from covey.config.base import flatten
@@ -22,7 +22,7 @@ from covey.train.metrics import METRICS, SAMPLES, SUMMARY
 Row = Mapping[str, Any]
 MAX_LINE = 16_000_000
 """Maximum length in bytes of a line that is read; a longer one is left out."""
-MAX_STEP = 2**53
+MAX_COUNT = 2**53
 """Upper end of the steps that are read: a page has no exact number beyond it."""
 
 
@@ -139,6 +139,11 @@ def number(value: Any) -> float | None:
         return None
 
 
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether `value` is a whole number that a page can show exactly: the number of a step or of a group."""
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
 def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
     """Return the default of every setting of a recipe by dotted name; `algorithm` is that of an RL run."""
     if method == "sft":
@@ -164,7 +169,7 @@ def _metrics(rows: Iterable[Row]) -> tuple[Sequence[int], Sequence[float], dict[
     passed = 0.0
     for row in rows:
         step = row.get("step")
-        if not isinstance(step, int) or not (steps[-1] if steps else -1) < step < MAX_STEP:
+        if not is_count(step) or (steps and step <= steps[-1]):
             continue
         passed += max(0.0, number(row.get("step_time")) or 0.0)
         steps.append(step)

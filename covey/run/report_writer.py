@@ -1,8 +1,9 @@
 """Write `report.html` of a run while it trains, and at its end.
 
-A report is made from the files of the run folder alone. It is written in the first process, after a step, when at least
-`INTERVAL` seconds and `PATIENCE` times the time of the last report have passed: the reports of a long run take at most
-about 1 % of its time. A report that fails is logged and never ends the run.
+A report is made from the files of the run folder alone. It is written in the first process, after a step, at most every
+`INTERVAL` seconds, and so rarely that all reports together take at most `MAX_SHARE` of the time since the start: the
+files grow, so the next report is expected to take twice as long as the last one. The report at the end is always
+written. A report that fails is logged and never ends the run.
 """
 
 import logging
@@ -15,8 +16,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL = 30.0
 """Minimum number of seconds between two reports."""
-PATIENCE = 100.0
-"""Minimum ratio of the time between two reports to the time that the last one took."""
+MAX_SHARE = 0.01
+"""Maximum share of a run's time for the reports before its end."""
 
 
 class ReportWriter:
@@ -28,7 +29,8 @@ class ReportWriter:
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
-        self._due = time.monotonic() + INTERVAL
+        self._begun = time.monotonic()
+        self._due, self._spent = self._begun + INTERVAL, 0.0
         self._failure = ""
 
     def write_if_due(self) -> None:
@@ -51,5 +53,7 @@ class ReportWriter:
             return False
         finally:
             ended = time.monotonic()
-            self._due = ended + max(INTERVAL, PATIENCE * (ended - begun))
+            self._spent += ended - begun
+            expected = 2 * (ended - begun)
+            self._due = max(ended + INTERVAL, self._begun + (self._spent + expected) / MAX_SHARE)
         return True

@@ -20,6 +20,7 @@ function repaint() {
 }
 
 const DATA = JSON.parse(byId('data').textContent);
+DATA.runs.forEach((run, i) => Object.assign(run, JSON.parse(byId('texts-' + i).textContent)));
 let theme = storedTheme();
 byId('theme').addEventListener('click', () => { theme = THEMES[(THEMES.indexOf(theme) + 1) % 3]; setTheme(theme); });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
