@@ -70,8 +70,8 @@ class _Split(NamedTuple):
             return weight
         weight = jnp.pad(weight, ((0, self.step * self.num_parts - self.size), (0, 0)))
         if self.dimension == 1:
-            weight = jax.lax.all_to_all(weight, self.axis, 0, 1, tiled=True)
-            return weight
+            pieces = jax.lax.all_to_all(weight.reshape(self.num_parts, self.step, -1), self.axis, 0, 0)
+            return jnp.concatenate(list(pieces), axis=1)
         return jax.lax.dynamic_slice_in_dim(weight, jax.lax.axis_index(self.axis) * self.step, self.step)
 
     def join(self, grad: Array) -> Array:
@@ -79,7 +79,8 @@ class _Split(NamedTuple):
         if self.dimension == 0:
             return grad
         if self.dimension == 1:
-            grad = jax.lax.all_to_all(grad, self.axis, 1, 0, tiled=True)
+            pieces = jnp.stack(jnp.split(grad, self.num_parts, axis=1))
+            grad = jax.lax.all_to_all(pieces, self.axis, 0, 0).reshape(self.num_parts * self.step, -1)
         else:
             grad = jax.lax.all_gather(grad, self.axis, tiled=True)
         return grad[: self.size]
