@@ -175,7 +175,7 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
 def facts(run: RunData) -> list[list[str]]:
     """Return what the run recorded about its model, data, machine and programs, as names and texts."""
     found: dict[str, Any] = {
-        name: run.summary[name] for name in ("model", "data", "environment") if name in run.summary
+        name: run.summary[name] for name in ("model", "data", "data_digest", "environment") if name in run.summary
     }
     found |= {"programs compiled": run.summary["programs"]} if "programs" in run.summary else {}
     found |= {"best checkpoint": run.summary["best"]} if "best" in run.summary else {}
@@ -184,7 +184,7 @@ def facts(run: RunData) -> list[list[str]]:
         if isinstance(value, Mapping):
             rows += [[f"{name}: {key}", _text(entry)] for key, entry in value.items()]
         else:
-            rows.append([name, _text(value)])
+            rows.append([name.replace("_", " "), _text(value)])
     return rows
 
 

@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -149,6 +150,12 @@ def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
     if method == "sft":
         return flatten(asdict(recipe.SFTRecipe()))
     return flatten(asdict(recipe.Recipe(grpo=PPOConfig()) if algorithm == "ppo" else recipe.Recipe()))
+
+
+@cache
+def built_in_settings(name: str) -> Mapping[str, Any]:
+    """Return every setting of the built-in recipe `name` by dotted name; none if there is no such recipe."""
+    return flatten(asdict(recipe.load_any(name))) if name in recipe.names() else {}
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

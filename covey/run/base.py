@@ -220,7 +220,8 @@ class Run(ABC, Generic[RecipeT]):
 
     def _begin_summary(self) -> dict[str, Any]:
         """Return the summary of what is known before training; the evaluation is made here."""
-        return self.initial_summary() | {"environment": describe_environment(), "before": self._evaluate_before()}
+        recorded = {"data_digest": self.loader.fingerprint["content"], "environment": describe_environment()}
+        return self.initial_summary() | recorded | {"before": self._evaluate_before()}
 
     def write(self, record: StepRecord) -> None:
         """Write a step's metrics to the folder and to the trackers."""

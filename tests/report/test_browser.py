@@ -156,6 +156,16 @@ def test_questions_are_chosen_by_change(opened: Open, long_report: Path) -> None
     assert "old 0" in section.locator(".question").inner_text()
 
 
+def test_settings_are_shown_against_defaults_and_the_built_in_recipe(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    rows = page.locator("#recipe tbody tr")
+    changed = rows.count()
+    page.locator("#recipe select").select_option(label="changed from the built-in recipe quickstart (1)")
+    assert rows.all_inner_texts() == ["training.max_steps\t2000\t16"]
+    page.locator("#recipe select").select_option("all")
+    assert rows.count() > changed > 1
+
+
 def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
     page = opened(compared_report)
     assert page.get_by_role("heading", name="2 runs compared").is_visible()

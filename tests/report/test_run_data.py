@@ -85,6 +85,8 @@ def test_settings_are_compared_with_defaults_and_with_each_other(make_run: Any) 
     assert (rows["seed"]["values"], rows["seed"]["default"]) == (["0", "7"], "0")
     assert rows["seed"]["differs"]
     assert rows["training.max_steps"]["changed"]
+    assert rows["training.max_steps"]["built_in"] == "16"
+    assert {name for name, row in rows.items() if row["edited"]} == {"training.max_steps", "seed"}
     assert not rows["training.max_steps"]["differs"]
     assert not rows["description"]["changed"]
     assert not rows["grpo.beta"]["differs"]

@@ -174,6 +174,7 @@ def test_the_folder_tells_the_run(tmp_path: Path) -> None:
     right = [row["correct"]["accuracy"] for row in rows(out, "after.jsonl")]
     assert np.mean(right) == summary["after"]["accuracy"]
     assert summary["environment"]["jax"] == jax.__version__
+    assert len(summary["data_digest"]) == 16
     assert '"wrong"' in (out / "report.html").read_text(encoding="utf-8")
     # The sampler's log-probs are the trainer's, so that the ratio of the first update is 1 in truth too.
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in metrics)

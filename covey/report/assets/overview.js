@@ -51,7 +51,7 @@ function showOverview(body) {
   const labels = [...new Set(DATA.runs.flatMap((run) => headline(run).map(([label]) => label)))];
   const rows = DATA.runs.map((run, r) => {
     const found = new Map(headline(run).map(([label, unit, before, after]) => [label, inUnit(before, unit) + ' \u2192 ' + inUnit(after, unit)]));
-    return [[element('span', { class: 'swatch swatch-' + (r % 8 + 1) }), ...readable(run.name)], run.algorithm, numeric(whole(run.steps[1])),
+    return [element('span', { class: 'run-name' }, element('span', { class: 'swatch swatch-' + (r % 8 + 1) }), readable(run.name)), run.algorithm, numeric(whole(run.steps[1])),
       numeric(duration(run.seconds)), ...labels.map((label) => numeric(found.get(label) || '\u2013'))];
   });
   body.append(table(['Run', 'Method', numeric('Steps'), numeric('Time'), ...labels.map(numeric)], rows, { label: 'Runs' }));

@@ -9,17 +9,25 @@ function showRecipe(body) {
   const all = DATA.settings;
   if (!all.length) return false;
   const box = element('div', {});
-  const show = (everything) => {
-    const rows = all.filter((setting) => everything || setting.changed);
-    box.replaceChildren(rows.length ? table(['Setting', ...(DATA.runs.length > 1 ? DATA.runs.map((run) => escapedLine(run.name)) : ['Value']), 'Default'],
-      rows.map((setting) => [element('code', {}, escapedLine(setting.name)), ...setting.values.map((value) => settingValue(value, setting.default)),
-        setting.default === null ? element('span', { class: 'muted' }, 'none') : element('code', { class: 'same' }, readable(setting.default))]), { label: 'Settings' })
-      : element('p', {}, 'Every setting has its default.'));
+  const name = DATA.runs[0].recipe, others = DATA.runs.some((run) => run.recipe !== name);
+  const views = {
+    default: ['changed from the default', 'Default', 'default', all.filter((setting) => setting.changed)],
+    recipe: ['changed from the built-in recipe' + (others ? '' : ' ' + escapedLine(name)), 'Built-in', 'built_in', all.filter((setting) => setting.edited)],
+    all: ['all', 'Default', 'default', all],
   };
-  const changed = all.filter((setting) => setting.changed).length;
-  body.append(element('div', { class: 'tools' }, labelled('Show', choice([['', 'the ' + whole(changed) + ' that differ from the default'],
-    ['all', 'all ' + whole(all.length) + ' settings']], '', (value) => show(value === 'all')))), box);
-  show(false);
+  const show = (chosen) => {
+    const [, heading, key, settings] = views[chosen];
+    const rows = settings.map((setting) => [element('code', {}, escapedLine(setting.name)),
+      ...setting.values.map((value) => settingValue(value, setting[key])),
+      setting[key] === null ? element('span', { class: 'muted' }, 'none') : element('code', { class: 'same' }, readable(setting[key]))]);
+    const values = DATA.runs.length > 1 ? DATA.runs.map((run) => escapedLine(run.name)) : ['Value'];
+    box.replaceChildren(rows.length ? table(['Setting', ...values, heading], rows, { label: 'Settings' }) : element('p', {}, 'No setting differs.'));
+  };
+  const known = all.some((setting) => setting.built_in !== null);
+  const options = Object.entries(views).filter(([key]) => key !== 'recipe' || known).map(([key, [what, , , settings]]) =>
+    [key, what + ' (' + whole(settings.length) + ')']);
+  body.append(element('div', { class: 'tools' }, labelled('Settings', choice(options, 'default', show))), box);
+  show('default');
   return true;
 }
 
