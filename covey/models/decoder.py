@@ -30,6 +30,7 @@ from covey.models.layers import (
     RMSNorm,
     Rope,
     apply_softcap,
+    apply_together,
     rope_frequencies,
     rope_tables,
     rotate,
@@ -70,7 +71,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
-        q, k, v = (project.to_heads(x, c.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = apply_together((self.q_proj, self.k_proj, self.v_proj), x, c.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale

@@ -4,8 +4,9 @@ Products accumulate in float32 whatever their operands' type, in the forward and
 other way, CPU upcasts whole bfloat16 weights. Norms and rotations run in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,16 @@ def _project_forward(x: Array, kernel: Array, dtype: DTypeLike, axes: int) -> tu
 
 
 def _project_backward(dtype: DTypeLike, axes: int, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    x, kernel = saved
+    return _project_grads(dtype, axes, *saved, grad, saved[0].dtype)
+
+
+def _project_grads(
+    dtype: DTypeLike, axes: int, x: Array, kernel: Array, grad: Array, grad_x_dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Return the gradients of x, in `grad_x_dtype`, and of the kernel."""
     leading = tuple(range(x.ndim - axes))
     contract = tuple(range(len(leading), grad.ndim)), tuple(range(axes, kernel.ndim))
-    grad_x = _dot(grad, kernel, contract, dtype).astype(x.dtype)
+    grad_x = _dot(grad, kernel, contract, dtype).astype(grad_x_dtype)
     # XLA copies the first operand into another order, so the narrower one of an adapter's two comes first. (On CPU, XLA
     # has no such product with a transposed result for bfloat16.)
     swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32 and kernel.ndim == 2
@@ -75,6 +82,28 @@ def _project_backward(dtype: DTypeLike, axes: int, saved: tuple[Array, Array], g
 
 
 project.defvjp(_project_forward, _project_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project_shared(x: Float[Array, "... n_in"], kernels: tuple[Array, ...], dtype: DTypeLike) -> tuple[Array, ...]:
+    """Compute `project` of the same `x` with each kernel [n_in, *n_out]. The gradients of x are summed in float32 and
+    rounded once: on a mesh that splits n_out, XLA then sums them over devices together, and not one by one.
+    """
+    return tuple(project(x, kernel, dtype) for kernel in kernels)
+
+
+def _project_shared_forward(x: Array, kernels: tuple[Array, ...], dtype: DTypeLike) -> tuple[Any, Any]:
+    return project_shared(x, kernels, dtype), (x, kernels)
+
+
+def _project_shared_backward(dtype: DTypeLike, saved: Any, grads: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    x, kernels = saved
+    pairs = [_project_grads(dtype, 1, x, k, grad, jnp.float32) for k, grad in zip(kernels, grads, strict=True)]
+    total = sum((grad_x for grad_x, _ in pairs[1:]), pairs[0][0])
+    return total.astype(x.dtype), tuple(grad_kernel for _, grad_kernel in pairs)
+
+
+project_shared.defvjp(_project_shared_forward, _project_shared_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -160,9 +189,11 @@ class Linear(nnx.Module):
 
     def to_heads(self, x: Float[Array, "... n_in"], width: int) -> Float[Array, "... H width"]:
         """Return the result as heads."""
-        if not self._writes_heads:
-            return self(x).reshape(*x.shape[:-1], -1, width)
-        return self._apply(x, self.shape[:1], (self.shape[1] // width, width))
+        return self._apply(x, self.shape[:1], self.head_axes(width)).reshape(*x.shape[:-1], -1, width)
+
+    def head_axes(self, width: int) -> Axes:
+        """Return the axes of the product, of which heads are made."""
+        return (self.shape[1] // width, width) if self._writes_heads else self.shape[1:]
 
     def from_heads(self, x: Float[Array, "... H W"]) -> Float[Array, "... n_out"]:
         """Return the projection of heads."""
@@ -183,9 +214,30 @@ class Linear(nnx.Module):
             out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
         else:
             out = project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in))
+        return self._finish(x, out, n_in, n_out)
+
+    def _finish(self, x: Array, out: Array, n_in: Axes, n_out: Axes) -> Array:
+        """Add to the product with the kernel what else is added."""
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype).reshape(n_out)
         return save_product(out if self.lora is None else out + self.lora(x, self.dtype, n_in, n_out))
+
+
+def apply_together(
+    linears: Sequence[Linear], x: Float[Array, "... n_in"], width: int | None = None
+) -> list[Float[Array, "..."]]:
+    """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared`."""
+    if any(linear.platform == "cpu" or isinstance(linear.kernel, QuantisedKernel) for linear in linears):
+        return [linear(x) if width is None else linear.to_heads(x, width) for linear in linears]
+    axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(width) for linear in linears]
+    shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
+    kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
+    products = project_shared(x, kernels, linears[0].dtype)
+    outs = [
+        linear._finish(x, out, linear.shape[:1], n_out)
+        for linear, out, n_out in zip(linears, products, axes, strict=True)
+    ]
+    return outs if width is None else [out.reshape(*x.shape[:-1], -1, width) for out in outs]
 
 
 class RMSNorm(nnx.Module):
@@ -268,8 +320,11 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Array:
-        act, up = ACTIVATIONS[self.activation], self.up_proj(x)
-        return self.down_proj(act(up) if self.gate_proj is None else act(self.gate_proj(x)) * up)
+        act = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            return self.down_proj(act(self.up_proj(x)))
+        up, gate = apply_together((self.up_proj, self.gate_proj), x)
+        return self.down_proj(act(gate) * up)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -12,7 +12,18 @@ from covey.config.schema import LoRAConfig
 from covey.models.attention import causal_attention, dot_product_attention, masked_attention
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.decoder import Decoder
-from covey.models.layers import MLP, Linear, LoRA, RMSNorm, project, rope_frequencies, rope_tables, rotate
+from covey.models.layers import (
+    MLP,
+    Linear,
+    LoRA,
+    RMSNorm,
+    apply_together,
+    project,
+    project_shared,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+)
 from covey.models.lora import with_lora
 
 TYPES = ["float32", "bfloat16"]
@@ -114,6 +125,44 @@ def test_the_mlp_without_gate() -> None:
 
 
 # --- norms
+
+
+@pytest.mark.parametrize("width", [None, 8])
+def test_projections_together_are_those_one_by_one_on_every_platform(width: int | None) -> None:
+    """Values and gradients of input, kernels, biases and adapters; heads of 8 if asked for."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32)
+
+    def build(platform: str) -> nnx.List[Linear]:
+        rngs = nnx.Rngs(0)
+        linears = [
+            Linear(16, n_out, bias=True, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs) for n_out in (32, 24)
+        ]
+        for linear in linears:
+            linear.bias[...] = jnp.arange(linear.shape[1]) / 10
+            linear.lora = LoRA(*linear.shape, 2, 2.0, rngs=rngs)
+            linear.lora.b[...] = jnp.ones_like(linear.lora.b[...])
+            linear.platform = platform
+        return nnx.List(linears)
+
+    def run(platform: str) -> tuple[list[jax.Array], object]:
+        graph, params = nnx.split(build(platform))
+        out, pull = jax.vjp(lambda params, x: apply_together(nnx.merge(graph, params), x, width), params, x)
+        return out, jax.tree.leaves(pull([jnp.sin(y) for y in out]))
+
+    want = [linear(x) if width is None else linear.to_heads(x, width) for linear in build("cpu")]
+    for platform in ("cpu", "tpu", "cuda"):
+        out, grads = run(platform)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, run("cpu")[1])
+
+
+def test_gradients_of_a_shared_input_are_added_before_they_are_rounded() -> None:
+    x, kernels = jnp.ones((1, 2), jnp.bfloat16), (jnp.full((2, 1), 256.0), jnp.full((2, 1), 1.0), jnp.full((2, 1), 1.0))
+    out, pull = jax.vjp(lambda x: project_shared(x, kernels, jnp.float32), x)
+    (grad,) = pull(tuple(jnp.ones_like(y) for y in out))
+    assert grad.dtype == jnp.bfloat16
+    assert grad.tolist() == [[258.0, 258.0]]  # 256 + 1 rounds to 256
 
 
 def norm_of(width: int, dtype: object, eps: float, offset: float = 0.0, scales: bool = True) -> RMSNorm:
