@@ -105,6 +105,8 @@ def write_run(
     return folder
 
 
+PATIENCE = 90_000
+"""Milliseconds that the browser may take for one thing, on a machine that does many others."""
 NO_BROWSER = "no browser for the tests of the report"
 """Beginning of the reason for which the tests with a browser are skipped."""
 
@@ -133,7 +135,7 @@ def browser() -> Iterator[Any]:
 
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to run as root otherwise
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=sandbox)
+        browser = playwright.chromium.launch(executable_path=path, args=sandbox, timeout=PATIENCE)
         browser.phone = playwright.devices["Pixel 5"]
         yield browser
         browser.close()
@@ -146,7 +148,7 @@ class Opened:
         self.page = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options)).new_page()
         self.said: list[str] = []
         self.requests: list[str] = []
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(PATIENCE)
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
