@@ -250,6 +250,11 @@ def _layer_signature(layer: Layer) -> Any:
     return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)], scales
 
 
+def num_parameters(model: nnx.Module) -> int:
+    """Return the number of the model's weights, its adapters' included."""
+    return sum(x.size for x in jax.tree.leaves(nnx.split(model)[1]))
+
+
 def compiler_options(model: nnx.Module) -> dict[str, str]:
     """Return the XLA options for compiling a gradient of `model`. XLA unrolls a loop of one iteration, and on CPU
     unrolled rematerialised layers save memory only in the order of operations requested here.

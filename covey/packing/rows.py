@@ -71,6 +71,7 @@ def pack(
     *,
     packing: Literal["groups", "dense"] = "groups",
     max_tokens: int = 1,
+    compile_cost: float = 0.0,
 ) -> Rows:
     """Pack groups into rows.
 
@@ -79,6 +80,7 @@ def pack(
         row_length: most tokens in a row, raised to the longest single completion with its prompt.
         packing: "groups", or "dense" for one completion per row (the reference that tests compare with).
         max_tokens: maximum number of tokens in a micro-batch; the row length is chosen so that few of them are padding.
+        compile_cost: cost of another row length than `row_length`, in tokens; see `packing.bins.compile_cost`.
 
     Returns:
         NumPy `Rows` with M = L, a bucket length, so that few shapes occur.
@@ -88,7 +90,7 @@ def pack(
         dense = [piece.select([i]) for piece in pieces for i in range(len(piece.completions))]
         length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
     else:
-        length, bins = choose_row_length(pieces, row_length, max_tokens)
+        length, bins = choose_row_length(pieces, row_length, max_tokens, compile_cost)
         rows = [b.pieces for b in bins]
     return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=True)))
 

@@ -16,10 +16,11 @@ from covey.config.base import Keywords
 from covey.config.schema import GRPOConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, num_parameters
 from covey.models.loading.weights import DecoderOptions
 from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
+from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
@@ -53,6 +54,7 @@ class RLCluster(Keywords):
 
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
+        compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
     """
@@ -81,6 +83,7 @@ class RLCluster(Keywords):
         self._old_scorer = RowScorer(nnx.split(self._actor)[0], temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
+        self.compile_cost = 0.0
         self._prepared_for: tuple[GRPOConfig, int] | None = None
         self._reference_moves = False
 
@@ -134,6 +137,7 @@ class RLCluster(Keywords):
                 fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
             )
         self._prepared_for = config, total_steps
+        self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self._actor.platform)
         algorithm = algorithm_of(config)
         if algorithm.beta:
             self._host_reference(config)

@@ -249,7 +249,7 @@ class ExperienceBuilder:
         """
         cluster, sizes = self.cluster, self.sizes
         with self.clock("logps"):
-            packed = PackedGroups(groups, cluster.config.training_config)
+            packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
             reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
             several = self.config.num_iterations > 1
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if several else None
@@ -313,8 +313,8 @@ class ExperienceBuilder:
 class PackedGroups:
     """Rows of groups, packed slice by slice; stages that use the same slice share its rows."""
 
-    def __init__(self, groups: list[Group], training: RLTrainingConfig):
-        self.groups, self._training = groups, training
+    def __init__(self, groups: list[Group], training: RLTrainingConfig, compile_cost: float = 0.0):
+        self.groups, self._training, self._compile_cost = groups, training, compile_cost
         self._rows: dict[tuple[int, int], Rows] = {}
 
     def rows(self, start: int, stop: int) -> Rows:
@@ -323,7 +323,11 @@ class PackedGroups:
             t = self._training
             groups = self.groups[start:stop]
             self._rows[start, stop] = pack(
-                groups, t.row_length, packing=t.packing, max_tokens=t.max_tokens_per_micro_batch
+                groups,
+                t.row_length,
+                packing=t.packing,
+                max_tokens=t.max_tokens_per_micro_batch,
+                compile_cost=self._compile_cost,
             )
         return self._rows[start, stop]
 

@@ -99,10 +99,16 @@ def encode_example(
     return prompt_tokens[:1], np.concatenate([prompt_tokens[1:], completion_tokens])
 
 
-def pack_rows(groups: Sequence[Group], config: SFTConfig) -> Rows:
-    """Lay the step's examples out as rows for the device."""
+def pack_rows(groups: Sequence[Group], config: SFTConfig, compile_cost: float = 0.0) -> Rows:
+    """Lay the step's examples out as rows for the device; for `compile_cost` see `packing.bins`."""
     packing: Literal["groups", "dense"] = "groups" if config.packing else "dense"
-    return pack(groups, config.row_length, packing=packing, max_tokens=config.max_tokens_per_micro_batch)
+    return pack(
+        groups,
+        config.row_length,
+        packing=packing,
+        max_tokens=config.max_tokens_per_micro_batch,
+        compile_cost=compile_cost,
+    )
 
 
 def put_micro_batches(rows: Rows, config: SFTConfig, like: Any, mesh: Mesh | None = None) -> Iterator[MicroBatch]:

@@ -16,8 +16,9 @@ from covey.config.schema import SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
 from covey.errors import RecipeError
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, num_parameters
 from covey.models.loading.weights import load
+from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel.placement import place_model
 from covey.sft.batch import (
@@ -98,12 +99,13 @@ class SFTLearner(Keywords):
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         total = total_steps(self.config, len(loader))
         trainer = self.prepare(total)
+        cost = compile_cost(num_parameters(self._model), total, self._model.platform)
         held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")
             groups = self._to_groups(next(loader))
-            rows = pack_rows(groups, self.config)
+            rows = pack_rows(groups, self.config, cost)
             metrics = self._update_or_skip(trainer, groups, rows)
             self.step += 1
             metrics |= self._work_metrics(groups, rows, time.perf_counter() - started)

@@ -17,7 +17,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.policy import policy_loss
 from covey.models.attention import causal_attention
 from covey.models.spans import span_mask
-from covey.packing.bins import rows_per_micro_batch
+from covey.packing.bins import compile_cost, rows_per_micro_batch
 from covey.packing.rows import (
     Rows,
     attention_spans,
@@ -167,6 +167,19 @@ def test_a_long_group_stays_whole_in_rows_as_long_as_were_asked_for() -> None:
     """The trap: lengths beyond the last bucket are never tried."""
     rows = pack(random_groups([(900, [120] * 8)]), row_length=2048, max_tokens=2048)
     assert rows.tokens.shape == (1, 2048)
+
+
+def test_another_row_length_pays_only_in_a_long_run_of_a_model_that_takes_longer_than_the_compiler() -> None:
+    groups = random_groups([(60, [65] * 3)] * 4)
+    lengths = {
+        (parameters, steps, platform): pack(
+            groups, max_tokens=1024, compile_cost=compile_cost(parameters, steps, platform)
+        ).tokens.shape[1]
+        for parameters, steps, platform in [
+            (4_000_000, 30, "cpu"), (4_000_000, 100_000, "cpu"), (10**9, 30, "cpu"), (10**9, 10**6, "tpu")
+        ]
+    }  # fmt: skip
+    assert list(lengths.values()) == [768, 256, 256, 768]
 
 
 def test_short_groups_share_rows_with_little_padding() -> None:

@@ -224,6 +224,7 @@ class Played:
 
     config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=5))
     rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
+    compile_cost = 0.0
 
     def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
         def completion(*noise: int) -> Completion:
