@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
+from covey.plan.peaks import peaks
 from covey.types import Completion, FinishReason, Group
 
 Name = TypeVar("Name", bound=Hashable)

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
-from benchmarks.counting import Span, decoding
-from benchmarks.peaks import peaks, product_rate
+from covey.plan.counting import Span, decoding
+from covey.plan.peaks import peaks, product_rate
 from covey.sampling.device import Programs, Slots
 from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams

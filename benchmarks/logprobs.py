@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from benchmarks import counting
 from benchmarks.common import Result, Settings, interleaved, megabytes, relative_difference
-from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.losses.logprobs import TokenLogps, token_logps
 from covey.models.lora import split_trainable
 from covey.packing.rows import Rows, pack, padding_fraction, rows_at_a_time, split_micro_batches, tree_attention, unpack
+from covey.plan import counting
+from covey.plan.peaks import peaks
 from covey.types import Group
 
 

@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 from flax import nnx
 
-from benchmarks import counting
 from benchmarks.common import Result, Settings, interleaved
 from benchmarks.decode import limits
-from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.schema import RolloutConfig
+from covey.plan import counting
+from covey.plan.peaks import peaks
 from covey.sampling.engine import Request, Sampler
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import counting
 from benchmarks.common import STILL, Result, Settings, interleaved, megabytes, short
-from benchmarks.peaks import peaks
 from benchmarks.sizes import Size
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
@@ -24,6 +22,8 @@ from covey.packing.rows import (
     scatter_to_rows,
     split_micro_batches,
 )
+from covey.plan import counting
+from covey.plan.peaks import peaks
 from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer
