@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+KERNELS = ("tpu_custom_call", "triton_kernel_call")
+"""Targets of the custom calls that run a kernel of Pallas."""
+
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -47,6 +50,8 @@ class Instruction:
         loops: loops around it, outermost first.
         branch: whether it is in a branch of a conditional.
         op_name: path of the operation in the traced function; empty where the compiler gives none.
+        cycles: the compiler's estimate for one execution; 0 where it gives none, as for kernels.
+        kernel: whether it calls a kernel of Pallas, which has no estimate.
     """
 
     opcode: str
@@ -55,6 +60,8 @@ class Instruction:
     loops: tuple[Loop, ...]
     branch: bool
     op_name: str
+    cycles: int = 0
+    kernel: bool = False
 
     @property
     def executions(self) -> int:
@@ -192,7 +199,17 @@ def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], br
     size = max(sum(map(shape_bytes, shapes)), sum(shape_bytes(types.get(name, "")) for name in operands))
     op_name = re.search(r'op_name="([^"]*)"', line.rest)
     opcode = line.opcode.removesuffix("-start")
-    return Instruction(opcode, tuple(shapes), size, loops, branch, op_name[1] if op_name else "")
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', line.rest)
+    return Instruction(
+        opcode,
+        tuple(shapes),
+        size,
+        loops,
+        branch,
+        op_name[1] if op_name else "",
+        int(cycles[1]) if cycles else 0,
+        opcode == "custom-call" and re.search(f'custom_call_target="({"|".join(KERNELS)})"', line.rest) is not None,
+    )
 
 
 _BY_BITS = {1: "pred", 4: "s4 u4 f4e2m1fn", 8: "s8 u8 f8e4m3fn f8e5m2", 16: "s16 u16 bf16 f16", 32: "s32 u32 f32"}

@@ -95,3 +95,16 @@ def test_a_compiled_program_is_read() -> None:
     program = Program(jax.jit(layers).lower(weight, x).compile().as_text())
     (reduced,) = program.collectives()
     assert (reduced.opcode, reduced.bytes, reduced.executions) == ("all-reduce", 16 * 8 * 4, 3)
+
+
+def test_estimates_and_kernels_are_found() -> None:
+    text = """\
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"120","flag":true}
+  ROOT %z = f32[8]{0} custom-call(%y), custom_call_target="tpu_custom_call"
+}
+"""
+    x, y, z = Program(text).instructions
+    assert (x.cycles, y.cycles, z.cycles) == (0, 120, 0)
+    assert (x.kernel, y.kernel, z.kernel) == (False, False, True)
