@@ -114,6 +114,9 @@ class RLPrograms:
         pause_id: token that ends a call of the tool; None without a tool.
         device: the device of a role that has no mesh.
         platform: the platform for which programs are built, if it is not that of the devices.
+
+    Attributes:
+        model: the actor in shapes, on its devices.
     """
 
     def __init__(
@@ -133,10 +136,10 @@ class RLPrograms:
         def placed(role: Role) -> Decoder:
             return place_abstract(actor, place_of(role, config, device), platform)
 
-        trained = placed(Role.ACTOR)
-        graph, self._actor = nnx.split(trained)
+        self.model = placed(Role.ACTOR)
+        graph, self._actor = nnx.split(self.model)
         self._scorer = RowScorer(graph, config.rollout_config.temperature)
-        self._update = UpdatePrograms(trained, *policy_training(config, grpo, total_steps))
+        self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
         rollout = placed(Role.ROLLOUT)
         graph, params = nnx.split(with_rounded_head(rollout))
         self._rollout = round_kernels(params, operand_type(rollout))

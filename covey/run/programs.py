@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import Recipe, is_run
+from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.models import scratch
@@ -24,6 +24,7 @@ from covey.rl.programs import RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.load_model import decoder_options
 from covey.sampling.tools import make_tool
+from covey.sft.programs import SFTPrograms
 from covey.text.tokenizer import Tokenizer
 
 
@@ -49,6 +50,13 @@ def policy_programs(recipe: Recipe, place: Mesh | jax.Device, total_steps: int) 
         pause_id=None if tool is None else tool.markers.end,
         device=device,
     )
+
+
+def supervised_programs(recipe: SFTRecipe, place: Mesh | jax.Device, total_steps: int) -> SFTPrograms:
+    """Return the programs of the supervised training of `recipe`; arguments and errors as for `policy_programs`."""
+    platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
+    model, _ = abstract_source(recipe.model, recipe.seed, platform)
+    return SFTPrograms(model, recipe.training, place, total_steps)
 
 
 def abstract_source(options: ModelOptions, seed: int, platform: str) -> tuple[Decoder, Tokenizer]:

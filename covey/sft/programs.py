@@ -24,13 +24,16 @@ class SFTPrograms:
         config: batch, length, optimizer.
         place: a mesh or one device.
         total_steps: optimizer updates of the whole run.
+
+    Attributes:
+        model: the model in shapes, on its devices.
     """
 
     def __init__(self, model: Decoder, config: SFTConfig, place: Mesh | jax.Device, total_steps: int):
-        placed = place_abstract(model, place)
+        self.model = place_abstract(model, place)
         self.config, self._mesh = config, place if isinstance(place, Mesh) else None
-        graph, self._params = nnx.split(placed)
-        self._update = UpdatePrograms(placed, make_optimizer(config.optimizer, total_steps), supervised_loss)
+        graph, self._params = nnx.split(self.model)
+        self._update = UpdatePrograms(self.model, make_optimizer(config.optimizer, total_steps), supervised_loss)
         self._held_out = HeldOutLoss(graph, config, mesh=self._mesh)
 
     def loss(self, count: int, length: int) -> Program:

@@ -12,7 +12,7 @@ from covey.parallel import flatten, make_mesh
 from covey.parallel.placement import place_abstract, place_model
 from covey.parallel.programs import abstract
 from covey.run.load_model import load_source
-from covey.run.programs import abstract_source, policy_programs
+from covey.run.programs import abstract_source, policy_programs, supervised_programs
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 
@@ -56,3 +56,11 @@ def test_the_programs_of_a_recipe_are_built_without_an_array() -> None:
     assert [program.name for program in made][:4] == ["score", "gradients", "apply", "prefill"]
     assert made[-1].name == "decode"
     assert made[0].lower().as_text()
+
+
+def test_supervised_programs_are_those_of_the_recipe() -> None:
+    ready = recipe.load("sft-tiny", kind=recipe.SFTRecipe)
+    made = supervised_programs(ready, jax.devices()[0], total_steps=8)
+    assert [program.name for program in made.largest()] == ["loss", "gradients", "apply"]
+    assert made.model.config.num_layers == 2
+    assert made.largest()[1].args[3].tokens.shape == (8, 128)
