@@ -1,0 +1,106 @@
+"""Hardware for which a run can be planned: rates, memory and links of one device, and their sources.
+
+This module does not import JAX, so that a mistake in `--on` is answered at once.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from covey.errors import CoveyError, nearest
+
+GB = 1e9
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device.
+
+    Attributes:
+        name: as `--on` names it.
+        platform: as JAX names it: `tpu`, `gpu` or `cpu`.
+        flops: peak flops/s of products by the type of their operands; float32 means full precision.
+        bandwidth: bytes/s between memory and processor.
+        memory: bytes that programs can use.
+        link: bytes/s of one link to a neighbouring device in one direction; one ring of devices moves no more.
+        clock: cycles/s by which the compiler's own estimates are converted to seconds; 0 where it gives none.
+        share: assumed share of the roofline that a phase reaches where the compiler gives no estimate.
+        source: where the figures come from.
+    """
+
+    name: str
+    platform: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    link: float
+    clock: float
+    share: float
+    source: str
+
+
+def _tpu(name: str, teraflops: float, bandwidth: float, memory: float, link: float, clock: float) -> Machine:
+    # A product of full float32 precision is six of bfloat16 operands.
+    flops = {"bfloat16": teraflops * 1e12, "float32": teraflops * 1e12 / 6}
+    source = f"cloud.google.com/tpu/docs/{name}; a link is the interconnect per chip over its links and two directions"
+    return Machine(name, "tpu", flops, bandwidth * GB, memory * GIB, link * GB, clock * 1e9, 0.4, source)
+
+
+MACHINES = {
+    # The compiler for v5e gives programs 15.75 of the 16 GiB.
+    "v5e": _tpu("v5e", 197, 819, 15.75, 50, 1.5),
+    "v5p": _tpu("v5p", 459, 2765, 95, 100, 1.75),
+    "v6e": _tpu("v6e", 918, 1640, 31.25, 100, 1.75),
+    "h100": Machine(
+        "h100", "gpu", {"bfloat16": 989e12, "float32": 67e12}, 3350 * GB, 80 * GB, 450 * GB, 0.0, 0.4,
+        "NVIDIA H100 SXM data sheet, dense rates; a link is NVLink in one direction",
+    ),
+}  # fmt: skip
+"""Name → device; a CPU is measured (`peaks`), not listed."""
+
+CPU = "cpu"
+FORMS = "v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8 or cpu"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices for which a run is planned.
+
+    Attributes:
+        name: as `--on` gives them.
+        machine: name of the device.
+        count: number of devices; None on a CPU, which has as many virtual devices as the mesh asks for.
+    """
+
+    name: str
+    machine: str
+    count: int | None
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices, as JAX names it."""
+        return CPU if self.machine == CPU else MACHINES[self.machine].platform
+
+
+def parse_target(text: str) -> Target:
+    """Return the devices that `--on` names.
+
+    Raises:
+        CoveyError: there is no such device, or its number is missing or malformed.
+
+    >>> parse_target("v5e:2x4")
+    Target(name='v5e:2x4', machine='v5e', count=8)
+    """
+    machine, colon, shape = text.partition(":")
+    if machine not in (CPU, *MACHINES):
+        raise CoveyError(f"there is no machine {machine!r}", want=FORMS, fix=nearest(machine, [CPU, *MACHINES]))
+    if machine == CPU:
+        if colon:
+            raise CoveyError(f"--on {text}", want="--on cpu: it has as many devices as model.mesh asks for")
+        return Target(text, CPU, None)
+    form = r"[1-9]\d{0,4}" if machine == "h100" else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
+    if not re.fullmatch(form, shape):
+        raise CoveyError(f"--on {text}: {shape!r} is no number of devices", want=FORMS)
+    return Target(text, machine, math.prod(map(int, shape.split("x"))))

@@ -1,0 +1,125 @@
+"""Devices of a description, which need not be there, and the mesh of a recipe over them."""
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from covey.config.schema import MeshConfig
+from covey.errors import CoveyError, RecipeError
+from covey.extras import install_command
+from covey.parallel.mesh import MESH_AXES, make_mesh
+from covey.plan.machines import Target
+
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" runtime_version { major: 12 minor: 9 } dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""Description of an H100 for XLA's compiler."""
+
+
+def mesh_size(config: MeshConfig) -> int:
+    """Return the number of devices of a recipe's mesh."""
+    return math.prod(getattr(config, axis) for axis in MESH_AXES)
+
+
+def check_mesh(config: MeshConfig, target: Target) -> None:
+    """Refuse a mesh that does not use every device of `target` once.
+
+    Raises:
+        RecipeError: it does not.
+    """
+    if target.count not in (None, mesh_size(config)):
+        sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
+        raise RecipeError(
+            f"{target.name} has {target.count} devices, and the recipe's mesh has {sizes} = {mesh_size(config)}",
+            want=f"a mesh whose axes multiply to {target.count}",
+            fix=f"for example --mesh.data 1 --mesh.fsdp {target.count} --mesh.tp 1",
+            where="model.mesh",
+        )
+
+
+def place_on(target: Target, config: MeshConfig) -> Mesh | jax.Device:
+    """Return the mesh of a recipe over the devices of `target`, or its only device.
+
+    Raises:
+        RecipeError: the mesh does not use every device once.
+        CoveyError: the compiler for these devices is not installed.
+    """
+    check_mesh(config, target)
+    count = mesh_size(config)
+    devices = _devices(target, count)
+    if count == 1:
+        device: jax.Device = devices[0]
+        return device
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES if axis != "data" or config.data > 1}
+    return make_mesh(tuple(sizes.values()), tuple(sizes), devices)
+
+
+def _devices(target: Target, count: int) -> Sequence[Any]:
+    if target.platform == "cpu":
+        return _cpu_devices(count)
+    with _without_flags_for_cpus():
+        return _tpu_devices(target) if target.platform == "tpu" else _gpu_devices(target)
+
+
+def _cpu_devices(count: int) -> Sequence[Any]:
+    if count > 1 and COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # JAX has begun, with the devices that it has
+            jax.config.update("jax_num_cpu_devices", count)
+    return jax.devices("cpu")[:count]
+
+
+def _tpu_devices(target: Target) -> Sequence[Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise CoveyError(
+            f"{target.name} needs libtpu, the compiler for TPUs, which is not installed",
+            want="the extra 'plan', on Linux with an x86-64 processor (libtpu is under Google Cloud's terms)",
+            fix=install_command("plan"),
+        )
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices)
+    except Exception as error:  # whatever libtpu raises, it does not know these devices
+        reason = str(error).splitlines()[0][:200]
+        raise CoveyError(
+            f"libtpu has no topology {target.name}: {reason}", want="such as v5e:2x4 or v5p:2x2x2"
+        ) from error
+
+
+def _gpu_devices(target: Target) -> Sequence[Any]:
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        install = f'cuda/bin/{install_command()} "jax[cuda12]=={jax.__version__}"'
+        raise CoveyError(
+            f"{target.name} needs JAX's plugin for CUDA, which is not installed",
+            want="an environment of its own, because the plugin takes 5.6 GB; no GPU is needed to plan",
+            fix=f"python -m venv cuda && {install} && cuda/bin/covey plan",
+        )
+    shape = f"1x1x{target.count}"
+    described = topologies.get_topology_desc("h100", platform="cuda", target_config=H100, topology=shape)
+    return list(described.devices)
+
+
+@contextmanager
+def _without_flags_for_cpus() -> Iterator[None]:
+    """Hide XLA_FLAGS, once the CPU has read it: libtpu refuses flags that are not its own."""
+    jax.devices()
+    flags = os.environ.pop("XLA_FLAGS", None)
+    try:
+        yield
+    finally:
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags

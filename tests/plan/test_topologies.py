@@ -1,0 +1,38 @@
+"""Devices that are not there: what is missing is named with the way to get it."""
+
+import importlib.util
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from covey.config.schema import MeshConfig
+from covey.errors import CoveyError, RecipeError
+from covey.plan.machines import parse_target
+from covey.plan.topologies import place_on
+
+
+def test_a_mesh_must_use_every_device() -> None:
+    with pytest.raises(RecipeError) as raised:
+        place_on(parse_target("v5e:2x4"), MeshConfig(fsdp=1, tp=4))
+    assert "v5e:2x4 has 8 devices" in str(raised.value)
+    assert "data 1 × fsdp 1 × tp 4 = 4" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("v5e:2x4", r"\[plan\]"), ("h100:8", r"python -m venv cuda .* \"jax\[cuda12\]==")]
+)
+def test_a_missing_compiler_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CoveyError, match=told):
+        place_on(parse_target(name), MeshConfig(fsdp=8))
+
+
+def test_a_cpu_has_the_devices_that_the_mesh_asks_for() -> None:
+    mesh: Any = place_on(parse_target("cpu"), MeshConfig(fsdp=2, tp=2))
+    assert isinstance(mesh, Mesh)
+    assert dict(mesh.shape) == {"fsdp": 2, "tp": 2}
+    assert place_on(parse_target("cpu"), MeshConfig()) == jax.devices("cpu")[0]
