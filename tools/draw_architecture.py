@@ -15,7 +15,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
-    "plan": "compiled programs, read before they run",
+    "plan": "what a run needs, from its compiled programs",
     "run": "a run folder: start, resume, export",
     "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",

@@ -23,6 +23,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey generate RUN_OR_MODEL "PROMPT"
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
+  covey plan NAME_OR_YAML        what a run needs, on this or another machine
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey doctor                   what this machine has, and what is missing
@@ -106,6 +107,31 @@ examples
   covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
   covey export runs/gsm8k-smollm2-1 --out adapter --format peft
   covey export smollm2-135m --out for-llama-cpp --format gguf
+"""
+
+PLAN = """\
+covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--setting value ...]
+
+Says what a run of a recipe needs, without its weights: memory by part, flops and bytes by phase, the least and the
+expected seconds of a step, what moves between devices, and the first setting to change where it does not fit.
+All programs of the run are compiled for the machine, which need not be there; a large model takes minutes.
+
+  --on MACHINE             cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4 or h100:8. TPUs need the extra 'plan',
+                           H100s the plugin for CUDA. The recipe's mesh must have as many devices
+  --json                   the same as one line of JSON
+  --here                   run two steps too, and compare this machine's memory with the plan's
+  --prompt-tokens N        mean length of a prompt; the longest allowed when not given
+  --completion-tokens N    mean length of a completion; 35 % of the longest allowed when not given
+
+examples
+  covey plan quickstart
+  covey plan quickstart --here
+  covey plan gsm8k-gemma2 --on v5e:2x2
+  covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
+  covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
+
+The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
+its files are read.
 """
 
 REPORT = """\
@@ -223,6 +249,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "generate": (GENERATE, GenerateOptions),
     "chat": (CHAT, ChatOptions),
     "export": (EXPORT, ExportOptions),
+    "plan": (PLAN, None),
     "report": (REPORT, ReportOptions),
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from covey import __version__
 from covey.cli import help
@@ -162,6 +163,28 @@ def export(words: Sequence[str]) -> Action:
     return partial(_export, source, Path(options.out).expanduser(), options, options.shard_bytes)
 
 
+def plan(words: Sequence[str]) -> Action:
+    """Parse `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [settings]`."""
+    from covey.plan.machines import parse_target  # late, here and below: no other command needs it
+
+    switches = {"--json", "--here"} & set(words)
+    usage = "covey plan NAME_OR_YAML [--on MACHINE]"
+    (source,), pairs = _exactly(1, [word for word in words if word not in switches], usage)
+    own = {name: value for name, value in pairs if name in ("--on", "--prompt-tokens", "--completion-tokens")}
+    tokens = _tokens(pair for pair in pairs if pair[0] not in own)
+    lengths = tuple(_count(own, name) for name in ("--prompt-tokens", "--completion-tokens"))
+    target = parse_target(own.get("--on", "cpu"))
+    settings = recipe.load_any(source, tokens)
+    return partial(_plan, source, settings, tokens, target, lengths, switches)
+
+
+def _count(options: dict[str, str], name: str) -> int | None:
+    value = options.get(name)
+    if value is not None and not (value.isascii() and value.isdigit() and int(value)):
+        raise CoveyError(f"{name} is {value!r}", want="a whole number from 1 up")
+    return None if value is None else int(value)
+
+
 def report(words: Sequence[str]) -> Action:
     """Parse `covey report RUN [RUN ...] [--out FILE]`."""
     runs, pairs = split(words, len(words))
@@ -282,6 +305,20 @@ def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) ->
     run.export(source, out, options.format, options.dtype, shard_bytes)
 
 
+def _plan(
+    source: str,
+    settings: recipe.Recipe | recipe.SFTRecipe,
+    tokens: Sequence[str],
+    target: Any,
+    lengths: Any,
+    switches: set[str],
+) -> None:
+    check_source(settings.model.source)
+    from covey.plan import command
+
+    command.plan(source, tokens, target, lengths, as_json="--json" in switches, here="--here" in switches)
+
+
 def _report(runs: Sequence[Path], out: str | None) -> None:
     from covey.report import REPORT, write_report  # late: it needs NumPy
 
@@ -321,6 +358,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "generate": generate,
     "chat": chat,
     "export": export,
+    "plan": plan,
     "report": report,
     "recipes": recipes,
     "doctor": doctor,

@@ -1,1 +1,1 @@
-"""Compiled programs, read before they run: their collectives, loops and buffers."""
+"""Plans: what a run needs on a machine that need not be there, from its compiled programs."""

@@ -71,7 +71,16 @@ def in_a_process(*words, cwd=ROOT):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--help"], ["--version"], ["recipes"], ["recipes", "quickstart"], ["train", "--help"], ["sft", "--help"]],
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        ["recipes"],
+        ["recipes", "quickstart"],
+        ["train", "--help"],
+        ["sft", "--help"],
+        ["plan", "--help"],
+    ],
 )
 def test_help_needs_no_jax(words):
     done = in_a_process(*words)
@@ -113,6 +122,10 @@ def test_help_needs_no_jax(words):
         (["chat", "./nowhere"], "./nowhere"),
         (["recipes", "quikstart"], "did you mean 'quickstart'?"),
         (["doctor", "now"], "one word too many"),
+        (["plan"], "wanted: covey plan NAME_OR_YAML"),
+        (["plan", "quickstart", "--on", "v4:2x4"], "wanted: v5e:2x4, v5p:2x2x2"),
+        (["plan", "quickstart", "--completion-tokens", "-1"], "wanted: a whole number from 1 up"),
+        (["plan", "quickstart", "--on", "v5e:1x1", "--here"], "--here measures this machine"),
     ],
 )
 def test_mistakes_need_no_jax(tmp_path, words, told):

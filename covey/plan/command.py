@@ -1,0 +1,92 @@
+"""Execute `covey plan` once its words are parsed. JAX is imported only after its environment is set."""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.status import Status
+
+from covey.config import recipe
+from covey.errors import CoveyError
+from covey.plan.machines import Target
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
+"""Variables with which libtpu compiles without asking for a TPU, beside another process that does. Without the last two
+it reports that it could not find them; the type does not limit the topologies.
+"""
+
+
+def plan(
+    source: str,
+    settings: Sequence[str],
+    target: Target,
+    lengths: tuple[int | None, int | None],
+    as_json: bool,
+    here: bool,
+) -> None:
+    """Print the plan of the recipe `source` for `target`.
+
+    Args:
+        settings: changes of the recipe, as on the command line.
+        lengths: expected tokens of a prompt and of a completion; None for what is assumed otherwise.
+        as_json: print one line of JSON instead of tables.
+        here: also run two steps on this machine, and print measured beside predicted memory.
+
+    Raises:
+        CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
+    """
+    if here and target.platform != "cpu":
+        raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
+    prepare_environment(target)
+
+    from covey.plan import here as measuring
+    from covey.plan.plan import make_plan
+    from covey.plan.table import as_json as to_json
+    from covey.plan.table import show
+    from covey.plan.work import Lengths, expected_lengths
+
+    def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
+        return recipe.load_any(source, [*settings, *more])
+
+    assumed = expected_lengths(load(()))
+    prompt, completion = lengths
+    expected = Lengths(prompt or assumed.prompt, completion or assumed.completion)
+    console = Console(stderr=True)
+    with console.status("") as status:
+        made = make_plan(load, target, partial(_tell, console, status), expected)
+        found = to_json(made)
+        if here:
+            _tell(console, status, "running two steps")
+            found["measured"] = measuring.measure(load(measuring.overrides(load(()))))
+    if as_json:
+        print(json.dumps(found))
+        return
+    show(made, Console())
+    if here:
+        measuring.show(found, Console())
+
+
+def prepare_environment(target: Target) -> None:
+    """Set the variables with which JAX compiles for `target`, before it is imported.
+
+    Programs are not kept on disk, so that seconds and memory are those of a first run.
+    """
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
+    if target.platform == "tpu":
+        os.environ |= {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+
+
+def _tell(console: Console, status: Status, text: str) -> None:
+    """Show what is being done: in place on a terminal, else as a line."""
+    if console.is_terminal:
+        status.update(text)
+    else:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,130 @@
+"""One compiled program of a plan: its memory and collectives, and the compiler's estimate of its time."""
+
+import math
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from covey.parallel.programs import Program
+from covey.plan import hlo
+from covey.plan.resident import begin_again, highest, resident
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one loop of a program.
+
+    Attributes:
+        opcode: kind.
+        loops: trip counts of the loops around it, outermost first; None where the program computes it.
+        count: number of its instructions in the loop's body.
+        bytes: what one turn of the innermost loop moves, on one device.
+    """
+
+    opcode: str
+    loops: tuple[int | None, ...]
+    count: int
+    bytes: int
+
+    def total_bytes(self, turns: int = 1) -> float:
+        """Return what one call moves; a loop of unknown length has `turns` turns."""
+        return self.bytes * math.prod(turns if trips is None else trips for trips in self.loops)
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """Result of compiling a program; bytes are those of one device.
+
+    Attributes:
+        name: the program's.
+        seconds: time that lowering and compiling took.
+        arguments, results: bytes of its arguments, and of its results that do not take an argument's place.
+        temporary: bytes that it allocates beside them.
+        refused: bytes that the compiler says the program needs where it is too large for the device; else 0.
+        compiling: most bytes that the compiler held on the host; 0 where that is not the device's memory.
+        collectives: by loop.
+        cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
+            not in it. None where the compiler gives no estimate.
+        kernels: number of executions of custom calls outside and inside, as for `cycles`.
+    """
+
+    name: str
+    seconds: float
+    arguments: int = 0
+    results: int = 0
+    temporary: int = 0
+    refused: int = 0
+    compiling: int = 0
+    collectives: tuple[Collective, ...] = ()
+    cycles: tuple[int, int] | None = None
+    kernels: tuple[int, int] = (0, 0)
+
+    def link_bytes(self, turns: int = 1) -> float:
+        """Return what a call moves between devices; a loop of unknown length has `turns` turns."""
+        return sum(one.total_bytes(turns) for one in self.collectives)
+
+
+def compile_program(program: Program, read_text: bool, on_host: bool = False) -> CompiledProgram:
+    """Compile `program`, and read what the compiler says.
+
+    Args:
+        program: of shapes, on its devices.
+        read_text: read collectives and cycles too, from the text of the program.
+        on_host: whether the device's memory is that of the host, so that the compiler's counts too.
+    """
+    before = resident() if on_host else 0
+    begin_again()
+    start = time.monotonic()
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = _refused_bytes(str(error))
+        if needed is None:
+            raise
+        return CompiledProgram(program.name, time.monotonic() - start, refused=needed)
+    seconds = time.monotonic() - start
+    compiling = highest() - before if on_host else 0
+    memory: Any = compiled.memory_analysis()
+    found = CompiledProgram(
+        program.name,
+        seconds,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        compiling=compiling,
+    )
+    return _with_text(found, compiled.as_text() or "") if read_text else found
+
+
+def _with_text(found: CompiledProgram, text: str) -> CompiledProgram:
+    read = hlo.Program(text)
+    by_loop: Counter[tuple[str, tuple[int | None, ...]]] = Counter()
+    size: Counter[tuple[str, tuple[int | None, ...]]] = Counter()
+    for one in read.collectives():
+        key = one.opcode, tuple(loop.trip_count for loop in one.loops)
+        by_loop[key] += 1
+        size[key] += one.bytes
+    collectives = tuple(Collective(*key, count, size[key]) for key, count in by_loop.items())
+    cycles, kernels = [0, 0], [0, 0]
+    for each in read.instructions:
+        inside = any(loop.trip_count is None for loop in each.loops)
+        cycles[inside] += each.cycles * each.executions
+        kernels[inside] += each.executions if each.opcode == "custom-call" and each.kernel else 0
+    estimates: dict[str, Any] = {"cycles": tuple(cycles), "kernels": tuple(kernels)} if any(cycles) else {}
+    return replace(found, collectives=collectives, **estimates)
+
+
+def _refused_bytes(message: str) -> int | None:
+    """Return the bytes that the compiler for TPUs says a program needs when it refuses it; None for another error.
+
+    >>> _refused_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm.")
+    18790481920
+    """
+    found = re.search(r"[Uu]sed ([\d.]+)([KMG]?) of [\d.]+[KMG]? hbm", message)
+    return int(float(found[1]) * UNITS[found[2]]) if found else None

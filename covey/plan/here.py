@@ -1,0 +1,117 @@
+"""`covey plan --here`: two steps of a recipe in a process of its own, and its peak of memory in each phase.
+
+python -m covey.plan.here RECIPE.yaml FOLDER PEAKS.json
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
+from covey.errors import CoveyError
+from covey.plan.resident import begin_again, highest
+from covey.run.base import Run
+from covey.run.rl import RLRun
+from covey.run.sft import SFTRun
+
+STEPS = 2
+PHASES = {"rollout": ("prefill", "insert", "decode"), "logps": ("score",), "update": ("gradients", "apply")}
+"""Phase of a run → names of its programs."""
+
+
+def overrides(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return the settings that shorten a run of `recipe` to `STEPS` steps and a small evaluation."""
+    fewer = [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", "training.eval_every_n_steps=0"]
+    fewer += ["training.checkpoint_every_n_steps=0"]
+    return fewer + (["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else [])
+
+
+def measure(recipe: Recipe | SFTRecipe) -> dict[str, int]:
+    """Return the peak of resident memory in bytes by phase, of a process that runs `recipe`.
+
+    Raises:
+        CoveyError: the process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="covey-plan-") as folder:
+        file, peaks = Path(folder) / "recipe.yaml", Path(folder) / "peaks.json"
+        file.write_text(to_yaml(recipe), encoding="utf-8")
+        words = [sys.executable, "-m", "covey.plan.here", str(file), str(Path(folder) / "run"), str(peaks)]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            raise CoveyError("the run of two steps failed:\n" + done.stdout.decode(errors="replace")[-2000:])
+        found: dict[str, int] = json.loads(peaks.read_text())
+        return found
+
+
+def predicted(found: dict[str, Any]) -> dict[str, int]:
+    """Return the predicted peak by phase of a plan in JSON's types, for phases that have programs."""
+    peaks: dict[str, int] = {}
+    for phase, names in PHASES.items():
+        if mine := [one["peak"] for one in found["programs"] if one["name"] in names]:
+            peaks[phase] = max(mine)
+    return peaks
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print measured beside predicted peaks."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("phase, two steps here", "predicted GB", "measured GB", "difference"):
+        table.add_column(name, justify="left" if name.startswith("phase") else "right")
+    for phase, peak in predicted(found).items():
+        if measured := found["measured"].get(phase):
+            difference = f"{peak / measured - 1:+.0%}"
+            table.add_row(phase, f"{peak / 1e9:.2f}", f"{measured / 1e9:.2f}", difference)
+    console.print(table)
+
+
+class PeakRecorder:
+    """Record the highest resident memory of this process in each phase of a run.
+
+    Attributes:
+        peaks: bytes by phase, the most of all its times.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self._phase = "start"
+
+    def wrap(self, begin: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a function that begins a phase as `begin` does, and records the one before it."""
+
+        def phase(name: str) -> None:
+            self.record()
+            begin(name)  # may return free memory to the system, which belongs to neither phase
+            self._phase = name
+            begin_again()
+
+        return phase
+
+    def record(self) -> None:
+        """Record the phase that ends now."""
+        self.peaks[self._phase] = max(highest(), self.peaks.get(self._phase, 0))
+
+
+def main(words: list[str]) -> None:
+    """Run the recipe words[0] in the folder words[1]; write the peaks to the file words[2]."""
+    recipe, recorder = load_any(words[0]), PeakRecorder()
+    kind: type[Run[Any]] = SFTRun if isinstance(recipe, SFTRecipe) else RLRun
+
+    class WatchedRun(kind):  # type: ignore[misc,valid-type]
+        def __init__(self, recipe: Any, data: Any, mesh: Any, resources: Any):
+            super().__init__(recipe, data, mesh, replace(resources, phase=recorder.wrap(resources.phase)))
+
+    WatchedRun.start(recipe, Path(words[1]))
+    recorder.record()
+    Path(words[2]).write_text(json.dumps(recorder.peaks))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,233 @@
+"""`make_plan`: compile the programs of a recipe for devices that need not be there, and say what a run of it needs.
+
+Only shapes are used: no weight is read, and no array is made for the run.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import psutil
+from flax import nnx
+from jax.sharding import Mesh
+
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.models.compute_dtype import resolve_compute_dtype
+from covey.models.lora import split_trainable
+from covey.parallel.mesh import MESH_AXES
+from covey.parallel.programs import Program
+from covey.plan.compiled import CompiledProgram, compile_program
+from covey.plan.knobs import Turn, search
+from covey.plan.machines import MACHINES, Machine, Target
+from covey.plan.memory import Residents, nbytes, residents_of
+from covey.plan.peaks import peaks
+from covey.plan.resident import resident
+from covey.plan.roofline import PhaseTime, Rates, phase_time
+from covey.plan.topologies import mesh_size, place_on
+from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
+from covey.rl.programs import RLPrograms
+from covey.run.programs import policy_programs, supervised_programs
+from covey.sft.programs import SFTPrograms
+
+TOTAL_STEPS = 100
+"""Number of steps of the schedule, on which no size depends."""
+CPU_SHARE = 0.4
+"""Share of the roofline that a phase reaches on CPUs: 39 to 57 per cent in updates, 56 to 74 in decoding (measured)."""
+
+Load = Callable[[Sequence[str]], Recipe | SFTRecipe]
+"""Function that loads the recipe with further settings, as on the command line."""
+Tell = Callable[[str], None]
+"""Function that is told what is being done."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Needs of a run.
+
+    Attributes:
+        recipe: its name.
+        target: devices that it is planned for.
+        mesh: number of devices along each axis.
+        machine: one of the devices.
+        lengths: expected ones, on which seconds depend.
+        residents: arrays of one device by part.
+        process: bytes of the process itself: Python, libraries and compiled programs. 0 on accelerators, whose memory
+            holds none of it.
+        programs: the largest that the settings provide for, compiled.
+        phases: work and seconds of a step.
+        turns: settings that were tried because the run does not fit; the last fits, if any does.
+        left_out: what is not counted.
+    """
+
+    recipe: str
+    target: Target
+    mesh: Mapping[str, int]
+    machine: Machine
+    lengths: Lengths
+    residents: Residents
+    process: int
+    programs: Sequence[CompiledProgram]
+    phases: Sequence[PhaseTime]
+    turns: Sequence[Turn] = ()
+    left_out: Sequence[str] = ()
+
+    @cached_property
+    def peaks(self) -> dict[str, int]:
+        """Most bytes of a device by program."""
+        found: dict[str, int] = {}
+        for program in self.programs:
+            peak = self.process + self.residents.peak(program)
+            found[program.name] = max(peak, found.get(program.name, 0))
+        return found
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of a device."""
+        return max(self.peaks.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most the device's memory."""
+        return self.peak <= self.machine.memory
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds that all programs took to compile."""
+        return sum(program.seconds for program in self.programs)
+
+
+def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = None) -> Plan:
+    """Return the plan of a recipe for `target`.
+
+    Args:
+        load: gives the recipe.
+        target: devices, which need not be there.
+        tell: told what is being done.
+        lengths: expected lengths; those of `expected_lengths` if not set.
+
+    Raises:
+        CoveyError: the mesh does not fit the devices, their compiler is not installed, or the model is not there.
+    """
+    recipe = load(())
+    place = place_on(target, recipe.model.mesh)
+    tell("building the programs")
+    made = programs_of(recipe, place)
+    largest = _programs_run(recipe, made)
+    compiled = _compile(largest, target, isinstance(place, Mesh), tell)
+    residents = residents_of(nnx.state(made.model), largest, _has_reference(recipe))
+    process = resident() if target.platform == "cpu" else 0
+    tell("counting")
+    machine = _machine_of(target, _compute_dtype(recipe, target), mesh_size(recipe.model.mesh))
+    lengths = lengths or expected_lengths(recipe)
+    times = _phase_times(recipe, made, residents, compiled, machine, target, lengths)
+    plan = Plan(
+        recipe.name,
+        target,
+        {axis: getattr(recipe.model.mesh, axis) for axis in MESH_AXES},
+        machine,
+        lengths,
+        residents,
+        process,
+        compiled,
+        times,
+        left_out=_left_out(recipe),
+    )
+    return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, place, tell))
+
+
+def programs_of(recipe: Recipe | SFTRecipe, place: Mesh | jax.Device) -> RLPrograms | SFTPrograms:
+    """Return the programs of a recipe on these devices."""
+    if isinstance(recipe, SFTRecipe):
+        return supervised_programs(recipe, place, TOTAL_STEPS)
+    return policy_programs(recipe, place, TOTAL_STEPS)
+
+
+def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> list[Program]:
+    """Return the largest programs that a run calls: log-probs only where the algorithm needs them."""
+    scores = isinstance(recipe, Recipe) and (recipe.grpo.num_iterations > 1 or bool(algorithm_of(recipe.grpo).beta))
+    return [program for program in made.largest() if scores or program.name != "score"]
+
+
+def _compile(programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell) -> list[CompiledProgram]:
+    compiled = []
+    for number, program in enumerate(programs, start=1):
+        tell(f"compiling {program.name} ({number} of {len(programs)})")
+        compiled.append(compile_program(program, on_mesh or target.platform != "cpu", target.platform == "cpu"))
+    return compiled
+
+
+def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, place: Mesh | jax.Device, tell: Tell) -> list[Turn]:
+    worst = max(plan.peaks, key=plan.peaks.__getitem__)
+    above = {name for name, peak in plan.peaks.items() if peak > plan.machine.memory}
+
+    def peak_with(settings: Sequence[str]) -> int:
+        changed = load(settings)
+        made = programs_of(changed, place)
+        largest = _programs_run(changed, made)
+        residents = residents_of(nnx.state(made.model), largest, _has_reference(changed))
+        tell(f"trying {' '.join(settings)}")
+        floor = plan.process + sum(residents.always.values())
+        if floor > plan.machine.memory:  # no program can fit
+            return floor
+        again = [compile_program(one, read_text=False) for one in largest if one.name in above]
+        return max(plan.process + residents.peak(one) for one in again)
+
+    return search(recipe, worst, plan.machine.memory, peak_with)
+
+
+def _phase_times(
+    recipe: Recipe | SFTRecipe,
+    made: RLPrograms | SFTPrograms,
+    residents: Residents,
+    compiled: Sequence[CompiledProgram],
+    machine: Machine,
+    target: Target,
+    lengths: Lengths,
+) -> list[PhaseTime]:
+    count = mesh_size(recipe.model.mesh)
+    trainable = nbytes(split_trainable(made.model)[1])
+    # The update reads and writes weights and moments, and reads the gradients.
+    moved = 2 * trainable + 2 * residents.always["optimizer"] + residents.during["apply"]["gradients"]
+    itemsize = jnp.dtype(recipe.model.dtype).itemsize
+    sizes = Sizes(residents.always["weights"] * count, moved * count, itemsize)
+    shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
+    phases = step_phases(recipe, made.model.config, lengths, sizes, shards)
+    there = 1 if target.platform == "cpu" else count  # virtual devices share one processor
+    flops = machine.flops[_compute_dtype(recipe, target)]
+    rates = Rates(flops * there, machine.bandwidth * there, machine.link, there)
+    by_name = {program.name: program for program in compiled}
+    return [phase_time(phase, by_name, machine, rates) for phase in phases]
+
+
+def _compute_dtype(recipe: Recipe | SFTRecipe, target: Target) -> str:
+    return resolve_compute_dtype(recipe.model.compute_dtype, "cuda" if target.platform == "gpu" else target.platform)
+
+
+def _machine_of(target: Target, dtype: str, count: int) -> Machine:
+    """Return one of the devices. A CPU is this one, measured with operands of type `dtype`, and its memory is divided
+    among its `count` virtual devices.
+    """
+    if target.machine in MACHINES:
+        return MACHINES[target.machine]
+    found, memory = peaks(dtype), psutil.virtual_memory().total / count
+    flops, source = {dtype: found.matmul}, f"this processor: a large {dtype} product and a sum, measured now"
+    return Machine("cpu", "cpu", flops, found.bandwidth, memory, math.inf, 0.0, CPU_SHARE, source)
+
+
+def _has_reference(recipe: Recipe | SFTRecipe) -> bool:
+    """Return whether a frozen copy of all weights is held: under adapters the reference shares the base."""
+    if isinstance(recipe, SFTRecipe) or recipe.model.lora.rank or recipe.model.adapter:
+        return False
+    return bool(algorithm_of(recipe.grpo).beta)
+
+
+def _left_out(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return what a run of the recipe has and its plan does not count."""
+    if isinstance(recipe, SFTRecipe):
+        return ["answers in evaluations"] if recipe.evaluation.answers else []
+    critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
+    return critic + (["the reward model"] if recipe.reward_model else [])

@@ -1,0 +1,152 @@
+"""A plan of a tiny recipe on this CPU, end to end, and the parts that it is made of."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+
+from covey.config import recipe
+from covey.models.config import ModelConfig
+from covey.parallel import make_mesh
+from covey.plan import here, peaks, plan, table
+from covey.plan.compiled import Collective, CompiledProgram
+from covey.plan.machines import MACHINES, parse_target
+from covey.plan.memory import Residents, nbytes
+from covey.plan.roofline import Rates, phase_time
+from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases
+
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+SETTINGS = [
+    f"model.source={TINY}", "training.row_length=64", "training.max_tokens_per_micro_batch=64",
+    "rollout.max_prompt_length=24", "rollout.max_new_tokens=8", "rollout.slots=4", "grpo.num_generations=4",
+    "training.prompts_per_step=2", "grpo.beta=0.1",
+]  # fmt: skip
+SHAPE = ModelConfig(
+    vocab_size=100, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of this CPU from one small call."""
+    monkeypatch.setattr(peaks, "STREAMED", 2**20)
+    monkeypatch.setattr(peaks, "CALLS", 1)
+    peaks.peaks.cache_clear()
+
+
+def load(more: Sequence[str], mesh: Sequence[str] = ()) -> recipe.Recipe:
+    return recipe.load("quickstart", [*SETTINGS, *mesh, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    made = plan.make_plan(partial(load, mesh=["model.mesh.fsdp=2"]), parse_target("cpu"), told.append)
+    found = json.loads(json.dumps(table.as_json(made)))
+    assert "compiling gradients (2 of 6)" in told
+    assert [one["name"] for one in found["programs"]] == ["score", "gradients", "apply", "prefill", "insert", "decode"]
+    assert [one["name"] for one in found["phases"]] == ["rollout", "logps", "update"]
+    parts = found["memory"]["parts"]
+    assert set(parts) == {"process", "weights", "optimizer", "reference", "gradients", "rows", "KV cache", "prompts"}
+    assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.01)
+    assert parts["reference"] == parts["weights"]
+    assert found["memory"]["peak"] == max(one["peak"] for one in found["programs"])
+    assert found["memory"]["peak"] > parts["process"] + parts["weights"] + parts["optimizer"]
+    assert any(one["collectives"] for one in found["programs"])
+    assert found["fits"]
+    assert found["tried"] == []
+    table.show(made, Console(width=120))
+    out = capsys.readouterr().out
+    assert "fits: peak" in out
+    assert "completions of 3" in out
+    assert "40% of the roofline" in out
+    small = replace(made, machine=replace(made.machine, memory=1.0), turns=())
+    table.show(small, Console(width=120))
+    assert "does not fit: peak" in capsys.readouterr().out
+
+
+def test_a_device_holds_its_shard() -> None:
+    mesh = make_mesh((2, 2))
+    split = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+    whole = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16)
+    assert nbytes(split) == 8 * 6
+    assert nbytes([split, whole, 1.0]) == 8 * 6 + 2 * 8 * 6
+    assert nbytes(whole, like=split) == 2 * 8 * 6 // 4
+
+
+def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
+    residents = Residents({"weights": 100, "optimizer": 200}, {"decode": {"KV cache": 50}})
+    decode = CompiledProgram("decode", 1.0, arguments=160, results=4, temporary=7)
+    assert residents.peak(decode) == 361
+    assert residents.peak(replace(decode, name="apply")) == 311
+    assert residents.peak(replace(decode, refused=999)) == 999
+    assert residents.peak(replace(decode, compiling=20)) == 370
+
+
+def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
+    sizes = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4)
+    phases: Callable[[Sequence[str]], dict[str, Phase]] = lambda more: {  # noqa: E731
+        phase.name: phase for phase in step_phases(load(more), SHAPE, Lengths(16, 8), sizes, 1)
+    }
+    once, twice = phases(["grpo.beta=0"]), phases(["grpo.num_iterations=2"])
+    assert list(once) == ["rollout", "update"]
+    assert twice["update"].flops == 2 * once["update"].flops
+    assert twice["update"].calls["apply"].count == 2
+    # Two groups of 16 + 4 · 7 tokens, each a row of 64; old and reference log-probs of both.
+    assert once["update"].calls["gradients"].count == 2
+    assert twice["logps"].calls["score"].count == 4
+    assert once["update"].bytes == 3 * 2 * 1000 + 10
+    # Eight samples in four slots, seven steps each after the first token.
+    assert once["rollout"].calls["decode"].turns == 14
+
+
+def test_seconds_are_those_of_what_binds() -> None:
+    v5e = MACHINES["v5e"]
+    rates = Rates(197e12, 819e9, v5e.link, 1)
+    phase = Phase("rollout", 197e12, 2 * 819e9, {"decode": Call(2, turns=16)})
+    moved = (Collective("all-reduce", (None,), 2, 10), Collective("all-gather", (), 1, 7))
+    program = CompiledProgram("decode", 1.0, collectives=moved)
+    time = phase_time(phase, {"decode": program}, v5e, rates)
+    assert (time.compute, time.memory, time.bound) == (1.0, 2.0, "memory")
+    assert time.link_bytes == 16 * 10 + 2 * 7
+    assert time.expected == pytest.approx(2.0 / v5e.share)
+
+
+def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
+    v5e = MACHINES["v5e"]
+    rates = Rates(197e12, 819e9, v5e.link, 1)
+    program = CompiledProgram("gradients", 1.0, cycles=(3 * 10**9, 10**9))
+    phase = Phase("update", 1.0, 1.0, {"gradients": Call(2)})
+    assert phase_time(phase, {"gradients": program}, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
+    charged = phase_time(replace(phase, kernel_flops=197e12), {"gradients": program}, v5e, rates)
+    assert charged.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2.0 / 0.6)
+
+
+def test_what_is_measured_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = [{"name": "decode", "peak": 2 * 10**9}, {"name": "prefill", "peak": 10**9}, {"name": "apply", "peak": 1}]
+    found: dict[str, Any] = {"programs": programs, "measured": {"rollout": 1_600_000_000, "update": 2}}
+    assert here.predicted(found) == {"rollout": 2 * 10**9, "update": 1}
+    here.show(found, Console(width=100))
+    assert "+25%" in capsys.readouterr().out
+
+
+def test_each_phase_has_its_own_peak() -> None:
+    recorder = here.PeakRecorder()
+    begun: list[str] = []
+    phase = recorder.wrap(begun.append)
+    phase("small")
+    phase("large")
+    block = bytearray(b"x") * 200_000_000
+    phase("rest")
+    del block
+    assert begun == ["small", "large", "rest"]
+    assert recorder.peaks["large"] > recorder.peaks["small"] + 150_000_000
