@@ -18,6 +18,7 @@ import pytest
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.loading.weights import load
+from covey.plan import peaks
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
