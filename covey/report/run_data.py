@@ -6,7 +6,6 @@ or a value of another form is left out and counted. This module does not import 
 """
 
 import json
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -130,14 +129,15 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+LARGEST = 1e300
+"""Largest number of a page: rounded to a few digits, one beside the end of the range of floats would be infinite."""
+
+
 def number(value: Any) -> float | None:
-    """Return `value` as a finite float; None if it is no such number."""
+    """Return `value` as a float; None if it is no number, or none of a magnitude up to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of floats
-        return None
+    return float(value) if abs(value) <= LARGEST else None
 
 
 def is_count(value: Any) -> TypeGuard[int]:

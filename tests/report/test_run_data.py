@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
@@ -122,6 +122,7 @@ LINES = st.fixed_dictionaries(
 )
 
 
+@example(lines=[{"step": 0, "group": 1.79765e308}], summary=None)
 @given(lines=st.lists(LINES, max_size=6), summary=ANY_JSON)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_report_is_made_of_anything(tmp_path: Path, lines: list[Any], summary: Any) -> None:
