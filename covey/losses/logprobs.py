@@ -389,9 +389,8 @@ def _block_logits_vjp(head: HeadConfig, part: VocabPart, hidden: Array, b: Array
     start, block_weight = _block_start(head, part, b), _slice_block(head, part, b)
     scaled = lambda w, h: head_logits(w, h, head.dtype, head.softcap) / head.temperature  # noqa: E731
     row = start + jnp.arange(block_weight.shape[0])
-    divides = (
-        part.weight.shape[0] % head.block_size == 0
-    )  # then no mask is needed, which would cost as much as the sums
+    # Where the blocks divide the part, no mask is needed, which would cost as much as the sums.
+    divides = part.weight.shape[0] % head.block_size == 0
     new_columns = jnp.ones_like(row, bool) if divides else row >= b * head.block_size
     column = part.first + row
     if part.is_padded:
