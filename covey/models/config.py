@@ -73,6 +73,19 @@ class ModelConfig:
     local_rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies of the layers with a window (Gemma 3)."""
 
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the number of inputs and outputs of each projection of a layer, by name."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes = {
+            "q_proj": (self.hidden_size, queries),
+            "k_proj": (self.hidden_size, keys),
+            "v_proj": (self.hidden_size, keys),
+            "o_proj": (queries, self.hidden_size),
+            "up_proj": (self.hidden_size, self.intermediate_size),
+            "down_proj": (self.intermediate_size, self.hidden_size),
+        }
+        return shapes | ({"gate_proj": (self.hidden_size, self.intermediate_size)} if self.gated_mlp else {})
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of `layer`, or None when it has full attention."""
         return self.windows[layer] if self.windows else None

@@ -118,18 +118,8 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
 
 def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
     """Return the shape of a parameter of the family llama; `weights.fill_parameters` refuses any other."""
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     kind = path.split(".")[-2]
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (c.vocab_size, c.hidden_size),
-        "q_proj": (c.hidden_size, queries),
-        "k_proj": (c.hidden_size, keys),
-        "v_proj": (c.hidden_size, keys),
-        "o_proj": (queries, c.hidden_size),
-        "gate_proj": (c.hidden_size, c.intermediate_size),
-        "up_proj": (c.hidden_size, c.intermediate_size),
-        "down_proj": (c.intermediate_size, c.hidden_size),
-    }
+    shapes = {"embed": (c.vocab_size, c.hidden_size), **c.projection_shapes()}
     return shapes.get(kind, (c.hidden_size,))
 
 

@@ -27,20 +27,6 @@ class Flops(NamedTuple):
     head: float
 
 
-def kernels(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of each projection of a layer."""
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    table = {
-        "q_proj": (c.hidden_size, queries),
-        "k_proj": (c.hidden_size, keys),
-        "v_proj": (c.hidden_size, keys),
-        "o_proj": (queries, c.hidden_size),
-        "up_proj": (c.hidden_size, c.intermediate_size),
-        "down_proj": (c.intermediate_size, c.hidden_size),
-    }
-    return table | ({"gate_proj": (c.hidden_size, c.intermediate_size)} if c.gated_mlp else {})
-
-
 def spans(groups: Iterable[Group]) -> Iterator[Span]:
     """Return the tokens that must be fed to score all completions of `groups`: each prompt once, and each completion
     but its last token.
@@ -74,7 +60,7 @@ def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
     if not rank:
         return 3 * sum(work)
     tokens = sum(count for _, count in spans(groups))
-    from_stream = [kernels(c)[name] for name in ("q_proj", "k_proj", "v_proj")]
+    from_stream = [c.projection_shapes()[name] for name in ("q_proj", "k_proj", "v_proj")]
     unasked = 2 * tokens * sum(n_in * n_out + n_in * rank for n_in, n_out in from_stream)
     return 2 * (work.projections + work.head) + 3 * (work.adapters + work.attention) - unasked
 
@@ -105,11 +91,11 @@ def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: 
 
 
 def _in_kernels(c: ModelConfig) -> int:
-    return sum(n_in * n_out for n_in, n_out in kernels(c).values())
+    return sum(n_in * n_out for n_in, n_out in c.projection_shapes().values())
 
 
 def _in_adapters(c: ModelConfig, rank: int) -> int:
-    return rank * sum(n_in + n_out for n_in, n_out in kernels(c).values())
+    return rank * sum(n_in + n_out for n_in, n_out in c.projection_shapes().values())
 
 
 def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
