@@ -17,7 +17,7 @@ from covey.config import recipe, strict_yaml
 from covey.config.base import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
-from covey.train.metrics import METRICS, SAMPLES, SUMMARY
+from covey.train.run_files import METRICS, SAMPLES, SUMMARY
 
 Row = Mapping[str, Any]
 MAX_LINE = 16_000_000

@@ -38,8 +38,8 @@ from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
 from covey.train.loop import StepRecord
-from covey.train.metrics import METRICS, SAMPLES, SUMMARY
 from covey.train.progress import Progress
+from covey.train.run_files import METRICS, SAMPLES, SUMMARY
 from covey.train.trackers import Tracked, Trackers
 
 log = logging.getLogger(__name__)

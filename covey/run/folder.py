@@ -20,12 +20,11 @@ from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release, replace_file
-from covey.train.metrics import BAD, SUMMARY, Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
+from covey.train.metrics import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
+from covey.train.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.types import Group
 
 log = logging.getLogger(__name__)
-
-CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):

@@ -24,10 +24,10 @@ from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.parallel import mesh_from_config
 from covey.parallel.placement import place_model
-from covey.run.folder import CHECKPOINTS
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import SUMS
+from covey.train.run_files import CHECKPOINTS
 
 LOCAL_ORIGIN = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",

@@ -19,7 +19,7 @@ from covey.config.recipe import is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.display import escape_markdown, printable
 from covey.models.loading import sources
-from covey.train.metrics import SUMMARY
+from covey.train.run_files import SUMMARY
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.advice import ZeroAdvantageWarning
 from covey.run.base import Run, RunResources
-from covey.run.folder import CHECKPOINTS
 from covey.run.inference import evaluate_held_out, fit_to_recipe
 from covey.run.load_model import decoder_options, load_source, refuse_other_weights, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
@@ -39,6 +38,7 @@ from covey.train.checkpoint import Checkpointer
 from covey.train.loop import Observer, StepRecord, total_steps
 from covey.train.metrics import prompt_text
 from covey.train.progress import SampleLine
+from covey.train.run_files import CHECKPOINTS
 from covey.types import Group
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from covey.run.inference import answer_examples, answering_worker, select_answer
 from covey.run.load_model import available_mesh, load_source, open_model
 from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
-from covey.train.metrics import METRICS
 from covey.train.progress import Progress
+from covey.train.run_files import METRICS
 
 
 def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:

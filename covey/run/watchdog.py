@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Self
 
-log = logging.getLogger(__name__)
+from covey.train.run_files import HEARTBEAT, STACKS
 
-HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
+log = logging.getLogger(__name__)
 
 
 class Watchdog:

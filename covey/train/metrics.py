@@ -20,9 +20,9 @@ import numpy as np
 
 from covey.errors import ResumeError
 from covey.train.checksums import is_open_at, replace_file, sync
+from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY
 from covey.types import Group, Prompt
 
-METRICS, SAMPLES, SUMMARY, BAD = "metrics.jsonl", "samples.jsonl", "summary.json", "bad"
 Correct = Mapping[str, Sequence[np.ndarray]]
 """Map from a metric to which completions of each group are right: bool [G]."""
 CONTROL_CHARACTERS = re.compile(

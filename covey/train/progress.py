@@ -11,9 +11,8 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -27,7 +26,8 @@ from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.train.metrics import SAMPLES
+from covey.train.formats import ASCII_SPARKS, SPARKS, clock, excerpt, in_unit, share, sparkline
+from covey.train.run_files import SAMPLES
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""
@@ -35,9 +35,6 @@ SLOW_COMPILE = 5.0
 """Number of seconds after which a log file says that a program is being compiled."""
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
-SAMPLE_WIDTH = 160
-"""Maximum number of characters of a prompt or completion that are shown."""
-SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ class Progress:
         facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}
         facts |= {"by step": self._spark()} if self._rows else {}
         if "steps" in summary and "seconds" in summary:
-            facts["steps"] = f"{summary['steps']} in {_clock(summary['seconds'])}"
+            facts["steps"] = f"{summary['steps']} in {clock(summary['seconds'])}"
         facts |= {"run": folder} if folder else {}
         facts |= {"report": report} if report else {}
         width = max(12, *map(len, facts)) if facts else 0
@@ -192,7 +189,7 @@ class Progress:
         names = (*ALWAYS, *self._show, "tokens_per_second")
         columns |= {name: in_unit(name, row[name]) for name in names if name in row and name not in columns}
         if left := self._seconds_left():
-            columns["left"] = _clock(left)
+            columns["left"] = clock(left)
         return columns
 
     def _seconds_left(self) -> float:
@@ -224,47 +221,6 @@ class Progress:
         self.console.print(Text(printable(text)), soft_wrap=True)
 
 
-def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> str:
-    """Draw `values` as a row of at most `width` marks, averaged and scaled from their lowest to their highest.
-
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    parts = min(width, len(finite))
-    edges = [round(i * len(finite) / parts) for i in range(parts + 1)]
-    means = [statistics.fmean(finite[a:b]) for a, b in pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(marks[round((m - low) / span * (len(marks) - 1)) if span else 0] for m in means)
-
-
-def in_unit(name: str, value: float) -> str:
-    """Format the value of the metric `name` in a few characters, in the unit given by the table of metrics.
-
-    >>> in_unit("completions/clipped_ratio", 0.125), in_unit("time/reward", 0.5), in_unit("kl", 0.01)
-    ('12.5%', '0.5s', '0.0100')
-    """
-    row = metric(name)
-    return UNITS.get(row.unit if row else "", brief)(value)
-
-
-def brief(value: float) -> str:
-    """Format a number of any size in a few characters.
-
-    >>> brief(0.01), brief(12.345678), brief(1e-7), brief(123456.0)
-    ('0.0100', '12.3457', '1.00e-07', '1.23e+05')
-    """
-    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e4 else f"{value:.2e}"
-
-
-def excerpt(text: str, width: int = SAMPLE_WIDTH) -> str:
-    """Shorten `text` to about `width` printable characters by cutting the middle: the end of a prompt matters too."""
-    shown = printable(text.strip())
-    return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
-
-
 def _extremes(samples: Sequence[SampleLine]) -> list[str]:
     """Return the best and the worst of `samples`, one line each."""
     if not samples:
@@ -279,7 +235,7 @@ def _rank(sample: SampleLine) -> float:
 
 def _figures(result: Mapping[str, Any]) -> str:
     figures = [f"{name} {_figure(name, result[name])}" for name in FIGURES if result.get(name) is not None]
-    figures += [f"{name} {_share(result[name])}" for name in result if re.fullmatch(r"pass@\d+", name)]
+    figures += [f"{name} {share(result[name])}" for name in result if re.fullmatch(r"pass@\d+", name)]
     counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
     figures += [f"({', '.join(counts)})"] if counts else []
     return "  ".join(figures)
@@ -287,26 +243,10 @@ def _figures(result: Mapping[str, Any]) -> str:
 
 def _figure(name: str, value: float) -> str:
     row = metric(f"eval/{name}")
-    return _share(value) if row and row.unit == "share" else f"{value:.3f}"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return share(value) if row and row.unit == "share" else f"{value:.3f}"
 
 
 ALWAYS = ("frac_reward_zero_std", "completions/mean_length")
 """Metrics shown after the headline on the line of a step, where they are measured."""
 FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
 """Metrics shown for an evaluation, in this order."""
-UNITS: dict[str, Callable[[float], str]] = {
-    "share": lambda value: f"{100 * value:.3g}%",
-    "tokens": lambda value: f"{value:.0f}",
-    "tokens/s": lambda value: f"{value:.0f}",
-    "s": lambda value: f"{value:.3g}s",
-}
-"""Map from unit to the formatter of its numbers; other units use `brief`."""

@@ -23,9 +23,10 @@ from covey.cli.main import STOPPED, main
 from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
-from covey.run.watchdog import HEARTBEAT, STACKS, Watchdog
+from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
+from covey.train.run_files import HEARTBEAT, STACKS
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")

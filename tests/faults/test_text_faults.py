@@ -23,8 +23,9 @@ from covey.errors import RecipeError
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
 from covey.run.model_card import History, model_card
-from covey.train.metrics import SAMPLES, MetricsWriter, read_rows
+from covey.train.metrics import MetricsWriter, read_rows
 from covey.train.progress import Progress, SampleLine
+from covey.train.run_files import SAMPLES
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"

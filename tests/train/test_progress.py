@@ -7,7 +7,9 @@ import time
 import pytest
 from rich.console import Console
 
-from covey.train.progress import Progress, SampleLine, excerpt, printable, sparkline
+from covey.display import printable
+from covey.train.formats import excerpt, sparkline
+from covey.train.progress import Progress, SampleLine
 
 SAMPLES = [
     SampleLine("about rain", "Rain falls.", 1.0),

@@ -1,0 +1,82 @@
+"""Format the numbers and texts of a run in a few characters, for the terminal."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from covey.config.metrics import metric
+from covey.display import printable
+
+TEXT_WIDTH = 160
+"""Maximum number of characters of a prompt or completion that are shown."""
+SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+
+
+def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> str:
+    """Draw `values` as a row of at most `width` marks, averaged and scaled from their lowest to their highest.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    parts = min(width, len(finite))
+    edges = [round(i * len(finite) / parts) for i in range(parts + 1)]
+    means = [statistics.fmean(finite[a:b]) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(marks[round((m - low) / span * (len(marks) - 1)) if span else 0] for m in means)
+
+
+def in_unit(name: str, value: float) -> str:
+    """Format the value of the metric `name` in a few characters, in the unit given by the table of metrics.
+
+    >>> in_unit("completions/clipped_ratio", 0.125), in_unit("time/reward", 0.5), in_unit("kl", 0.01)
+    ('12.5%', '0.5s', '0.0100')
+    """
+    row = metric(name)
+    return UNITS.get(row.unit if row else "", brief)(value)
+
+
+def brief(value: float) -> str:
+    """Format a number of any size in a few characters.
+
+    >>> brief(0.01), brief(12.345678), brief(1e-7), brief(123456.0)
+    ('0.0100', '12.3457', '1.00e-07', '1.23e+05')
+    """
+    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def excerpt(text: str, width: int = TEXT_WIDTH) -> str:
+    """Shorten `text` to about `width` printable characters by cutting the middle: the end of a prompt matters too."""
+    shown = printable(text.strip())
+    return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
+
+
+def share(value: float) -> str:
+    """Format a share as a percentage.
+
+    >>> share(0.125)
+    '12.5%'
+    """
+    return f"{100 * value:.1f}%"
+
+
+def clock(seconds: float) -> str:
+    """Format a time in minutes and seconds.
+
+    >>> clock(9.6), clock(3725)
+    ('10s', '62m05s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "share": lambda value: f"{100 * value:.3g}%",
+    "tokens": lambda value: f"{value:.0f}",
+    "tokens/s": lambda value: f"{value:.0f}",
+    "s": lambda value: f"{value:.3g}s",
+}
+"""Map from unit to the formatter of its numbers; other units use `brief`."""

@@ -1,0 +1,6 @@
+"""Names of the files in a run folder. This module imports nothing, so that a command can name them at once."""
+
+RECIPE = "recipe.yaml"
+METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
+HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
+CHECKPOINTS, BAD = "checkpoints", "bad"
