@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from covey.report.reduce import spread
-from covey.report.run_data import Row, is_count, number, parse_line
+from covey.report.run_data import Row
 from covey.report.script_json import number_json, script_json, size_of, text_json
 from covey.report.texts import Mask, Prompts, shortened
+from covey.train.json_lines import is_count, number, parse_line
 
 MAX_BYTES = 2_600_000
 """Maximum size in bytes of the completions of a page, of all runs together."""

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from covey.config.metrics import metric
-from covey.report.run_data import Row, RunData, number
+from covey.report.run_data import Row, RunData
 from covey.report.script_json import script_json, size_of
 from covey.report.texts import Mask, Prompts, shortened
+from covey.train.json_lines import number
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""

@@ -25,9 +25,10 @@ from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
 from covey.report.reduce import points_per_series, reduce_series
-from covey.report.run_data import RunData, Series, number, read_run
+from covey.report.run_data import RunData, Series, read_run
 from covey.report.script_json import script_json
 from covey.train.checksums import replace_file
+from covey.train.json_lines import number
 
 REPORT = "report.html"
 """Name of the report in a run folder."""

@@ -11,19 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from covey.config import recipe, strict_yaml
 from covey.config.base import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
+from covey.train.json_lines import is_count, number, parse_line
 from covey.train.run_files import METRICS, SAMPLES, SUMMARY
 
 Row = Mapping[str, Any]
-MAX_LINE = 16_000_000
-"""Maximum length in bytes of a line that is read; a longer one is left out."""
-MAX_COUNT = 2**53
-"""Upper end of the steps that are read: a page has no exact number beyond it."""
 
 
 @dataclass(frozen=True)
@@ -118,31 +115,6 @@ def read_lines(file: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any
                 yield row
             elif line.endswith(b"\n"):
                 unreadable[file.name] = unreadable.get(file.name, 0) + 1
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse one line of JSON; None if it is no object, too long or too deeply nested."""
-    try:
-        row = json.loads(line) if len(line) <= MAX_LINE else None
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-LARGEST = 1e300
-"""Largest number of a page: rounded to a few digits, one beside the end of the range of floats would be infinite."""
-
-
-def number(value: Any) -> float | None:
-    """Return `value` as a float; None if it is no number, or none of a magnitude up to `LARGEST`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) <= LARGEST else None
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether `value` is a whole number that a page can show exactly: the number of a step or of a group."""
-    return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
