@@ -33,6 +33,7 @@ from covey.run.compile_counter import CompileCounter
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.load_model import refuse_other_weights
+from covey.run.memory_use import memory_in_use
 from covey.run.report_writer import ReportWriter
 from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
@@ -70,7 +71,7 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
     """Open what a run needs beside its folder and the progress display."""
     with ExitStack() as stack:
         watched = folder.path if folder.writes else None
-        watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds))
+        watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))
         compile_counter = stack.enter_context(CompileCounter(progress.compiling))
 
         def phase(name: str) -> None:
@@ -179,7 +180,8 @@ class Run(ABC, Generic[RecipeT]):
     def _execute(cls, recipe: RecipeT, data: Dataset, mesh: Mesh | None, folder: RunFolder) -> dict[str, Any]:
         console = None if folder.writes else Console(quiet=True)
         show = recipe.training.show
-        with Progress(0, console, headline=cls.headline, show=show, answers=cls.answers) as progress:
+        how: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
+        with Progress(0, console, show=show, **how) as progress:
             if folder.is_finished(recipe.training.max_steps or 0):
                 with show_log(progress.phase, progress.message):
                     check = lambda extra: _refuse_changed_settings(recipe, extra, folder)  # noqa: E731
@@ -269,6 +271,7 @@ class Run(ABC, Generic[RecipeT]):
             return
         state, extra = folder.saves.restore(folder.last, target=self.state(), check=self.refuse_another_run)
         self.started -= extra["seconds"]
+        self.progress.seconds_before = extra["seconds"]
         self.load_state(state, extra, folder.last)
         self.loader.restore(extra["data"])
 

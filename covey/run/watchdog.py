@@ -1,20 +1,28 @@
-"""Watchdog of a run: records the current phase, and writes stack traces when a phase takes too long.
+"""Watchdog of a run: records what the run does, and writes stack traces when a phase takes too long.
 
-`heartbeat.json` in the run folder shows an external monitor the current phase, and its start. When a phase exceeds the
-limit, the stacks of all threads are written to `stacks.txt`, so that a hang can be diagnosed afterwards. The run itself
-continues: a watchdog cannot tell slow from stuck.
+`heartbeat.json` in the run folder shows an external monitor, and `covey watch`, the current phase, its start and the
+`Status` of the run; at the end of the run it says how the run has ended. When a phase exceeds the limit, the stacks of
+all threads are written to `stacks.txt`, so that a hang can be diagnosed afterwards. The run itself continues: a
+watchdog cannot tell slow from stuck.
 """
 
 import faulthandler
 import json
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Self
+from types import TracebackType
+from typing import Any, Self
 
+from covey.display import mask_secrets
+from covey.errors import Stopped
 from covey.train.run_files import HEARTBEAT, STACKS
+from covey.train.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +34,14 @@ class Watchdog:
         folder: the run folder; None disables the watchdog.
         limit: seconds that a phase may take; 0 is no limit.
         every: seconds between two checks.
+        status: returns the status to write.
     """
 
-    def __init__(self, folder: Path | None, limit: float, every: float = 5.0):
-        self.folder, self.limit, self._every = folder, limit, every
+    def __init__(
+        self, folder: Path | None, limit: float, every: float = 1.0, status: Callable[[], Status] = lambda: Status()
+    ):
+        self.folder, self.limit, self._every, self._status = folder, limit, every, status
+        self._end: dict[str, str] = {}
         self._phase, self._since, self._reported = "start", time.time(), False
         self._failure: str | None = None
         self._ended = threading.Event()
@@ -44,7 +56,8 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end = _how_it_ended(error)
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -52,17 +65,21 @@ class Watchdog:
     def _watch(self) -> None:
         assert self.folder is not None
         ended = False
-        while not ended:  # at once, so that even the shortest run writes it
+        while True:  # at once, so that even the shortest run writes it
             phase, since = self._phase, self._since
             self._write_heartbeat(self.folder / HEARTBEAT, phase, since)
             if self.limit and time.time() - since > self.limit and not self._reported:
                 self._reported = True
                 self._write_stacks(self.folder / STACKS, phase, since)
+            if ended:
+                return
             ended = self._ended.wait(min(self._every, self.limit or self._every))
 
     def _write_heartbeat(self, file: Path, phase: str, since: float) -> None:
         """Write the heartbeat atomically. A failure is reported once, until its reason changes."""
-        beat = {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1), "process": os.getpid()}
+        beat: dict[str, Any] = asdict(self._status())
+        beat |= {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1)}
+        beat |= {"process": os.getpid(), "host": socket.gethostname()} | self._end
         draft = file.with_name(f".{file.name}")
         try:
             draft.write_text(json.dumps(beat) + "\n", encoding="utf-8")
@@ -84,3 +101,14 @@ class Watchdog:
         except OSError as error:
             log.warning(f"{file.name} cannot be written: {error.strerror}")
         log.warning(f"{phase} has taken {time.time() - since:.0f} s; what every thread was doing: {file}")
+
+
+def _how_it_ended(error: BaseException | None) -> dict[str, str]:
+    """Return the entries of the last heartbeat of a run that ended with `error`, or without one."""
+    if error is None:
+        return {"ended": "finished"}
+    stopped = error if isinstance(error, Stopped) else getattr(error, "stopped", None)
+    if isinstance(stopped, Stopped):
+        return {"ended": "stopped", "reason": stopped.signal}
+    reason = str(getattr(error, "what", "")) or f"{type(error).__name__}: {error}"
+    return {"ended": "failed", "reason": mask_secrets(reason.partition("\n")[0])}

@@ -73,6 +73,27 @@ def clock(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+def duration(seconds: float) -> str:
+    """Format a time of any length in its two largest units.
+
+    >>> duration(9.6), duration(125), duration(3725), duration(90000)
+    ('10s', '2m05s', '1h02m', '1d01h')
+    """
+    if round(seconds) < 3600:
+        return clock(seconds)
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}h{minutes:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def size(count: int) -> str:
+    """Format a number of bytes.
+
+    >>> size(4_512_000_000), size(310_000_000)
+    ('4.5 GB', '310 MB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 UNITS: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{100 * value:.3g}%",
     "tokens": lambda value: f"{value:.0f}",

@@ -1,9 +1,10 @@
 """Show the progress of a run on the terminal.
 
-In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: a live panel on a terminal; one
-plain line per step elsewhere, so that a log file has the same information. The headline metric is the reward in
-reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
-training. Text of the model is untrusted: characters that are not printable are shown as escapes.
+In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: on a terminal a table of the steps
+and two live lines below it (`live_view`); elsewhere one plain line per step, so that a log file has the same
+information. The headline metric is the reward in reinforcement learning, since the loss of a step with one update is 0
+by construction, and the loss in supervised training. Text of the model is untrusted: characters that are not printable
+are shown as escapes.
 """
 
 import math
@@ -11,23 +12,23 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.train.formats import ASCII_SPARKS, SPARKS, clock, excerpt, in_unit, share, sparkline
+from covey.train.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
+from covey.train.live_view import StatusView, StepTable
 from covey.train.run_files import SAMPLES
+from covey.train.status import Status
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""
@@ -35,6 +36,8 @@ SLOW_COMPILE = 5.0
 """Number of seconds after which a log file says that a program is being compiled."""
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
+NARROW = 80
+"""Width of a terminal, in cells, below which the line of a sample leaves out its prompt."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Progress:
         headline: str = "reward",
         show: Sequence[str] = ("kl",),
         answers: str = SAMPLES,
+        memory: Callable[[], int] = lambda: 0,
     ):
         """Create the display.
 
@@ -66,15 +70,20 @@ class Progress:
             headline: the metric that is shown first and plotted over the steps.
             show: further metrics on the line of a step, where the row has them.
             answers: the file in the run folder that the final message points to.
+            memory: returns the memory in use, in bytes; 0 if that is not known.
+
+        Attributes:
+            seconds_before: seconds that the run took before this process resumed it.
         """
         self.total, self.headline, self._show, self._answers = total_steps, headline, show, answers
         self.console = console or Console(highlight=False)
-        self._live = Live(console=self.console, auto_refresh=True, refresh_per_second=8, transient=True)
-        self._started = time.monotonic()
+        self._memory, self.seconds_before = memory, 0.0
+        self._started = self._since = self._stepped = time.monotonic()
         self._rows: list[Mapping[str, Any]] = []
-        self._table: dict[str, str] = {}
-        self._shown: list[str] = []
-        self._phase = self._count = self._compiling = ""
+        self._values: list[float] = []
+        self._phase, self._count, self._compiling = "", (0, 0), 0
+        self._table, self._view = StepTable(headline, show), StatusView(self.status, headline, self._values)
+        self._live = Live(console=self.console, get_renderable=lambda: self._view, transient=True)
         self._slow_compile = Timer(0, self._stamp)
         self._announced: set[str] = set()
         self._spoken, self._updates = self._started, 1
@@ -91,9 +100,10 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Show the phase that begins (loading, compiling, ...). A log file lists each once between two evaluations."""
-        self._phase, self._count, self._compiling = printable(text), "", ""
+        self._phase, self._count, self._compiling = printable(text), (0, 0), 0
+        self._since = time.monotonic()
         if self._live.is_started:
-            self._refresh()
+            self._live.refresh()
         elif self._phase not in self._announced:
             self._announced.add(self._phase)
             self._stamp()
@@ -104,18 +114,18 @@ class Progress:
 
     def advance(self, done: int, total: int) -> None:
         """Show the progress of the phase; in a log file, every `HEARTBEAT` seconds."""
-        self._count = f" {done}/{total}"
+        self._count = (done, total)
         if self._live.is_started:
-            self._refresh()
+            self._live.refresh()
         elif time.monotonic() - self._spoken >= HEARTBEAT:
             self._stamp()
 
     def compiling(self, number: int) -> None:
         """Show that program `number` of the phase is being compiled, in a log file if that takes long; 0 ends it."""
         self._slow_compile.cancel()
-        self._compiling = f": compiling program {number}" if number else ""
+        self._compiling = number
         if self._live.is_started:
-            self._refresh()
+            self._live.refresh()
         elif number:
             self._slow_compile = Timer(SLOW_COMPILE, self._stamp)
             self._slow_compile.daemon = True
@@ -129,20 +139,43 @@ class Progress:
             samples: its completions; the best and the worst are shown every `SHOW_SAMPLES_EVERY` steps.
             updates: optimizer steps that the row stands for.
         """
+        self.add(row, updates)
+        if self.console.is_terminal:
+            for line in self._table.lines(row, self.total, self.console.width):
+                self.console.print(line)
+        else:
+            self._print("  ".join(f"{name} {value}" for name, value in self._columns(row).items()))
+        if len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total:
+            self._print_extremes(samples)
+
+    def add(self, row: Mapping[str, float], updates: int = 1) -> None:
+        """Add a step to what times and plots are made of, without showing it; the arguments are those of `step`."""
         self._rows.append(row)
-        self._updates = updates
-        self._phase = ""
-        self._table = self._columns(row)
-        due = len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total
-        if samples and due:
-            self._shown = _extremes(samples)
-        if self._live.is_started:
-            self._refresh()
-            return
-        self._print("  ".join(f"{name} {value}" for name, value in self._table.items()))
-        if samples and due:
-            for line in self._shown:
-                self._print(line)
+        self._values.extend([row[self.headline]] if self.headline in row else [])
+        self._updates, self._phase, self._count, self._compiling = updates, "", (0, 0), 0
+        self._stepped = time.monotonic()
+
+    def status(self) -> Status:
+        """Return what the run does now."""
+        now, row = time.monotonic(), self._rows[-1] if self._rows else {}
+        (done, parts), expected = self._count, self._seconds_left() if self._rows else 0.0
+        return Status(
+            step=int(row.get("step", 0)),
+            total=self.total,
+            phase=self._phase,
+            phase_seconds=now - self._since,
+            done=done,
+            parts=parts,
+            compiling=self._compiling,
+            seconds=self.seconds_before + now - self._started,
+            left=max(expected - (now - self._stepped), 0.0),
+            tokens_per_second=row.get("tokens_per_second", 0.0),
+            memory=self._memory(),
+        )
+
+    def show_status(self) -> None:
+        """Print the current state once."""
+        self.console.print(StatusView(self.status, self.headline, self._values, moving=False))
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
         """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer."""
@@ -151,8 +184,7 @@ class Progress:
         for under in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
             figures = {key.removeprefix(f"{under}/"): result[key] for key in result if key.startswith(f"{under}/")}
             self._print(f"{name}, {under}: {_figures(figures)}")
-        for line in _extremes(samples):
-            self._print(line)
+        self._print_extremes(samples)
 
     def done(self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "") -> None:
         """Show before → after, the run folder, its report, and what to do next; end the live view."""
@@ -198,35 +230,42 @@ class Progress:
         to_come = math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
         return statistics.median(times) * to_come if times else 0.0
 
-    def _refresh(self) -> None:
-        parts: list[Any] = []
-        if self._table:
-            table = Table.grid(padding=(0, 2))
-            for name, value in self._table.items():
-                table.add_row(Text(printable(name)), value)
-            parts += [table, Text(f"{self.headline} {self._spark()}"), *map(Text, self._shown)]
-        if self._phase:
-            parts.append(Spinner("line", Text(self._phase + self._count + self._compiling)))
-        self._live.update(Group(*parts), refresh=True)
-
     def _spark(self) -> str:
         marks = SPARKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_SPARKS
-        return sparkline([row[self.headline] for row in self._rows if self.headline in row], marks)
+        return sparkline(self._values, marks)
 
     def _stamp(self) -> None:
-        self._print(f"[{time.monotonic() - self._started:6.1f}s] {self._phase}{self._count}{self._compiling}")
+        self._print(f"[{time.monotonic() - self._started:6.1f}s] {self.status().activity}")
+
+    def _print_extremes(self, samples: Sequence[SampleLine]) -> None:
+        """Print the best and the worst of `samples`; on a terminal each is one line."""
+        width = self.console.width if self.console.is_terminal else 0
+        for line in _extremes(samples, width):
+            if width:
+                self.console.print(Text(printable(line)), no_wrap=True, overflow="ellipsis")
+            else:
+                self._print(line)
 
     def _print(self, text: str) -> None:
         self._spoken = time.monotonic()
         self.console.print(Text(printable(text)), soft_wrap=True)
 
 
-def _extremes(samples: Sequence[SampleLine]) -> list[str]:
-    """Return the best and the worst of `samples`, one line each."""
+def _extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:
+    """Return the best and the worst of `samples`, one line each; `width` cells wide if that is not 0."""
     if not samples:
         return []
     both = (("best ", max(samples, key=_rank)), ("worst", min(samples, key=_rank)))
-    return [f"  {name} {s.reward:+.2f}  {excerpt(s.prompt)}  →  {excerpt(s.text)}" for name, s in both]
+    return [_sample_line(f"  {name} {sample.reward:+.2f}  ", sample, width) for name, sample in both]
+
+
+def _sample_line(start: str, sample: SampleLine, width: int) -> str:
+    arrow, dots = "  →  ", len(" … ")
+    if 0 < width < NARROW:
+        return f"{start}{excerpt(sample.text, max(width - len(start) - dots, 0))}"
+    room = (width - len(start) - len(arrow)) // 2 - dots if width else TEXT_WIDTH
+    room = min(room, TEXT_WIDTH)
+    return f"{start}{excerpt(sample.prompt, room)}{arrow}{excerpt(sample.text, room)}"
 
 
 def _rank(sample: SampleLine) -> float:

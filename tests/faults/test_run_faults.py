@@ -335,9 +335,9 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
         seen.append(name)
         begin(self, name)
 
-    def made(self: Watchdog, folder: Any, limit: float, every: float = 5.0) -> None:
+    def made(self: Watchdog, folder: Any, limit: float, every: float = 1.0, **status: Any) -> None:
         limits.append(limit)
-        make(self, folder, limit, every)
+        make(self, folder, limit, every, **status)
 
     monkeypatch.setattr(Watchdog, "phase", noted)
     monkeypatch.setattr(Watchdog, "__init__", made)

@@ -174,15 +174,15 @@ def test_time_left_leaves_compilation_out():
 
 def test_a_log_is_told_of_a_program_that_takes_long_to_compile(monkeypatch):
     console = plain()
-    monkeypatch.setattr("covey.train.progress.SLOW_COMPILE", 0.02)
+    monkeypatch.setattr("covey.train.progress.SLOW_COMPILE", 0.1)
     with Progress(3, console) as progress:
         progress.phase("update")
         for number in (1, 2, 3):
             progress.compiling(number)
-            time.sleep(0.2 * (number == 2))
+            time.sleep(0.5 * (number == 2))
             progress.compiling(0)
         progress.phase("sync")
-        time.sleep(0.1)
+        time.sleep(0.3)
     lines = [line.split("] ")[1] for line in console.file.getvalue().splitlines()]
     assert lines == ["update", "update: compiling program 2", "sync"]
 
