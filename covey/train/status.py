@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Status:
-    """What a run does now.
+    """State of a run at one moment.
 
     Attributes:
         step: number of optimizer updates made.
