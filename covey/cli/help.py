@@ -25,6 +25,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
   covey plan NAME_OR_YAML        what a run needs, on this or another machine
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
+  covey watch RUN                a run that trains elsewhere, from its folder
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey doctor                   what this machine has, and what is missing
 
@@ -146,6 +147,24 @@ examples
   covey report runs/quickstart-1 runs/longer --out comparison.html
 """
 
+WATCH = """\
+covey watch RUN [--once] [--json]
+
+Shows a run that trains in another terminal or on another machine, from the files of its folder alone: its steps, a bar,
+the time left without compilation, memory, the phase and the program being compiled. It ends when the run ends, and says
+so when the run seems to be dead: no process holds the folder's lock, and the run has not said that it ended.
+A run on another machine seems to be dead when its heartbeat.json is not written any more.
+
+  --once                   show the present state and end
+  --json                   print each new state as one line of JSON
+
+The exit code is 0 when the run is finished (with --once: or goes on), and 75 when it ended too early.
+
+examples
+  covey watch runs/quickstart-1
+  covey watch runs/quickstart-1 --once --json
+"""
+
 RECIPES = """\
 covey recipes [NAME]
 
@@ -251,6 +270,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "export": (EXPORT, ExportOptions),
     "plan": (PLAN, None),
     "report": (REPORT, ReportOptions),
+    "watch": (WATCH, None),
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),
 }

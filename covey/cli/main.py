@@ -194,6 +194,15 @@ def report(words: Sequence[str]) -> Action:
     return partial(_report, [Path(run) for run in runs], strict_yaml.build(ReportOptions, options).out)
 
 
+def watch(words: Sequence[str]) -> Action:
+    """Parse `covey watch RUN [--once] [--json]`."""
+    switches = {"--once", "--json"} & set(words)
+    (run,), pairs = _exactly(1, [word for word in words if word not in switches], "covey watch RUN [--once] [--json]")
+    if pairs:
+        raise CoveyError(f"watch has no setting {pairs[0][0]}", want="covey watch RUN [--once] [--json]")
+    return partial(_watch, Path(run).expanduser(), switches)
+
+
 def recipes(words: Sequence[str]) -> Action:
     """Parse `covey recipes [NAME]`."""
     names, pairs = split(words, 1)
@@ -327,6 +336,12 @@ def _report(runs: Sequence[Path], out: str | None) -> None:
     print(printable(f"{file} ({size / 1e6:.1f} MB): open it in a browser; it needs no network"))
 
 
+def _watch(run: Path, switches: set[str]) -> int:
+    from covey.cli.watch import watch  # late: it needs rich
+
+    return watch(run, once="--once" in switches, as_json="--json" in switches)
+
+
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
     """Build `cls` with the rollout settings of the run at `source`, if it is one, overridden by `pairs`."""
     item = strict_yaml.Item({}, source)
@@ -360,6 +375,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "export": export,
     "plan": plan,
     "report": report,
+    "watch": watch,
     "recipes": recipes,
     "doctor": doctor,
 }

@@ -30,8 +30,6 @@ from covey.report.script_json import script_json
 from covey.train.checksums import replace_file
 from covey.train.json_lines import number
 
-REPORT = "report.html"
-"""Name of the report in a run folder."""
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""
 UPLOT = "uPlot-1.6.32"

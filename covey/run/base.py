@@ -271,7 +271,7 @@ class Run(ABC, Generic[RecipeT]):
             return
         state, extra = folder.saves.restore(folder.last, target=self.state(), check=self.refuse_another_run)
         self.started -= extra["seconds"]
-        self.progress.seconds_before = extra["seconds"]
+        self.progress.seconds_before, self.progress.steps_before = extra["seconds"], folder.last
         self.load_state(state, extra, folder.last)
         self.loader.restore(extra["data"])
 

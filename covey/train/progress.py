@@ -74,10 +74,11 @@ class Progress:
 
         Attributes:
             seconds_before: seconds that the run took before this process resumed it.
+            steps_before: number of steps that it had made then.
         """
         self.total, self.headline, self._show, self._answers = total_steps, headline, show, answers
         self.console = console or Console(highlight=False)
-        self._memory, self.seconds_before = memory, 0.0
+        self._memory, self.seconds_before, self.steps_before = memory, 0.0, 0
         self._started = self._since = self._stepped = time.monotonic()
         self._rows: list[Mapping[str, Any]] = []
         self._values: list[float] = []
@@ -160,7 +161,7 @@ class Progress:
         now, row = time.monotonic(), self._rows[-1] if self._rows else {}
         (done, parts), expected = self._count, self._seconds_left() if self._rows else 0.0
         return Status(
-            step=int(row.get("step", 0)),
+            step=int(row.get("step", self.steps_before)),
             total=self.total,
             phase=self._phase,
             phase_seconds=now - self._since,

@@ -3,4 +3,5 @@
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
+REPORT = "report.html"
 CHECKPOINTS, BAD = "checkpoints", "bad"

@@ -27,6 +27,7 @@ from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 from covey.train.run_files import HEARTBEAT, STACKS
+from covey.train.run_status import read_heartbeat
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
@@ -345,6 +346,10 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
     run.train(ready(*more, "training.watchdog_seconds=77"), tmp_path / "run")
     assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
     assert limits == [77]
+    beat = read_heartbeat(tmp_path / "run")
+    assert beat is not None
+    assert (beat.ended, beat.status.step, beat.status.total) == ("finished", 1, 1)
+    assert beat.status.memory > 100_000_000
 
 
 # --- room
