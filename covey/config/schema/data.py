@@ -23,7 +23,7 @@ class DataConfig(Config, section="data"):
     """first-letter, arithmetic and sums are made on the fly; gsm8k and jsonl are read from `path`."""
     path: str | None = None
     """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
-    main_train.csv and main_test.csv; hf:org/name[/config][@revision]; or tfds:name.
+    main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
     """
     test_path: str | None = None
     """The held-out file beside a file. Without it the last tenth of `path` is held out."""
