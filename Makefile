@@ -22,9 +22,11 @@ DEV := -e '.[dev]'
 AOT := -e '.[dev,plan]'
 ORACLE := -e '.[parity]'
 RELEASE := build mypy twine
+# The extra docs, without Covey itself.
+DOCS := zensical mkdocstrings-python ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants lint bench bench-peers parity golden-families release-check clean
+.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -56,6 +58,13 @@ coverage: .venv/ready-dev ## the same tests, and the share of the package's line
 
 mutants: .venv/ready-dev ## change the losses in 200 places, one at a time: does a test notice? half an hour (ARGS="--count 20")
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+docs: .venv-docs/ready ## build the documentation site, build/site; a warning or a broken link is an error
+	.venv-docs/bin/zensical build --strict --clean
+
+docs-mkdocs: .venv-docs/ready ## build the same site by mkdocs-material, which it must not depend on
+	$(call install,.venv-docs,mkdocs-material)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --site-dir build/site-mkdocs
 
 lint: .venv/ready-dev ## ruff (rules and formatting), mypy, and the contract on imports
 	$(BIN)/ruff check .
@@ -92,7 +101,7 @@ release-check: .venv-release/ready ## build sdist and wheel, check them, use the
 	  --python-executable ../.venv-wheel/bin/python ../tests/typed/program.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-aot .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-aot .venv-docs .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -116,6 +125,10 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 # A peer has versions of its own. TRL is the one of .venv-parity, with torch.
 .venv-tunix/ready: | .venv-tunix/bin/pip
 	$(if $(UV),uv pip install --python .venv-tunix/bin/python,.venv-tunix/bin/python -m pip install) $(TUNIX)
+	@touch $@
+
+.venv-docs/ready: $(WANT) | .venv-docs/bin/pip
+	$(call install,.venv-docs,$(DOCS))
 	@touch $@
 
 .venv-release/ready: constraints.txt | .venv-release/bin/pip
