@@ -142,7 +142,7 @@ def found_in_texts(pattern):
 
 def commands_in(text):
     """The `covey ...` commands of a text, without comments, pipes and redirections."""
-    for line in text.splitlines():
+    for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|(?!\|)", re.sub(r"\s#\s.*", "", line.strip().removeprefix("$ "))):
             words = part.strip()
             if re.match(r"(?:\.venv/bin/)?covey\s", words) and "…" not in words and "..." not in words:
