@@ -179,7 +179,9 @@ class RLPrograms:
         shards = num_row_shards(self.config.mesh(Role.ACTOR))
         rows = most_rows(length, training.max_tokens_per_micro_batch, shards), length
         prompts, samples = stage_sizes(training, self.grpo.num_generations).rollout, self.grpo.num_generations
-        scheduler = Scheduler([rollout.max_prompt_length] * prompts, [samples] * prompts, rollout)
+        divided = self._sampler.cache_layout(self._rollout).divided
+        lengths = [rollout.max_prompt_length] * prompts
+        scheduler = Scheduler(lengths, [samples] * prompts, rollout, resizes=divided)
         slots = len(scheduler.slots), scheduler.longest_cache
         return [
             self.score(*rows),

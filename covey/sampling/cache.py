@@ -7,36 +7,78 @@ tokens present. The slot axis shrinks between chunks of steps when few completio
 
 Keys are stored [S, K, W, B] and values [S, K, B, W]: a decode step then reads them in order (measured against
 [S, B, K, W] on CPU: 5 times the bandwidth).
+
+On accelerators a layer has one block of the cache's final length, in the order in which the kernel reads it
+(`CacheLayout`); the kernel reads each slot's own tokens only.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
 from covey.models.layers import apply_softcap
-from covey.models.span_attention import span_attention
+from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
+from covey.parallel.sharding import sharding_of
 from covey.sampling.lengths import block_lengths
 
+LANES = 128
+"""Numbers in a row of a TPU's tiles; a multiple of a GPU kernel's block of keys."""
 
-class Block(NamedTuple):
-    """Keys and values of one layer for all slots and some positions."""
 
-    keys: Float[Array, "S K W B"]
-    values: Float[Array, "S K B W"]
+class CacheLayout(NamedTuple):
+    """Axis of time in keys and in values, 2 for [S, K, B, W] and 3 for [S, K, W, B], and whether the positions of a
+    layer are divided into several blocks.
+    """
+
+    keys: int
+    values: int
+    divided: bool
+
+    @classmethod
+    def of(cls, model: Decoder) -> "CacheLayout":
+        """Return the layout on the platform of `model`. TPUs store heads narrower than a row of lanes time last: XLA
+        does so anyway, and would copy any other order.
+        """
+        if model.platform not in KERNELS:
+            return cls(3, 2, divided=True)
+        axis = 3 if model.platform == "tpu" and model.config.head_dim % LANES else 2
+        return cls(axis, axis, divided=False)
+
+    def block_lengths(self, length: int) -> list[int]:
+        """Return the lengths of the blocks for `length` positions; a single one is a multiple of 128."""
+        return block_lengths(length) if self.divided else [-(-length // LANES) * LANES] if length else []
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class Block:
+    """Keys and values of one layer for all slots and some positions, in the order of `layout`."""
+
+    keys: Float[Array, "S K W B"] | Float[Array, "S K B W"]
+    values: Float[Array, "S K W B"] | Float[Array, "S K B W"]
+    layout: CacheLayout
 
     @property
     def length(self) -> int:
         """Number of positions."""
-        return self.keys.shape[-1]
+        return self.keys.shape[self.layout.keys]
+
+    def map(self, function: Any, *others: "Block") -> "Block":
+        """Return `function(array, axis of time, arrays of the others)` of keys and of values."""
+        keys = function(self.keys, self.layout.keys, *(other.keys for other in others))
+        return Block(keys, function(self.values, self.layout.values, *(x.values for x in others)), self.layout)
 
 
 LayerCache = list[Block]
@@ -52,11 +94,10 @@ class Prefix(NamedTuple):
     logits: Float[Array, "P V"]
 
 
-def empty_block(slots: int, time: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Block:
+def empty_block(layout: CacheLayout, slots: int, time: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Block:
     """Create a block of zeros for `time` positions of `slots` slots."""
-    return Block(
-        jnp.zeros((slots, kv_heads, head_dim, time), dtype), jnp.zeros((slots, kv_heads, time, head_dim), dtype)
-    )
+    shapes = {2: (slots, kv_heads, time, head_dim), 3: (slots, kv_heads, head_dim, time)}
+    return Block(jnp.zeros(shapes[layout.keys], dtype), jnp.zeros(shapes[layout.values], dtype), layout)
 
 
 def prefill_attention(model: Decoder, length: Int[Array, "P"], time: int) -> Attend:
@@ -64,22 +105,29 @@ def prefill_attention(model: Decoder, length: Int[Array, "P"], time: int) -> Att
     cached.
     """
     positions = jnp.broadcast_to(jnp.arange(time), (length.shape[0], time))
-    inner = span_attention(model, causal_spans(length, time), positions)
+    inner, layout = span_attention(model, causal_spans(length, time), positions), CacheLayout.of(model)
+    orders = {2: (0, 2, 1, 3), 3: (0, 2, 3, 1)}
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         out, _ = inner(q, k, v, None, window=window, softcap=softcap)
-        ends = np.cumsum(block_lengths(time))[:-1]
-        parts = jnp.split(k.transpose(0, 2, 3, 1), ends, axis=3), jnp.split(v.transpose(0, 2, 1, 3), ends, axis=2)
-        return out, list(map(Block, *parts))
+        ends = np.cumsum(layout.block_lengths(time))[:-1]
+        keys = jnp.split(k.transpose(orders[layout.keys]), ends, axis=layout.keys)
+        values = jnp.split(v.transpose(orders[layout.values]), ends, axis=layout.values)
+        return out, [Block(*pair, layout) for pair in zip(keys, values, strict=True)]
 
     return attend
 
 
-def decode_attention(length: Int[Array, "S"], active: Bool[Array, "S"]) -> Attend:
+def decode_attention(
+    model: Decoder, length: Int[Array, "S"], active: Bool[Array, "S"], *, interpret: bool = False
+) -> Attend:
     """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it.
 
     Blocks beyond the longest `active` slot are skipped. The output of a slot that is not active has no meaning.
+    `interpret` is that of `span_attention`.
     """
+    if model.platform in KERNELS:
+        return _kernel_attention(model, length, active, interpret)
     longest = jnp.where(active, length, 0).max()
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
@@ -99,13 +147,42 @@ def decode_attention(length: Int[Array, "S"], active: Bool[Array, "S"]) -> Atten
     return attend
 
 
+def _kernel_attention(model: Decoder, length: Int[Array, "S"], active: Bool[Array, "S"], interpret: bool) -> Attend:
+    """Return `decode_attention` by a kernel that reads the tokens of each active slot; of another, one block."""
+    kernel = import_module(f"covey.models.kernels.{KERNELS[model.platform]}_decode")
+    mesh, end = model.mesh, jnp.where(active, length + 1, 1)
+
+    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+        (block,) = cache
+        start = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
+
+        def run(q: Array, k: Array, v: Array, keys: Array, values: Array, *indices: Array) -> tuple[Array, ...]:
+            length, start, end = indices
+            keys, values = kernel.write(keys, values, k, v, length, interpret)
+            tables = kernel.decode_tables(start, end, block.length)
+            return kernel.decode(q, keys, values, tables, softcap, interpret), keys, values
+
+        if not mesh.empty:
+            heads = sharding_of(CACHE_AXES, block.keys.shape, mesh).spec
+            new, rows = PartitionSpec(*heads[:2]), PartitionSpec(heads[0])
+            specs = (heads, new, new, heads, heads, rows, rows, rows)
+            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(heads,) * 3, check_vma=False)
+        grouped = q.reshape(len(q), block.keys.shape[1], -1, q.shape[-1]).astype(block.keys.dtype)
+        out, keys, values = run(grouped, k[:, 0], v[:, 0], block.keys, block.values, length, start, end)
+        return out.reshape(q.shape).astype(q.dtype), [Block(keys, values, block.layout)]
+
+    return attend
+
+
 def _write(block: Block, k: Float[Array, "S K W"], v: Float[Array, "S K W"], at: Int[Array, "S"]) -> Block:
     """Write each slot's key and value at position `at` of the block, unless that lies in another block."""
     slots, at = jnp.arange(len(at)), jnp.where(at < 0, block.length, at)
-    return Block(
-        block.keys.at[slots, :, :, at].set(k.astype(block.keys.dtype), mode="drop"),
-        block.values.at[slots, :, at].set(v.astype(block.values.dtype), mode="drop"),
-    )
+
+    def write(x: Array, axis: int, new: Array) -> Array:
+        place: Any = (slots, slice(None), slice(None), at) if axis == 3 else (slots, slice(None), at)
+        return x.at[place].set(new.astype(x.dtype), mode="drop")
+
+    return block.map(write, Block(k, v, block.layout))
 
 
 class BlockAttention(NamedTuple):
@@ -151,12 +228,14 @@ def _combine(parts: Sequence[BlockAttention]) -> Float[Array, "S K G W"]:
 def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
     """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
     rows, time = inserted[:, None, None, None], min(prefix.length, block.length)
-    front = Block(block.keys[..., :time], block.values[:, :, :time])
-    keys = jnp.where(rows, prefix.keys[prompt, ..., :time].astype(front.keys.dtype), front.keys)
-    values = jnp.where(rows, prefix.values[prompt, :, :time].astype(front.values.dtype), front.values)
-    return Block(block.keys.at[..., :time].set(keys), block.values.at[:, :, :time].set(values))
+
+    def insert(x: Array, axis: int, new: Array) -> Array:
+        front = (slice(None),) * axis + (slice(time),)
+        return x.at[front].set(jnp.where(rows, new[(prompt, *front[1:])].astype(x.dtype), x[front]))
+
+    return block.map(insert, prefix)
 
 
 def keep_rows(block: Block, rows: Int[Array, "n"]) -> Block:
     """Keep only the slots in `rows`, in that order."""
-    return Block(block.keys[rows], block.values[rows])
+    return block.map(lambda x, _: x[rows])

@@ -26,6 +26,7 @@ from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
     CACHE_AXES,
+    CacheLayout,
     LayerCache,
     Prefix,
     decode_attention,
@@ -34,7 +35,6 @@ from covey.sampling.cache import (
     keep_rows,
     prefill_attention,
 )
-from covey.sampling.lengths import block_lengths
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
@@ -111,14 +111,18 @@ class Programs:
         static = ("sampling_params", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
 
+    def cache_layout(self, params: Any) -> CacheLayout:
+        """Return the layout of the KV cache on the decoder's platform."""
+        return CacheLayout.of(nnx.merge(self.graph, params))
+
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
         model = nnx.merge(self.graph, params)
-        c = model.config
+        c, layout = model.config, CacheLayout.of(model)
         make = _empty_block(_cache_sharding(params, (slots, c.num_kv_heads, 1, 1)))
         shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-        sizes = block_lengths(end)[len(block_lengths(start)) :]
-        return [[make(slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
+        sizes = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
+        return [[make(layout, slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
 
     def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
@@ -268,7 +272,7 @@ class DeviceState:
 
 @cache
 def _empty_block(sharding: Sharding | None) -> Any:
-    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4), out_shardings=sharding)
+    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
 
 
 def _cache_sharding(params: Any, shape: tuple[int, ...]) -> Sharding | None:
@@ -349,7 +353,7 @@ def decode(
     def body(carry: Any) -> Any:
         step, cache, slots, draws, valid = carry
         length, active = slots.length, slots.active
-        hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(length, active), cache)
+        hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
         forced = None if slots.forced_tokens is None else slots.forced_tokens[:, 0]
         drawn = draw(model.logits(hidden[:, 0]), noise[:, step], sampling_params, forced)
         count = slots.num_tokens + active

@@ -86,7 +86,9 @@ class Sampler:
         config = config or self.config
         for i, request in enumerate(requests):
             check_length(len(request.prompt), config, f"prompt {i}")
-        scheduler = Scheduler([len(r.prompt) for r in requests], [r.samples for r in requests], config)
+        divided = self.programs.cache_layout(params).divided
+        prompts, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
+        scheduler = Scheduler(prompts, samples, config, resizes=divided)
         device = DeviceState(self.programs, params, config, tool, len(scheduler.slots), scheduler.cache_length)
         collector = Collector(self.stop_ids, config.max_new_tokens, tool)
         keys, self.stats = _sample_keys(requests, config.seed), device.stats

@@ -5,6 +5,8 @@ admitted to the slot of each of its samples. Free slots are refilled as long as 
 shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
 programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
+Accelerators keep batch and cache as they begin: a free slot costs them next to nothing, and a program minutes.
+
 Plain Python without JAX: the device follows what is decided here (see `device`).
 """
 
@@ -49,6 +51,7 @@ class Scheduler:
         prompt_lengths: number of prompt tokens of each request.
         num_samples: number of completions of each request.
         config: slots, decode chunk, maximum size of the KV cache.
+        resizes: whether batch and cache follow the samples; otherwise the cache has room for the longest at once.
 
     Attributes:
         slots: the sample in each slot, None in a free one.
@@ -58,8 +61,15 @@ class Scheduler:
         prefilled: requests that were prefilled last.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int], num_samples: Sequence[int], config: RolloutConfig):
-        self.config, self.prompt_lengths = config, prompt_lengths
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        num_samples: Sequence[int],
+        config: RolloutConfig,
+        *,
+        resizes: bool = True,
+    ):
+        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes
         self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
         self.waiting = deque(self.samples)
         longest = max(prompt_lengths, default=1)
@@ -98,7 +108,11 @@ class Scheduler:
     @property
     def longest_cache(self) -> int:
         """Number of tokens for which each slot has room once a sample is as long as it may be."""
-        return self._room(max(self.prompt_lengths, default=1) + self.config.max_new_tokens, len(self.slots))
+        return self._room(self._longest_sample, len(self.slots))
+
+    @property
+    def _longest_sample(self) -> int:
+        return max(self.prompt_lengths, default=1) + self.config.max_new_tokens
 
     def next_prefill(self) -> range:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""
@@ -131,6 +145,8 @@ class Scheduler:
         Once no sample waits, each call shrinks the batch to its next smaller size if that holds all running samples.
         Returns the slots that are kept, in their new order, or None when neither size changes.
         """
+        if not self.resizes:
+            return None
         running, size = list(self.running), len(self.slots)
         smaller = smaller_batch(size)
         if not self.waiting and max(len(running), MIN_SLOTS) <= smaller:
@@ -146,9 +162,11 @@ class Scheduler:
         """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.
 
         It is a power of two, of at least `MIN_CACHE_TOKENS` over all slots, unless the longest possible sample needs
-        less. No prompt with its completion is longer than that, so a chunk draws no token beyond it.
+        less. No prompt with its completion is longer than that, so a chunk draws no token beyond it. A cache that is
+        not resized has the bucket of that sample.
         """
-        longest = power_of_two(max(self.prompt_lengths, default=1) + self.config.max_new_tokens)
+        longest = power_of_two(self._longest_sample)
         needed = max(power_of_two(length + self.config.decode_chunk), MIN_CACHE_TOKENS // power_of_two(slots))
         room = min(max(needed, SMALLEST_BLOCK), max(longest, MIN_ROOM))
+        room = room if self.resizes else length_bucket(self._longest_sample, SMALLEST_BLOCK)
         return min(room, self.config.kv_cache_size or room)

@@ -1,5 +1,6 @@
 """The sampler's claims: nothing about a sample depends on how it was scheduled, and its log-probs are the trainer's."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from covey.errors import DataError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.sampling import cache, device
 from covey.sampling.cache import LayerCache
 from covey.sampling.device import Programs
 from covey.sampling.engine import Request, Sampler
@@ -67,6 +69,21 @@ def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
     same(base, sample(requests(), slots=1, decode_chunk=16))
     backwards = sample(requests()[::-1], slots=8, decode_chunk=1)
     same(base, backwards[::-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_give_the_same_samples_with_one_decode_program(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, with its kernels run as ordinary programs: slots are refilled, and nothing is resized."""
+    monkeypatch.setattr(device, "decode_attention", partial(device.decode_attention, interpret=True))
+    monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
+    model = build()
+    model.platform = platform
+    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 4}
+    sampler = Sampler(nnx.split(model)[0], STOPS, RolloutConfig(**settings))
+    same(sampler.generate(PARAMS, requests(1)), sample(requests(1)))
+    assert sampler.programs.decode._cache_size() == 1
+    assert sampler.programs.keep._cache_size() == 0
 
 
 @pytest.mark.slow

@@ -137,16 +137,39 @@ def test_a_small_cache_has_room_for_the_longest_sample_at_once() -> None:
     assert sizes == [4096, 1024, 256, 128]
 
 
+def test_a_batch_that_is_not_resized_has_room_for_the_longest_sample() -> None:
+    config = RolloutConfig(max_prompt_length=256, max_new_tokens=512, slots=32, decode_chunk=8)
+    scheduler = Scheduler([30, 250], [16, 16], config, resizes=False)
+    assert scheduler.cache_length == scheduler.longest_cache == 768
+    fill(scheduler)
+    scheduler.update(np.full(32, 500), range(31))
+    assert scheduler.resize() is None
+    limited = RolloutConfig(max_prompt_length=256, max_new_tokens=512, kv_cache_size=762)
+    assert Scheduler([250], [1], limited, resizes=False).cache_length == 762
+
+
 def test_few_programs_serve_a_ragged_run() -> None:
     """30 steps on prompts and completions of all lengths: programs count once for each set of shapes."""
+    assert programs_of_a_run(resizes=True) == {
+        "prefill": 2, "empty": 1, "insert": 1, "first": 1, "decode": 5, "keep": 4,
+    }  # fmt: skip
+
+
+def test_fewer_programs_serve_it_where_nothing_is_resized() -> None:
+    """Blocks count as on a CPU; an accelerator has one for each layer, so one program to insert."""
+    found = programs_of_a_run(resizes=False)
+    assert {name: found[name] for name in ("prefill", "first", "decode")} == {"prefill": 2, "first": 1, "decode": 2}
+    assert "keep" not in found
+
+
+def programs_of_a_run(*, resizes: bool) -> dict[str, int]:
     rng, config = np.random.default_rng(0), RolloutConfig(max_prompt_length=256, max_new_tokens=256, slots=32)
     programs: set[tuple[object, ...]] = set()
     for _ in range(30):
         prompts = rng.lognormal(4.6, 0.35, 8).astype(int).clip(20, 250).tolist()
-        programs |= programs_of(Scheduler(prompts, [8] * 8, config), np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
-    assert {name: sum(name == key[0] for key in programs) for name, *_ in programs} == {
-        "prefill": 2, "empty": 1, "insert": 1, "first": 1, "decode": 5, "keep": 4,
-    }  # fmt: skip
+        scheduler = Scheduler(prompts, [8] * 8, config, resizes=resizes)
+        programs |= programs_of(scheduler, np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
+    return {str(name): sum(name == key[0] for key in programs) for name, *_ in programs}
 
 
 def programs_of(scheduler: Scheduler, lengths: np.ndarray) -> set[tuple[object, ...]]:
