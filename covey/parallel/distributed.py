@@ -24,9 +24,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from covey.config.processes import ADDRESS
 from covey.errors import CoveyError, RecipeError, Stopped
 from covey.parallel import wire
-from covey.parallel.joining import ADDRESS, join
+from covey.parallel.joining import join
 from covey.parallel.reshard import mesh_of
 
 T = TypeVar("T")

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 
 import jax
 
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.errors import CoveyError, nearest
-
-MODE = "COVEY_DISTRIBUTED"
-ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 HEARTBEAT = 60
 """Seconds without a heartbeat after which a process is taken to be dead."""

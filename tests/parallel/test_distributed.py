@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
-from covey.parallel.joining import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.rl.experience import ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
 from covey.rl.microbatch import stage_sizes
