@@ -15,6 +15,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
+    "launch": "several processes, here or on a cluster",
     "plan": "what a run needs, from its compiled programs",
     "run": "a run folder: start, resume, export",
     "report": "a run as one HTML page",

@@ -24,6 +24,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
   covey plan NAME_OR_YAML        what a run needs, on this or another machine
+  covey launch PLACE ... train   train with several processes, here or on a cluster
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey watch RUN                a run that trains elsewhere, from its folder
   covey recipes [NAME]           the built-in recipes, or the text of one
@@ -165,6 +166,43 @@ examples
   covey watch runs/quickstart-1 --once --json
 """
 
+LAUNCH = """\
+covey launch local [options] train NAME_OR_YAML [--setting value ...]
+covey launch slurm|k8s|tpu-vm|skypilot [options] train NAME_OR_YAML --out FOLDER [--setting value ...]
+
+Trains with several processes (docs/scaling.md). 'local' starts them on this machine: process 0 writes to the terminal,
+the others to a file each. When one fails, all are stopped within half a minute, the first that failed is named, and
+its last lines are shown. The other places write a job file for review and say how to submit it; nothing is submitted.
+In place of the recipe may be --resume RUN.
+
+local
+  --processes N, -n N      number of processes (2)
+  --max-restarts N         go on from the last checkpoint after a failure, so many times (0)
+  --gpus-per-process N     give each process so many GPUs of its own; all see all GPUs when not set
+  --logs FOLDER            for the output of processes 1 and up; FOLDER-logs beside the run folder when not set
+
+job files
+  --dry-run                print the file instead of writing it
+  --file FILE              where to write it: covey-job.sh or covey-job.yaml when not set
+  --name NAME              name of the job (covey); for tpu-vm the name of the TPU VM
+  --nodes N                number of machines (1)
+  --gpus-per-node N        number of GPUs of each machine (8); 0 for machines without
+  --workdir FOLDER         where the command runs (.); for k8s where the shared volume is mounted
+  --setup COMMAND          run first, as in 'source .venv/bin/activate'
+  --max-restarts N         as for local
+  --time T, --partition P  slurm: longest time, as in 12:00:00, and partition
+  --image I, --volume V    k8s: container image with Covey in it, and claim of a volume that all pods share
+  --zone Z                 tpu-vm: zone of the cloud
+  --accelerator A          skypilot: kind of accelerator, as in H100
+
+examples
+  covey launch local -n 2 train quickstart --prompts-per-step 8
+  covey launch local -n 4 --gpus-per-process 2 --max-restarts 3 train mine.yaml --out runs/mine
+  covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
+  covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
+  covey launch skypilot --nodes 2 --accelerator H100 --dry-run train mine.yaml --out runs/a
+"""
+
 RECIPES = """\
 covey recipes [NAME]
 
@@ -271,6 +309,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "plan": (PLAN, None),
     "report": (REPORT, ReportOptions),
     "watch": (WATCH, None),
+    "launch": (LAUNCH, None),
     "recipes": (RECIPES, None),
     "doctor": (DOCTOR, None),
 }

@@ -203,6 +203,13 @@ def watch(words: Sequence[str]) -> Action:
     return partial(_watch, Path(run).expanduser(), switches)
 
 
+def launch(words: Sequence[str]) -> Action:
+    """Parse `covey launch PLACE [options] train NAME_OR_YAML [settings]`."""
+    from covey.cli import launch  # late: no other command needs it
+
+    return launch.parse(words)
+
+
 def recipes(words: Sequence[str]) -> Action:
     """Parse `covey recipes [NAME]`."""
     names, pairs = split(words, 1)
@@ -376,6 +383,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "plan": plan,
     "report": report,
     "watch": watch,
+    "launch": launch,
     "recipes": recipes,
     "doctor": doctor,
 }

@@ -1,0 +1,72 @@
+"""Parse `covey launch`: options, then a training command behind them."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from covey.cli.checks import new_run_folder
+from covey.config import recipe, strict_yaml
+from covey.config.overrides import apply, split
+from covey.display import echo
+from covey.errors import CoveyError, nearest
+from covey.launch import JOBS, JobOptions, LocalOptions, launch
+from covey.launch.command import VERBS, TrainingCommand, training_command
+
+OptionsT = TypeVar("OptionsT", LocalOptions, JobOptions)
+USAGE = "covey launch local|slurm|k8s|tpu-vm|skypilot [--option value ...] train NAME_OR_YAML [--setting value ...]"
+
+
+def parse(words: Sequence[str]) -> Callable[[], int | None]:
+    """Return the call that the words behind `covey launch` describe.
+
+    Raises:
+        CoveyError: an unknown place or option, or a training command that would be refused.
+    """
+    if not words:
+        raise CoveyError("no place is given to launch on", want=USAGE)
+    place, *rest = words
+    if place != "local" and place not in JOBS:
+        raise CoveyError(f"there is no place {place!r}", want=USAGE, fix=nearest(place, ("local", *JOBS)))
+    start = next((n for n, word in enumerate(rest) if word in VERBS and _is_command(rest, n)), len(rest))
+    options, command = rest[:start], [word for word in rest[start:] if word != "--"]
+    dry_run = "--dry-run" in options
+    if place == "local":
+        return _local(_build(LocalOptions, options), command)
+    return _job(place, _build(JobOptions, [word for word in options if word != "--dry-run"]), command, dry_run)
+
+
+def _is_command(words: Sequence[str], n: int) -> bool:
+    """Return whether word `n` begins the training command and is not the value of an option before it."""
+    return n == 0 or not words[n - 1].startswith("--") or words[n - 1] in ("--", "--dry-run") or "=" in words[n - 1]
+
+
+def _build(cls: type[OptionsT], words: Sequence[str]) -> OptionsT:
+    _, pairs = split(
+        [word.replace("-n", "--processes", 1) if word == "-n" else word for word in words if word != "--"], 0
+    )
+    item = apply(cls, strict_yaml.Item({}, "covey launch"), [f"{flag}={value}" for flag, value in pairs])
+    return strict_yaml.build(cls, item)
+
+
+def _local(options: LocalOptions, words: Sequence[str]) -> Callable[[], int]:
+    command = training_command(words)
+    if command.run is None:
+        folder = str(new_run_folder(recipe.load_any(words[1])))
+        command = TrainingCommand((*command.words, "--out", folder), folder)
+    return partial(launch, command, options)
+
+
+def _job(place: str, options: JobOptions, words: Sequence[str], dry_run: bool) -> Callable[[], None]:
+    job = JOBS[place]
+    text = job.text(training_command(words), options)
+    file = Path(options.file or job.file)
+    return partial(echo, text.rstrip("\n"), keep="\n") if dry_run else partial(_write, file, text, job.submit)
+
+
+def _write(file: Path, text: str, submit: str) -> None:
+    if file.exists():
+        raise CoveyError("this file is already there", fix="--file ANOTHER, or remove it", where=str(file))
+    file.write_text(text)
+    echo(f"wrote {file}; read it, then submit it with: {submit.format(file=shlex.quote(str(file)))}")

@@ -1,0 +1,214 @@
+"""Start a training command as several processes on this machine, and stop all of them when one fails.
+
+Process 0 writes to the terminal, the others to a file each. When a process fails, the others have some seconds to
+notice and say so; then they are ended, since they would wait for it in an exchange. The first that failed is named,
+with the end of its output. A signal to the launcher is passed on to all, so that the run saves a checkpoint as it does
+in one process.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from covey.config.base import Config, NonNegativeInt, PositiveInt
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
+from covey.display import printable
+from covey.errors import CoveyError
+from covey.launch.command import TrainingCommand
+
+COVEY = (sys.executable, "-m", "covey")
+NOTICE_SECONDS = 8.0
+"""Seconds that processes have to end by themselves after another one has failed."""
+STOP_SECONDS = 12.0
+"""Seconds that they then have to end after SIGTERM, before they are killed."""
+POLL_SECONDS = 0.1
+LAST_LINES = 20
+"""Number of lines of a failed process's output that are shown."""
+STOPPED_CODES = (75, 130, 143)
+"""Exit codes of a run that was stopped by a signal: it has not failed and is not restarted."""
+
+
+class LocalOptions(Config):
+    """Settings of `covey launch local`."""
+
+    processes: PositiveInt = 2
+    """Number of processes."""
+    max_restarts: NonNegativeInt = 0
+    """Number of times that the run is resumed from its last checkpoint after a failure."""
+    gpus_per_process: PositiveInt | None = None
+    """Give each process so many GPUs of its own (CUDA_VISIBLE_DEVICES); all see all GPUs when not set."""
+    logs: str | None = None
+    """Folder for the output of processes 1 and up; the run folder's name with -logs behind it when not set."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first process that failed: its number and exit code, which is negative for a signal."""
+
+    number: int
+    code: int
+
+    def __str__(self) -> str:
+        killed = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+        return f"process {self.number} {killed}"
+
+
+def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[str] = COVEY) -> int:
+    """Run `command` in several processes until it ends, is stopped by a signal, or has failed too often.
+
+    Args:
+        command: what is run.
+        options: number of processes, restarts, GPUs, folder of the logs.
+        program: what runs the command's words.
+
+    Returns its exit code; that of the first process that failed, or 128 and the signal that killed it.
+    """
+    logs = Path(options.logs or f"{command.run}-logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    for attempt in count():
+        with Attempt((*program, *command.next_words()), options, logs, attempt) as processes:
+            failure = processes.wait()
+        if failure is None or failure.code in STOPPED_CODES:
+            return 0 if failure is None else failure.code
+        _say(f"{failure}; the others were stopped")
+        _show_end(logs, failure.number, attempt)
+        if attempt == options.max_restarts:
+            return failure.code if failure.code > 0 else 128 - failure.code
+        _say(f"restart {attempt + 1} of {options.max_restarts}")
+    raise AssertionError("unreachable")
+
+
+class Attempt:
+    """The processes of one attempt. Leaving the context ends those that still run.
+
+    Args:
+        words: command line of each process.
+        options: number of processes and their GPUs.
+        logs: folder for the output of processes 1 and up.
+        number: number of this attempt, from 0.
+    """
+
+    def __init__(self, words: Sequence[str], options: LocalOptions, logs: Path, number: int):
+        self._words, self._options, self._logs, self._number = words, options, logs, number
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Attempt":
+        try:
+            self._pass_signals_on()
+            port = _free_port()
+            for number in range(self._options.processes):
+                self._processes.append(self._start(number, port))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._stack.close()
+
+    def wait(self) -> Failure | None:
+        """Wait until all processes have ended or one has failed; return the failure."""
+        while True:
+            codes = [process.poll() for process in self._processes]
+            failures = [Failure(number, code) for number, code in enumerate(codes) if code]
+            if None not in codes or any(failure.code not in STOPPED_CODES for failure in failures):
+                return cause(failures) if failures else None
+            time.sleep(POLL_SECONDS)
+
+    def _start(self, number: int, port: int) -> "subprocess.Popen[bytes]":
+        environment = process_environment(os.environ, number, self._options, port)
+        # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
+        arguments: dict[str, Any] = {"env": environment, "start_new_session": True}
+        if number:
+            file = self._stack.enter_context(_log(self._logs, number, self._number).open("wb"))
+            arguments |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(self._words, **arguments)
+
+    def _pass_signals_on(self) -> None:
+        """Pass SIGINT and SIGTERM on to all processes until the context is left."""
+
+        def send(number: int, frame: FrameType | None) -> None:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._stack.callback(signal.signal, number, signal.signal(number, send))
+
+    def _end(self) -> None:
+        """Let the processes end that still run: by themselves, since they notice the failure of another; by SIGTERM; or
+        by SIGKILL.
+        """
+        self._wait_for_all(NOTICE_SECONDS)
+        for process in self._processes:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # one that is halted cannot end
+        self._wait_for_all(STOP_SECONDS)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _wait_for_all(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that caused the others: first one killed by a signal, and last one that was asked to stop."""
+    return min(failures, key=lambda failure: (failure.code in STOPPED_CODES, failure.code > 0))
+
+
+def process_environment(base: Mapping[str, str], number: int, options: LocalOptions, port: int) -> dict[str, str]:
+    """Return the environment of process `number`: `base`, the address of process 0, and its GPUs if it has its own.
+
+    Raises:
+        CoveyError: there are fewer GPUs in CUDA_VISIBLE_DEVICES than the processes need.
+    """
+    environment = {name: value for name, value in base.items() if name not in (MODE, BIND)}
+    environment |= {ADDRESS: f"127.0.0.1:{port}", COUNT: str(options.processes), NUMBER: str(number)}
+    if (gpus := options.gpus_per_process) is not None:
+        total = options.processes * gpus
+        visible = base.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
+        if len(visible) < total:
+            raise CoveyError(f"{options.processes} processes of {gpus} GPUs each", want=f"{len(visible)} GPUs at most")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[number * gpus : (number + 1) * gpus])
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _log(logs: Path, number: int, attempt: int) -> Path:
+    return logs / (f"process-{number}.log" if attempt == 0 else f"process-{number}-restart-{attempt}.log")
+
+
+def _say(text: str) -> None:
+    print(printable(f"covey launch: {text}"), file=sys.stderr, flush=True)
+
+
+def _show_end(logs: Path, number: int, attempt: int) -> None:
+    """Print the last lines that process `number` wrote; those of process 0 are on the terminal already."""
+    if number == 0:
+        return
+    file = _log(logs, number, attempt)
+    lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    _say(f"the end of {file}:")
+    for line in lines:
+        print(printable(f"  {line}"), file=sys.stderr, flush=True)

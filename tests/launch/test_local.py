@@ -1,0 +1,149 @@
+"""The launcher of processes, with small scripts in place of training runs, and once with real ones."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER
+from covey.errors import CoveyError
+from covey.launch import LocalOptions, launch, local
+from covey.launch.command import TrainingCommand, training_command
+
+WAIT = "while True: time.sleep(0.05)"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(local, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(local, "POLL_SECONDS", 0.02)
+
+
+def launched(folder, code, resumed="", **options):
+    """Launch processes that run `code`, or `resumed` behind a restart; return the exit code."""
+    command = TrainingCommand(("train", "recipe", "--out", str(folder / "run")), str(folder / "run"))
+    script = f"import os, signal, sys, time; me = int(os.environ['{NUMBER}'])\n"
+    script += f"if '--resume' in sys.argv: exec({resumed!r}); sys.exit()\n{code}"
+    return launch(command, LocalOptions(logs=str(folder / "logs"), **options), (sys.executable, "-c", script))
+
+
+def test_each_process_has_its_number_and_a_log(tmp_path, capfd):
+    assert launched(tmp_path, f"print(me, os.environ['{COUNT}'], os.environ['{ADDRESS}'])", processes=3) == 0
+    shown = capfd.readouterr().out
+    logs = [(tmp_path / "logs" / f"process-{n}.log").read_text() for n in (1, 2)]
+    assert [line.split()[:2] for line in (shown, *logs)] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert len({line.split()[2] for line in (shown, *logs)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "told", "code"),
+    [
+        ("print('the reason'); sys.exit(3)", "process 2 ended with code 3", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "process 2 was killed by SIGKILL", 137),
+    ],
+)
+def test_one_that_fails_stops_all_and_is_named(tmp_path, capfd, fails, told, code):
+    begin = time.monotonic()
+    assert launched(tmp_path, f"if me == 2: {fails}\n{WAIT}", processes=4) == code
+    shown = capfd.readouterr().err
+    assert told in shown
+    assert ("the reason" in shown) == ("reason" in fails)
+    assert time.monotonic() - begin < 30
+
+
+def test_one_that_ignores_signals_or_is_halted_is_killed(tmp_path):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    halted = "os.kill(os.getpid(), signal.SIGSTOP)"
+    code = f"open(f'{tmp_path}/{{me}}', 'w').write(str(os.getpid()))\n"
+    code += f"if me == 0: {stubborn}\nif me == 1: {halted}\nif me == 2: time.sleep(0.5); sys.exit(4)\n{WAIT}"
+    assert launched(tmp_path, code, processes=3) == 4
+    for name in "01":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), 0)
+
+
+def test_the_first_cause_is_chosen():
+    failures = [local.Failure(0, 75), local.Failure(1, 1), local.Failure(2, -9)]
+    assert local.cause(failures) == failures[2]
+    assert local.cause(failures[:2]) == failures[1]
+
+
+def test_a_signal_reaches_all_and_is_no_failure(tmp_path):
+    stops = "signal.signal(signal.SIGTERM, lambda *at: sys.exit(75))"
+    code = f"{stops}\nopen(f'{tmp_path}/ready-{{me}}', 'w')\n{WAIT}"
+
+    def send():
+        while not all((tmp_path / f"ready-{n}").exists() for n in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert launched(tmp_path, code, processes=2, max_restarts=3) == 75
+    assert not list((tmp_path / "logs").glob("*restart*"))
+
+
+def test_a_restart_resumes_the_run_once_it_has_begun(tmp_path):
+    begins = f"os.makedirs('{tmp_path}/run', exist_ok=True); open('{tmp_path}/run/recipe.yaml', 'w'); sys.exit(1)"
+    resumes = f"open('{tmp_path}/resumed', 'a').write(str(me))"
+    assert launched(tmp_path, f"if me == 0: {begins}\n{WAIT}", resumes, processes=2, max_restarts=2) == 0
+    assert sorted((tmp_path / "resumed").read_text()) == ["0", "1"]
+
+
+def test_restarts_end(tmp_path):
+    code = f"open('{tmp_path}/tries', 'a').write('x')\nsys.exit(6)"
+    assert launched(tmp_path, code, processes=1, max_restarts=2) == 6
+    assert (tmp_path / "tries").read_text() == "xxx"
+
+
+def test_gpus_are_divided():
+    base = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", MODE: "off", "KEPT": "1"}
+    options = LocalOptions(processes=2, gpus_per_process=2)
+    found = [local.process_environment(base, n, options, 80) for n in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]
+    assert found[1] == {"KEPT": "1", ADDRESS: "127.0.0.1:80", COUNT: "2", NUMBER: "1", "CUDA_VISIBLE_DEVICES": "6,7"}
+    assert "CUDA_VISIBLE_DEVICES" not in local.process_environment({}, 0, LocalOptions(), 80)
+    assert local.process_environment({}, 1, options, 80)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(CoveyError, match="of 2 GPUs each"):
+        local.process_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, options, 80)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "nothing cannot be launched"),
+        (["eval", "quickstart"], "covey eval cannot be launched"),
+        (["train"], "no recipe is given"),
+        (["train", "quikstart"], "quickstart"),
+        (["train", "quickstart", "--gropu-size", "3"], "no setting --gropu-size"),
+        (["train", "quickstart", "--max-steps", "-3"], "max_steps"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(words, told):
+    with pytest.raises(CoveyError, match=told):
+        training_command(words)
+
+
+def test_the_run_folder_of_a_command(tmp_path):
+    command = training_command(["train", "quickstart", "--out", str(tmp_path / "a"), "--max-steps", "3"])
+    assert command.run == str(tmp_path / "a")
+    assert command.next_words() == command.words
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.yaml").write_text("")
+    assert command.next_words() == ("train", "--resume", str(tmp_path / "a"))
+    with pytest.raises(CoveyError, match="--out"):
+        _ = TrainingCommand(("train", "quickstart"), None).resume_words
+
+
+def test_the_command_refuses_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "launch", "local", "-n", "0", "train", "quickstart"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "processes" in done.stderr
+    assert list(tmp_path.iterdir()) == []
