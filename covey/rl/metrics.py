@@ -63,7 +63,7 @@ def work_metrics(
 ) -> dict[str, Any]:
     """Return tokens, padding and time of a step; `seconds` is by phase, and phases of two threads may overlap."""
     return {
-        "num_tokens": stats.tokens + stats.prompt_tokens,
+        "num_tokens": stats.tokens + stats.appended_tokens + stats.prompt_tokens,
         "waste/rollout": stats.waste,
         "waste/rows": row_waste,
         "tokens_per_second": stats.tokens / step_time,

@@ -125,7 +125,7 @@ class RolloutWorker:
         tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
         params = round_kernels(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
-        sampled = self.sampler.generate(params, requests, config=config, tool=tool, progress=progress)
+        sampled = self.sampler.generate(params, requests, config=config, responder=tool, progress=progress)
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)

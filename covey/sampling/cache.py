@@ -225,6 +225,18 @@ def _combine(parts: Sequence[BlockAttention]) -> Float[Array, "S K G W"]:
     return (outputs * shares[..., None]).sum(0) / shares.sum(0)[..., None]
 
 
+def keep_sharding(cache: list[LayerCache], model: Decoder) -> list[LayerCache]:
+    """Constrain a cache that a program returns to the sharding of a new one: otherwise the compiler chooses, and the
+    next program is compiled once for each choice.
+    """
+    mesh = jax.typeof(model.embed.embedding[...]).sharding.mesh
+    if mesh.empty:
+        return cache
+    shardings = jax.tree.map(lambda x: sharding_of(CACHE_AXES, x.shape, mesh), cache)
+    constrained: list[LayerCache] = jax.lax.with_sharding_constraint(cache, shardings)
+    return constrained
+
+
 def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
     """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
     rows, time = inserted[:, None, None, None], min(prefix.length, block.length)

@@ -5,7 +5,7 @@ Only the KV cache stays on the device: the few numbers of each slot pass through
 are admitted, resumed and moved without a program.
 
 The noise of a token depends only on its completion's key and its index in the completion; the key depends only on
-(seed, step, prompt index, sample index). A forced token uses up an index, and the noise of that index is not used.
+(seed, step, prompt index, sample index). An appended token uses up an index, and the noise of that index is not used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ from covey.models.decoder import Decoder
 from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import sharding_of
+from covey.sampling.append import append, append_sizes
 from covey.sampling.cache import (
     CACHE_AXES,
     CacheLayout,
@@ -33,18 +34,15 @@ from covey.sampling.cache import (
     empty_block,
     insert_block,
     keep_rows,
+    keep_sharding,
     prefill_attention,
 )
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
 from covey.sampling.stats import SamplerStats
-from covey.sampling.tools import MAX_FORCED_TOKENS, Tool
 
 Tree = TypeVar("Tree")
-
-NO_TOKEN = -1
-"""Value that means "no forced token"."""
 
 
 class Slots(NamedTuple):
@@ -55,21 +53,20 @@ class Slots(NamedTuple):
         token: the last token drawn, not yet in the cache.
         num_tokens: number of tokens of the completion so far.
         active: whether the slot is still being decoded.
-        forced_tokens: tokens that replace those the next steps draw, followed by NO_TOKEN; None without a tool.
+        limit: number of tokens of the completion at which the slot halts.
     """
 
     length: Int[Any, "S"]
     token: Int[Any, "S"]
     num_tokens: Int[Any, "S"]
     active: Bool[Any, "S"]
-    forced_tokens: Int[Any, "S F"] | None = None
+    limit: Int[Any, "S"]
 
 
-def empty_slots(slots: int, max_forced_tokens: int = 0) -> Slots:
-    """Create empty slots, each with room for `max_forced_tokens` tokens from a tool."""
-    length, token, num_tokens = np.zeros((3, slots), np.int32)
-    forced_tokens = np.full((slots, max_forced_tokens), NO_TOKEN, np.int32) if max_forced_tokens else None
-    return Slots(length, token, num_tokens, np.zeros(slots, bool), forced_tokens)
+def empty_slots(slots: int) -> Slots:
+    """Create empty slots."""
+    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
+    return Slots(length, token, num_tokens, np.zeros(slots, bool), limit)
 
 
 class Draws(NamedTuple):
@@ -108,6 +105,7 @@ class Programs:
         self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
         self.insert = jax.jit(insert_block, donate_argnums=0)
         self.keep = jax.jit(keep_rows)
+        self.append = jax.jit(partial(append, graph), donate_argnums=1)
         static = ("sampling_params", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
 
@@ -147,11 +145,11 @@ class Programs:
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        state = empty_slots(slots, 0 if pause_id is None else MAX_FORCED_TOKENS)
+        state = empty_slots(slots)
         noise = jax.ShapeDtypeStruct((slots, config.decode_chunk), jnp.float32)
         cache = self._abstract_cache(params, slots, cache_length)
         static = {"sampling_params": SamplingParams.from_config(config), "pause_id": pause_id}
-        return Program("decode", self.decode, (abstract(params), cache, abstract(state), noise, np.int32(0)), static)
+        return Program("decode", self.decode, (abstract(params), cache, abstract(state), noise), static)
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -165,18 +163,26 @@ class DeviceState:
         programs: those of the decoder.
         params: the decoder's state.
         config: settings of the call.
-        tool: pauses a slot behind each call.
         slots: number of slots.
         cache_length: number of tokens for which each slot has room.
+        pause_id: token behind which a slot halts, beside the stop tokens; None for none.
+        turn_limit: maximum number of tokens that a slot draws before it halts.
     """
 
     def __init__(
-        self, programs: Programs, params: Any, config: RolloutConfig, tool: Tool | None, slots: int, cache_length: int
+        self,
+        programs: Programs,
+        params: Any,
+        config: RolloutConfig,
+        slots: int,
+        cache_length: int,
+        pause_id: int | None = None,
+        turn_limit: int | None = None,
     ):
         self.programs, self.params, self.config = programs, params, config
         self.sampling_params = SamplingParams.from_config(config)
-        self.pause_id = None if tool is None else tool.markers.end
-        self.slots = empty_slots(slots, 0 if tool is None else MAX_FORCED_TOKENS)
+        self.pause_id, self.turn_limit = pause_id, turn_limit or config.max_new_tokens
+        self.slots = empty_slots(slots)
         self.keys = np.zeros((slots, 2), np.uint32)
         self.cache, self.cache_length = programs.empty_cache(params, slots, 0, cache_length), cache_length
         self.prefix: Prefix
@@ -217,7 +223,6 @@ class DeviceState:
             self.cache,
             self.slots,
             uniform_noise(self.keys[:, None], index),
-            np.int32(self.config.max_new_tokens),
             sampling_params=self.sampling_params,
             pause_id=self.pause_id,
         )
@@ -226,11 +231,27 @@ class DeviceState:
         self.stats.chunks += 1
         return self._chunk(draws, np.asarray(valid))
 
-    def resume(self, responses: Mapping[int, np.ndarray]) -> None:
-        """Force the response of each of these slots, and decode them on."""
-        for slot, response in responses.items():
-            self.slots.active[slot] = True
-            self._force(slot, response)
+    def resume(self, slot: int, tokens: np.ndarray) -> None:
+        """Append `tokens`, int32 [n], to a slot that has halted, and decode it on: a new turn of the model begins."""
+        slots, size = self.slots, len(tokens)
+        if size:
+            self._append(slot, np.append(slots.token[slot], tokens[:-1]))
+            slots.token[slot] = tokens[-1]
+        slots.num_tokens[slot] += size
+        slots.active[slot] = True
+        slots.limit[slot] = min(slots.num_tokens[slot] + self.turn_limit, self.config.max_new_tokens)
+
+    def _append(self, slot: int, tokens: np.ndarray) -> None:
+        """Write `tokens`, int32 [n], into the slot's cache behind those that it holds, in pieces of a few sizes."""
+        for size in append_sizes(len(tokens)):
+            piece, tokens = tokens[:size], tokens[size:]
+            padded = np.zeros(size, np.int32)
+            padded[: len(piece)] = piece
+            start, count = self.slots.length[slot], np.int32(len(piece))
+            self.cache = self.programs.append(self.params, self.cache, np.int32(slot), padded, start, count)
+            self.slots.length[slot] += count
+            self.stats.append_cells += size
+            self.stats.appended_tokens += len(piece)
 
     def resize(self, kept: np.ndarray, cache_length: int) -> None:
         """Keep only the slots `kept`, in that order, each with room for `cache_length` tokens."""
@@ -246,21 +267,15 @@ class DeviceState:
 
     def _start(self, inserted: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
         """Let the slots that were `inserted` begin after prompts of these lengths with these first tokens."""
-        slots = self.slots
+        slots, limit = self.slots, min(self.turn_limit, self.config.max_new_tokens)
         slots.length[inserted], slots.token[inserted], slots.num_tokens[inserted] = (
             lengths[inserted],
             tokens[inserted],
             1,
         )
-        unfinished = ~np.isin(tokens, self.programs.stop_ids) & (self.config.max_new_tokens > 1)
+        slots.limit[inserted] = limit
+        unfinished = ~np.isin(tokens, self.programs.stop_ids) & (limit > 1)
         slots.active[inserted] = unfinished[inserted]
-        if slots.forced_tokens is not None:
-            slots.forced_tokens[inserted] = NO_TOKEN
-
-    def _force(self, slot: int, response: np.ndarray) -> None:
-        assert self.slots.forced_tokens is not None
-        self.slots.forced_tokens[slot] = NO_TOKEN
-        self.slots.forced_tokens[slot, : len(response)] = response
 
     def _chunk(self, draws: tuple[Any, ...], valid: np.ndarray) -> Chunk:
         counts = valid.sum(0)
@@ -290,18 +305,6 @@ def _placed(cache: Tree, params: Any) -> Tree:
     return shapes
 
 
-def _with_sharding(cache: list[LayerCache], model: Decoder) -> list[LayerCache]:
-    """Constrain a cache that a program returns to the sharding of a new one: otherwise the compiler chooses, and the
-    next program is compiled once for each choice.
-    """
-    mesh = jax.typeof(model.embed.embedding[...]).sharding.mesh
-    if mesh.empty:
-        return cache
-    shardings = jax.tree.map(lambda x: sharding_of(CACHE_AXES, x.shape, mesh), cache)
-    constrained: list[LayerCache] = jax.lax.with_sharding_constraint(cache, shardings)
-    return constrained
-
-
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
     """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
     model = nnx.merge(graph, params)
@@ -309,7 +312,7 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     attend = prefill_attention(model, length, tokens.shape[1])
     hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return Prefix(_with_sharding(cache, model), model.logits(last))
+    return Prefix(keep_sharding(cache, model), model.logits(last))
 
 
 def draw_first(
@@ -326,7 +329,6 @@ def decode(
     cache: list[LayerCache],
     slots: Slots,
     noise: Float[Array, "S steps"],
-    max_tokens: Int[Array, ""],
     *,
     sampling_params: SamplingParams,
     pause_id: int | None = None,
@@ -334,7 +336,7 @@ def decode(
     """Run up to `steps` decode steps; return the cache, the slots, the draws [steps, S], their validity mask and the
     steps made.
 
-    A slot halts at a stop token, at `max_tokens` tokens and at the token `pause_id`, after which it may be resumed.
+    A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
 
     Args:
         noise: number in [0, 1) that draws the token of each slot in each step.
@@ -354,27 +356,21 @@ def decode(
         step, cache, slots, draws, valid = carry
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
-        forced = None if slots.forced_tokens is None else slots.forced_tokens[:, 0]
-        drawn = draw(model.logits(hidden[:, 0]), noise[:, step], sampling_params, forced)
+        drawn = draw(model.logits(hidden[:, 0]), noise[:, step], sampling_params)
         count = slots.num_tokens + active
         after = Slots(
             length=length + active,
             token=jnp.where(active, drawn[0], slots.token),
             num_tokens=count,
-            active=active & ~_is_any(drawn[0], halt_ids) & (count < max_tokens),
-            forced_tokens=_without_first(slots.forced_tokens),
+            active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.limit),
+            limit=slots.limit,
         )
         draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))
         return step + 1, cache, after, draws, valid.at[step].set(active)
 
     start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
     steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
-    return _with_sharding(cache, model), slots, draws, valid, steps_made
-
-
-def _without_first(forced: Int[Array, "S F"] | None) -> Int[Array, "S F"] | None:
-    """Drop the first forced token of each slot after a step. Those of inactive slots no longer matter."""
-    return None if forced is None else jnp.pad(forced[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+    return keep_sharding(cache, model), slots, draws, valid, steps_made
 
 
 def _is_any(token: Int[Array, "S"], ids: tuple[int, ...]) -> Bool[Array, "S"]:

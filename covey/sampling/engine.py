@@ -8,11 +8,11 @@ tokens. A prompt is prefilled once; its keys and values are copied into the slot
 The noise of a token depends only on (seed, step, prompt index, sample index, token index), so the same completion is
 drawn in any slot, batch, order or chunk size.
 
-With a tool a slot also halts where a call ends. The host evaluates it between chunks, and the next steps force the
-tokens of the response: they pass through the same cache, count toward the limit and are marked in the mask.
+With a responder (`turns`: a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
+prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from covey.sampling.lengths import check_length
 from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
 from covey.sampling.stats import SamplerStats
-from covey.sampling.tools import Tool
+from covey.sampling.turns import Responder, Turns
 from covey.types import Completion
 
 
@@ -69,7 +69,7 @@ class Sampler:
         requests: Sequence[Request],
         *,
         config: RolloutConfig | None = None,
-        tool: Tool | None = None,
+        responder: Responder | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
         """Generate all completions, by request and sample index, without their text.
@@ -78,7 +78,7 @@ class Sampler:
             params: the decoder's state.
             requests: prompts; lengths may differ.
             config: settings for this call instead of the sampler's own.
-            tool: responds to calls during sampling; every completion then has a mask.
+            responder: responds where the model halts; every completion then has a mask.
             progress: called with (finished, total) completions after each chunk.
 
         Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
@@ -86,33 +86,78 @@ class Sampler:
         config = config or self.config
         for i, request in enumerate(requests):
             check_length(len(request.prompt), config, f"prompt {i}")
-        divided = self.programs.cache_layout(params).divided
-        prompts, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
-        scheduler = Scheduler(prompts, samples, config, resizes=divided)
-        device = DeviceState(self.programs, params, config, tool, len(scheduler.slots), scheduler.cache_length)
-        collector = Collector(self.stop_ids, config.max_new_tokens, tool)
-        keys, self.stats = _sample_keys(requests, config.seed), device.stats
+        call = _Call(self.programs, params, requests, config, responder)
+        scheduler, self.stats = call.scheduler, call.device.stats
         while scheduler.unfinished:
+            call.take_responses(block=not (scheduler.can_admit or scheduler.active))
             while scheduler.can_admit:
-                if batch := scheduler.next_prefill():
-                    device.prefill([requests[i].prompt for i in batch], scheduler.prefill_shape)
-                _collect(device.insert(scheduler.admit(), keys), scheduler, device, collector)
-            if not scheduler.running:
-                continue  # every admitted sample finished with its first token
-            while (kept := scheduler.resize()) is not None:
-                device.resize(kept, scheduler.cache_length)
-            _collect(device.decode(), scheduler, device, collector)
+                call.admit()
+            if scheduler.active:
+                call.decode()
             if progress is not None:
                 progress(scheduler.finished, len(scheduler.samples))
-        return [[collector.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
+        return [[call.collector.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
 
 
-def _collect(chunk: Chunk, scheduler: Scheduler, device: DeviceState, collector: Collector) -> None:
-    """Collect the tokens of a chunk, free the slots of finished samples, force the tool's responses on the others."""
-    finished, responses = collector.collect(scheduler.running, chunk)
-    scheduler.update(chunk.counts, finished)
-    if responses:
-        device.resume(responses)
+class _Call:
+    """State of a call of `Sampler.generate`: the batch, the tokens collected, the responses under way."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: Any,
+        requests: Sequence[Request],
+        config: RolloutConfig,
+        responder: Responder | None,
+    ):
+        self.requests, self.keys = requests, _sample_keys(requests, config.seed)
+        lengths, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
+        resizes = programs.cache_layout(params).divided and not (responder and responder.waits)
+        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes)
+        size = len(self.scheduler.slots), self.scheduler.cache_length
+        demands = () if responder is None else (responder.pause_id, responder.turn_limit)
+        self.device = DeviceState(programs, params, config, *size, *demands)
+        self.collector = Collector(programs.stop_ids, config.max_new_tokens, masked=responder is not None)
+        self.turns = Turns(responder)
+        self._responses: dict[Sample, np.ndarray] = {}
+
+    def admit(self) -> None:
+        """Insert waiting samples into free slots, with their first tokens."""
+        if batch := self.scheduler.next_prefill():
+            self.device.prefill([self.requests[i].prompt for i in batch], self.scheduler.prefill_shape)
+        admitted = self.scheduler.admit()
+        self._collect({slot: sample for slot, _, sample in admitted}, self.device.insert(admitted, self.keys))
+
+    def decode(self) -> None:
+        """Append the responses, and decode a chunk of steps."""
+        while (kept := self.scheduler.resize()) is not None:
+            self.device.resize(kept, self.scheduler.cache_length)
+        for sample, response in self._responses.items():
+            self.device.resume(self.scheduler.slot_of(sample), response)
+        self._responses.clear()
+        self._collect(self.scheduler.active, self.device.decode())
+
+    def take_responses(self, *, block: bool) -> None:
+        """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
+        for sample, response in self.turns.answered(block=block):
+            if response is not None and len(response):
+                room = self.collector.turn(sample).room
+                self.collector.append(sample, response[:room])
+                response = response if len(response) < room else None
+            if response is None:
+                self.scheduler.finish(sample)
+            else:
+                self.scheduler.resume(sample, len(response))
+                self._responses[sample] = response
+
+    def _collect(self, active: Mapping[int, Sample], chunk: Chunk) -> None:
+        """Collect the tokens of a chunk, and ask for responses to the samples that have halted."""
+        halted = self.collector.collect(active, chunk)
+        self.scheduler.update(chunk.counts)
+        for slot in halted:
+            self.scheduler.pause(active[slot])
+            self.turns.submit(self.collector.turn(active[slot]))
+        self.take_responses(block=False)
 
 
 def _sample_keys(requests: Sequence[Request], seed: int) -> dict[Sample, np.ndarray]:

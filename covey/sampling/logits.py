@@ -38,29 +38,19 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 """Tokens; log-softmax(logits / temperature) at them; their log-probability under the truncated distribution."""
 
 
-def draw(
-    logits: Float[Array, "S V"],
-    uniform: Float[Array, "S"],
-    sampling_params: SamplingParams,
-    forced: Int[Array, "S"] | None = None,
-) -> Draw:
-    """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness.
-
-    Args:
-        forced: token that replaces the drawn one, -1 for none. Its log-softmax is the model's; its log-probability
-            under the truncated distribution (the last result) is 0, since no other token was possible.
-    """
+def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams) -> Draw:
+    """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness."""
     scaled = logits.astype(jnp.float32) / sampling_params.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
     if sampling_params.temperature == 0:
-        token = _replace_forced(forced, jnp.argmax(scaled, axis=-1).astype(jnp.int32))
+        token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
         return token, _gather(scaled, token) - total, jnp.zeros_like(total)
     kept = truncate(scaled, sampling_params)
     kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
-    token = _replace_forced(forced, inverse_cdf(mass, uniform))
+    token = inverse_cdf(mass, uniform)
     chosen = _gather(scaled, token)
-    return token, chosen - total, _replace_forced(forced, chosen - kept_total, 0.0)
+    return token, chosen - total, chosen - kept_total
 
 
 def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
@@ -142,11 +132,6 @@ def _split_blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blo
     rows, size = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=fill)
     return padded.reshape(rows, -1, BLOCK)
-
-
-def _replace_forced(forced: Int[Array, "S"] | None, drawn: Array, value: Any = None) -> Array:
-    """Replace `drawn` by the forced token (or by `value`) in rows that have one."""
-    return drawn if forced is None else jnp.where(forced >= 0, forced if value is None else value, drawn)
 
 
 def _gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:

@@ -59,6 +59,7 @@ class Scheduler:
         cache_length: number of tokens for which each slot has room.
         prefill_shape: number of prompts that are prefilled together, and the length to which they are padded.
         prefilled: requests that were prefilled last.
+        paused: samples that wait for a response.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Scheduler:
         self.slots: list[Sample | None] = [None] * min(config.slots, power_of_two(len(self.samples)))
         self.lengths = np.zeros(len(self.slots), np.int64)
         self.cache_length = self._room(longest, len(self.slots))
+        self.paused: set[Sample] = set()
 
     @property
     def unfinished(self) -> bool:
@@ -89,6 +91,11 @@ class Scheduler:
     def running(self) -> dict[int, Sample]:
         """Sample of each slot in use."""
         return {slot: sample for slot, sample in enumerate(self.slots) if sample is not None}
+
+    @property
+    def active(self) -> dict[int, Sample]:
+        """Sample of each slot that is being decoded: not one that waits for a response."""
+        return {slot: sample for slot, sample in self.running.items() if sample not in self.paused}
 
     @property
     def free(self) -> list[int]:
@@ -133,11 +140,29 @@ class Scheduler:
                 admitted.append(Admission(slot, self.prefilled.index(sample.request), sample))
         return admitted
 
-    def update(self, new_tokens: np.ndarray, finished: Iterable[int]) -> None:
+    def update(self, new_tokens: np.ndarray, finished: Iterable[int] = ()) -> None:
         """Count the tokens that each slot has drawn, int [S], and free the slots of `finished` samples."""
         self.lengths += new_tokens
         for slot in finished:
             self.slots[slot] = None
+
+    def pause(self, sample: Sample) -> None:
+        """Let a running sample wait for a response."""
+        self.paused.add(sample)
+
+    def slot_of(self, sample: Sample) -> int:
+        """Return the slot of a running sample."""
+        return self.slots.index(sample)
+
+    def resume(self, sample: Sample, appended: int) -> None:
+        """Let a sample that waited go on after so many appended tokens."""
+        self.paused.remove(sample)
+        self.lengths[self.slot_of(sample)] += appended
+
+    def finish(self, sample: Sample) -> None:
+        """Free the slot of a sample that has ended."""
+        self.paused.remove(sample)
+        self.slots[self.slot_of(sample)] = None
 
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.

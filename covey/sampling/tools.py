@@ -1,25 +1,24 @@
 """A tool for the model during sampling: it writes a call between two markers and pauses for the response.
 
     … <|python_start|> 12/60 <|python_end|> <|output_start|> 0.2 <|output_end|> …
-      drawn by the model                    forced, without loss
+      drawn by the model                    appended, without loss
 
 Only tokens of the completion count: the call is the tokens since its last begin marker, with no end marker between;
-a begin marker in the prompt is ignored. After a call that is empty or has no result, nothing is forced.
+a begin marker in the prompt is ignored. After a call that is empty or has no result, nothing is appended.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
 from covey.config.schema import RolloutConfig
 from covey.errors import RecipeError
 from covey.sampling.calculator import calculate
+from covey.sampling.turns import Turn
 from covey.text.tokenizer import Tokenizer
-
-MAX_FORCED_TOKENS = 64
-"""Maximum tokens of a response, its markers included. A calculator's result has at most 32 characters."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Markers:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that responds to calls in a completion's tokens.
+    """A tool that responds to calls in a completion's tokens: a `turns.Responder` that answers at once.
 
     Attributes:
         markers: ids that mark where calls and responses begin and end.
@@ -54,6 +53,19 @@ class Tool:
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], np.ndarray]
     hidden: frozenset[int] = frozenset()
+    turn_limit: ClassVar[None] = None
+    waits: ClassVar[bool] = False
+
+    @property
+    def pause_id(self) -> int:
+        """Marker behind which the model pauses: the end of a call."""
+        return self.markers.end
+
+    def answer(self, turn: Turn) -> np.ndarray | None:
+        """Return the tokens to append where a call has ended; None ends the completion."""
+        if turn.tokens[-1] != self.markers.end or not turn.room:
+            return None
+        return self.respond(turn.tokens)
 
     def respond(self, tokens: np.ndarray) -> np.ndarray:
         """Return the response, int32 [n], to append to the completion so far: `tokens`, up to the end marker."""
@@ -65,9 +77,7 @@ class Tool:
         result = self.evaluate(self.decode(call.tolist())) if is_call else None
         if result is None:
             return np.zeros(0, np.int32)
-        response = np.array([self.markers.output_start, *self.encode(result), self.markers.output_end], np.int32)
-        assert len(response) <= MAX_FORCED_TOKENS, f"a response of {len(response)} tokens"
-        return response
+        return np.array([self.markers.output_start, *self.encode(result), self.markers.output_end], np.int32)
 
     def text(self, tokens: np.ndarray) -> str:
         """Decode `tokens`, with calls and responses between their markers."""

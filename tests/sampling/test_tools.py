@@ -28,7 +28,7 @@ from covey.sampling.calculator import calculate
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import sample_keys
-from covey.sampling.tools import MAX_FORCED_TOKENS, Tool, make_tool
+from covey.sampling.tools import Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
@@ -99,7 +99,7 @@ def requests() -> list[Request]:
 
 
 def sample(wanted: list[Request], tool: Tool | None = TOOL, **settings: Any) -> list[list[Completion]]:
-    return SHARED.generate(PARAMS, wanted, config=RolloutConfig(**{**BASE, **settings}), tool=tool)
+    return SHARED.generate(PARAMS, wanted, config=RolloutConfig(**{**BASE, **settings}), responder=tool)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -162,7 +162,7 @@ def test_completions_known_beforehand(links: list[str], stream: str) -> None:
     _, params = nnx.split(following(successors, 9.0, attention=False))
     for limit in range(1, len(stream) + 1):
         config = RolloutConfig(max_new_tokens=limit, temperature=0.0, slots=1, decode_chunk=4)
-        ((got,),) = SHARED.generate(params, [Request(ids("x"), 1, 0)], config=config, tool=TOOL)
+        ((got,),) = SHARED.generate(params, [Request(ids("x"), 1, 0)], config=config, responder=TOOL)
         assert short(got.tokens) == stream[:limit]
         assert got.mask.tolist() == known_mask(stream[:limit])
         assert got.finish is (FinishReason.STOP if stream[:limit].endswith("T") else FinishReason.LENGTH)
@@ -233,7 +233,8 @@ def test_logps_equal_the_trainers_over_the_whole_stream(drawn: list[list[Complet
     for request, group in zip(requests(), drawn, strict=True):
         for c in group:
             logps = jax.nn.log_softmax(logits_at(request.prompt, c.tokens) / 0.9)
-            np.testing.assert_allclose(c.logps, np.asarray(logps)[np.arange(len(c.tokens)), c.tokens], atol=1e-4)
+            logps = np.where(c.mask, np.asarray(logps)[np.arange(len(c.tokens)), c.tokens], 0)
+            np.testing.assert_allclose(c.logps, logps, atol=1e-4)
             assert (c.sampler_logps[~c.mask] == 0).all()
 
 
@@ -279,16 +280,12 @@ def test_a_tool_that_never_answers_changes_nothing() -> None:
         np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
-def test_without_a_tool_the_program_knows_nothing_of_it() -> None:
-    """No cost where it is off."""
-
-    def program(pause: int | None) -> str:
-        config = RolloutConfig(decode_chunk=4)
-        return SHARED.programs.decode_program(PARAMS, 8, 128, config, pause).lower().as_text()
-
-    queue = f"tensor<8x{MAX_FORCED_TOKENS}xi32>"
-    assert queue not in program(None)
-    assert queue in program(20)
+def test_a_tool_costs_the_decode_program_no_input() -> None:
+    """What a tool answers is appended by a program of its own, so its decode steps are those of a run without one."""
+    config = RolloutConfig(decode_chunk=4)
+    programs = [SHARED.programs.decode_program(PARAMS, 8, 128, config, pause_id) for pause_id in (None, 20)]
+    plain, with_tool = ([x.shape for x in jax.tree.leaves(program.args)] for program in programs)
+    assert plain == with_tool
 
 
 # --- the worker

@@ -1,0 +1,85 @@
+"""Turns of a completion: where the model halts, a responder decides what is appended before it goes on, if anything.
+
+    … tokens of the model ─▶ halt ─▶ responder ─▶ tokens to append ─▶ tokens of the model …
+
+A tool is a responder that answers at once; an environment may take seconds. The sampler knows neither: it asks for a
+response, and decodes other samples until the response is there.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from covey.sampling.scheduler import Sample
+
+Response = np.ndarray | None
+"""Tokens to append, int32 [n], maybe none; or None when the completion ends here."""
+
+
+class Turn(NamedTuple):
+    """A sample that has halted: at a stop token, at the responder's token, or at a limit.
+
+    Attributes:
+        sample: the sample, by its request and its number.
+        tokens: int32 [n], the completion so far.
+        room: number of tokens that the completion may still have, those of the response included.
+    """
+
+    sample: Sample
+    tokens: np.ndarray
+    room: int
+
+
+class Responder(Protocol):
+    """Something that responds to the turns of completions.
+
+    Attributes:
+        pause_id: token behind which a sample halts, beside the stop tokens; None for none.
+        turn_limit: maximum number of tokens that the model draws in a turn; None for no other limit than that of the
+            completion.
+        waits: whether a response may come later. The sampler then uses shapes that do not depend on the time at which
+            responses come, so that neither do the samples.
+    """
+
+    @property
+    def pause_id(self) -> int | None: ...
+    @property
+    def turn_limit(self) -> int | None: ...
+    @property
+    def waits(self) -> bool: ...
+
+    def answer(self, turn: Turn) -> "Response | Future[Response]":
+        """Return the response to `turn`, now or later. One that exceeds `turn.room` is cut there and ends the
+        completion. An exception of the future is raised where the sampler runs.
+        """
+        ...
+
+
+class Turns:
+    """Turns that a responder has not answered yet.
+
+    Args:
+        responder: answers them; None answers every turn with the end of the completion.
+    """
+
+    def __init__(self, responder: Responder | None):
+        self._responder = responder
+        self._answers: dict[Sample, Response | Future[Response]] = {}
+
+    def submit(self, turn: Turn) -> None:
+        """Ask for the response to a turn."""
+        self._answers[turn.sample] = None if self._responder is None else self._responder.answer(turn)
+
+    def answered(self, *, block: bool) -> Iterator[tuple[Sample, Response]]:
+        """Yield each sample whose response is there, with it; with `block`, wait for one if there is none."""
+        pending = [answer for answer in self._answers.values() if isinstance(answer, Future)]
+        if block and len(pending) == len(self._answers):
+            wait(pending, return_when=FIRST_COMPLETED)
+        for sample, answer in list(self._answers.items()):
+            if not isinstance(answer, Future):
+                yield sample, self._answers.pop(sample)  # type: ignore[misc]
+            elif answer.done():
+                del self._answers[sample]
+                yield sample, answer.result()
