@@ -40,6 +40,10 @@ class RewardError(CoveyError):
     """A reward function that raised, or did not return one finite float (or None) per completion."""
 
 
+class EpisodeError(CoveyError):
+    """An environment that raised, took too long, or gave something else than messages and a finite reward."""
+
+
 class WeightsError(CoveyError):
     """A checkpoint that cannot be found, is incomplete, or does not fit the model."""
 

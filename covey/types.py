@@ -33,7 +33,30 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model drew one of its stop tokens; that token is the completion's last."""
     LENGTH = "length"
-    """The completion reached the limit of new tokens."""
+    """The completion reached the limit of new tokens; or its episode that of turns."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Course of a completion in an environment.
+
+    Attributes:
+        messages: the conversation after the prompt, turns of the model (role assistant) and of the environment.
+        turn_ends: number of tokens of the completion at the end of each turn of the model.
+        turn_rewards: reward of each turn, as the environment gave it.
+        done: whether the environment ended the episode; otherwise a limit did, or a failure.
+        failure: what went wrong in the environment; empty if nothing did.
+        reward: reward of the whole episode; None where it is not scored, because the environment failed.
+        seconds: time spent in the environment.
+    """
+
+    messages: tuple[Message, ...] = ()
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    done: bool = False
+    failure: str = ""
+    reward: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +72,9 @@ class Completion:
             metric `sampling/mass_kept`. No loss uses it.
         finish: why it ended.
         text: the decoded tokens without the stop token; it includes tool responses between their markers.
-        mask: bool [n], True for tokens that the model generated and False for tokens that a tool inserted; None when
-            the model generated all.
+        mask: bool [n], True for tokens that the model generated and False for those that a tool or an environment
+            inserted; None when the model generated all.
+        episode: its course in an environment; None without one.
     """
 
     tokens: np.ndarray
@@ -59,6 +83,12 @@ class Completion:
     finish: FinishReason
     text: str = ""
     mask: np.ndarray | None = None
+    episode: Episode | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the model generated."""
+        return len(self.tokens) if self.mask is None else int(self.mask.sum())
 
 
 @dataclass(frozen=True)

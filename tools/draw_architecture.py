@@ -21,6 +21,7 @@ ROLES = {
     "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
+    "envs": "environments of several turns",
     "rewards": "reward functions and their sandbox",
     "train": "trainer, optimizers, checkpoints, metrics",
     "losses": "log-probs, advantages, policy and value loss",

@@ -20,6 +20,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey sft NAME_OR_YAML         train on given answers instead: supervised
   covey train --resume RUN       go on with a run that was stopped; covey sft --resume RUN likewise
   covey eval RUN_OR_MODEL        measure it on held-out prompts
+  covey rollout NAME_OR_YAML     play a few episodes of a recipe before it is trained
   covey generate RUN_OR_MODEL "PROMPT"
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
@@ -76,6 +77,21 @@ examples
   covey eval smollm2-135m --recipe quickstart --evaluation.samples 4
 
 The settings are those of covey train; the section evaluation matters here.
+"""
+
+ROLLOUT = """\
+covey rollout NAME_OR_YAML [--episodes N] [--setting value ...]
+
+Samples a few prompts of a recipe with the model that it begins with, and prints the conversations, turn by turn:
+what the model and the environment say, the reward, and how each episode ended. Nothing is trained or written.
+
+  --episodes N             number of episodes, each for another prompt; 4 when not given
+
+examples
+  covey rollout quickstart
+  covey rollout guess-tiny --episodes 8 --temperature 0
+
+The settings are those of covey train.
 """
 
 GENERATE = """\
@@ -303,6 +319,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "train": (TRAIN, recipe.Recipe),
     "sft": (SFT, recipe.SFTRecipe),
     "eval": (EVAL, None),
+    "rollout": (ROLLOUT, None),
     "generate": (GENERATE, GenerateOptions),
     "chat": (CHAT, ChatOptions),
     "export": (EXPORT, ExportOptions),

@@ -43,6 +43,9 @@ OUTSIDE: dict[int | None, str] = {
 }
 """Fixes for system errors that are not caused by a bug in Covey; the others keep their traceback."""
 
+DEFAULT_EPISODES = 4
+"""Number of episodes that `covey rollout` plays."""
+
 STOPPED = 75
 """Exit code of a run that was stopped by a signal: EX_TEMPFAIL of sysexits.h, try again later."""
 
@@ -137,6 +140,14 @@ def evaluate(words: Sequence[str]) -> Action:
     tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
     settings = recipe.load_any(chosen, tokens) if chosen else None
     return partial(_evaluate, source, settings, tokens)
+
+
+def rollout(words: Sequence[str]) -> Action:
+    """Parse `covey rollout NAME_OR_YAML [--episodes N] [settings]`."""
+    (source,), pairs = _exactly(1, words, "covey rollout NAME_OR_YAML [--episodes N]")
+    own = {name: value for name, value in pairs if name == "--episodes"}
+    tokens = _tokens(pair for pair in pairs if pair[0] not in own)
+    return partial(_rollout, recipe.load(source, tokens), _count(own, "--episodes") or DEFAULT_EPISODES)
 
 
 def generate(words: Sequence[str]) -> Action:
@@ -297,6 +308,13 @@ def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, to
         run.evaluate(source, settings)
 
 
+def _rollout(settings: recipe.Recipe, episodes: int) -> None:
+    check_run(settings)
+    from covey import run
+
+    run.play(settings, episodes)
+
+
 def _generate(source: str, prompt: str, options: GenerateOptions) -> None:
     check_source(source)
     from covey import run
@@ -377,6 +395,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "train": partial(_parse_training, recipe.Recipe),
     "sft": partial(_parse_training, recipe.SFTRecipe),
     "eval": evaluate,
+    "rollout": rollout,
     "generate": generate,
     "chat": chat,
     "export": export,

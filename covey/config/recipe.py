@@ -18,6 +18,7 @@ from covey.config.overrides import apply
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import (
     DataConfig,
+    EnvsConfig,
     EvalConfig,
     GRPOConfig,
     ModelOptions,
@@ -67,6 +68,7 @@ class Recipe(AnyRecipe):
     data: DataConfig = field(default_factory=DataConfig)
     rewards: tuple[str, ...] = ()
     """Reward functions by name; their weighted sum is the reward."""
+    envs: EnvsConfig = field(default_factory=EnvsConfig)
     reward_model: str | None = None
     """A sequence-classification checkpoint whose score is one more reward; its weight is the last one."""
     reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
@@ -241,7 +243,7 @@ def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         yield from _rl_contradictions(recipe)
     elif recipe.data.task == "first-letter":
         what = "data.task first-letter has no worked answers to learn from"
-        yield Problem("data.task", what, "jsonl, arithmetic, sums or gsm8k")
+        yield Problem("data.task", what, "jsonl, arithmetic, sums, guess or gsm8k")
     if not re.fullmatch(r"\w[\w.-]*", recipe.name):
         yield Problem("name", f"name is {recipe.name!r}", "letters, digits, '-', '_' and '.': it names a folder")
     if recipe.data.task in DATA_PATHS and not recipe.data.path:
@@ -259,16 +261,19 @@ def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
 
 def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     rollout, grpo = recipe.rollout, recipe.grpo
-    if not recipe.rewards and recipe.reward_model is None:
-        yield Problem(
-            "rewards", "rewards is empty: nothing would be learnt", "the name of at least one reward function"
-        )
+    acts = recipe.envs.environment is not None
+    if not (recipe.rewards or recipe.reward_model or acts):
+        want = "the name of at least one reward function, or an environment"
+        yield Problem("rewards", "rewards is empty: nothing would be learnt", want)
+    if acts and rollout.tool != "none":
+        what = f"rollout.tool is {rollout.tool}, and envs.environment is {recipe.envs.environment}"
+        yield Problem("rollout.tool", what, "one of them: an environment can calculate")
     if len(set(recipe.rewards)) < len(recipe.rewards):
         yield Problem("rewards", "rewards names a function twice", "each once; weigh it with grpo.reward_weights")
-    scores = len(recipe.rewards) + (recipe.reward_model is not None)
+    scores = acts + len(recipe.rewards) + (recipe.reward_model is not None)
     if grpo.reward_weights is not None and len(grpo.reward_weights) != scores:
         what = f"grpo.reward_weights has {len(grpo.reward_weights)} numbers for {scores} reward functions"
-        yield Problem("grpo.reward_weights", what, "one for each, the reward model's last")
+        yield Problem("grpo.reward_weights", what, "one for each, the environment's first, the reward model's last")
     buffer = algorithm_of(grpo).overlong_buffer
     if buffer > rollout.max_new_tokens:
         what = f"grpo.overlong_buffer is {buffer:g} tokens, and a completion has at most {rollout.max_new_tokens}"
@@ -299,6 +304,8 @@ def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
     """Yield problems of metrics that no run with the recipe's reward functions logs, beside those of its section."""
     training, rewards = recipe.training, list(recipe.rewards) if isinstance(recipe, Recipe) else []
     rewards += ["reward_model"] if isinstance(recipe, Recipe) and recipe.reward_model else []
+    if isinstance(recipe, Recipe) and recipe.envs.environment:
+        rewards.append(recipe.envs.environment.rpartition(":")[2].lower())
     told = {problem.what for problem in training.contradictions()}
     for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, rewards):
         if problem.what not in told:

@@ -5,7 +5,7 @@ defaults to that of the run, and to 0 where there is no run. The tokenizer has a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,20 +24,26 @@ SPECIAL_TOKENS = ("<pad>", "<unk>", "<eos>")
 
 @dataclass(frozen=True)
 class ScratchSpec:
-    """Description of a model: a Llama architecture, except for its vocabulary size, and the alphabet."""
+    """Description of a model: a Llama architecture, except for its vocabulary size, and the vocabulary.
+
+    Attributes:
+        alphabet: characters, each a token.
+        words: longer texts, each a token too.
+    """
 
     alphabet: str
     hidden_size: int
     num_layers: int
     head_dim: int
     rope_theta: float
+    words: tuple[str, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
         """Return the architecture; the MLP is 8/3 as wide as the model, as in Llama."""
         heads = self.hidden_size // self.head_dim
         return ModelConfig(
-            vocab_size=len(SPECIAL_TOKENS) + len(self.alphabet),
+            vocab_size=len(SPECIAL_TOKENS) + len(self.alphabet) + len(self.words),
             hidden_size=self.hidden_size,
             intermediate_size=self.hidden_size * 8 // 3 // 32 * 32,
             num_layers=self.num_layers,
@@ -63,7 +69,7 @@ class ScratchCheckpoint:
     def __init__(self, source: str):
         name, self.seed = parse_source(source)
         self.config = SCRATCH_MODELS[name].config
-        self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet)
+        self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet, SCRATCH_MODELS[name].words)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
@@ -107,11 +113,14 @@ def with_seed(source: str, seed: int) -> str:
     return f"{source}@{seed}" if source.startswith(PREFIX) and "@" not in source else source
 
 
-def character_tokenizer(alphabet: str) -> Tokenizer:
-    """Return a tokenizer: the control tokens, then one token per character of `alphabet`; no BOS, no chat format."""
+def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer: the control tokens, then one token per character of `alphabet`, then one per word; no BOS, no
+    chat format.
+    """
     tokens = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     inner = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="<unk>", fuse_unk=False))
     inner.add_special_tokens(list(SPECIAL_TOKENS))
+    inner.add_tokens(list(words))
     inner.decoder = decoders.Fuse()
     return Tokenizer(inner, eos_id=tokens["<eos>"], pad_id=tokens["<pad>"])
 
@@ -125,5 +134,13 @@ def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
 
 SCRATCH_MODELS: dict[str, ScratchSpec] = {
     "arithmetic-tiny": ScratchSpec("0123456789+-×=. ", hidden_size=320, num_layers=2, head_dim=8, rope_theta=10.0),
+    "guess-tiny": ScratchSpec(
+        "0123456789-:<>=? ",
+        hidden_size=128,
+        num_layers=2,
+        head_dim=16,
+        rope_theta=100.0,
+        words=tuple(map(str, range(10, 100))),
+    ),
 }
 """Name → description of the model."""

@@ -62,6 +62,11 @@ CHARTS = (
     Chart("Learning rate", "Optimisation", ("learning_rate",)),
     Chart("Skipped updates", "Optimisation", ("skipped",)),
     Chart("Epoch", "Optimisation", ("epoch",)),
+    Chart("Turns of an episode", "Completions", ("env/turns",)),
+    Chart("Tokens of the environment", "Completions", ("env/tokens",)),
+    Chart("Episodes ended by the environment", "Completions", ("env/done",)),
+    Chart("Seconds in the environment", "Completions", ("env/seconds",)),
+    Chart("Failed episodes", "Completions", ("env/failed",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
     Chart(
         "Dynamic sampling",

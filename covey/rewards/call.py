@@ -268,8 +268,13 @@ ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
     "prompt_ids": lambda group, completion: group.prompt_tokens.tolist(),
     "completions": lambda group, completion: completion.text,
     "completion_ids": lambda group, completion: completion.tokens.tolist(),
-    "completion_messages": lambda group, completion: [{"role": "assistant", "content": completion.text}],
+    "completion_messages": lambda group, completion: (
+        [dict(message) for message in completion.episode.messages]
+        if completion.episode
+        else [{"role": "assistant", "content": completion.text}]
+    ),
+    "episode_rewards": lambda group, completion: completion.episode and completion.episode.reward,
 }
 """Arguments available besides the data columns; a column of the same name does not replace one."""
-NAMED_ONLY = {"prompt_ids", "completion_messages"}
+NAMED_ONLY = {"prompt_ids", "completion_messages", "episode_rewards"}
 """Arguments that `**columns` leaves out; a function must name them."""

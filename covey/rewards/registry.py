@@ -11,6 +11,7 @@ from covey.errors import RecipeError, nearest
 from covey.extras import install_command
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.call import RewardFn, safe_format
+from covey.rewards.episode import environment
 from covey.rewards.exits import block_exit
 from covey.rewards.first_letter import first_letter, sentence, starts_with_letter
 from covey.rewards.format import format_approximate, format_exact
@@ -31,7 +32,7 @@ def resolve(name: str) -> RewardFn:
     if not colon:
         fix = f"{nearest(name, REWARDS)}; a function of your own is named package.module:function"
         raise RecipeError(f"there is no reward function {name!r}", fix=fix, where="rewards")
-    module = _import_module(module_name, name)
+    module = import_user_module(module_name, f"reward {name!r}", "package.module:function", "rewards")
     function: RewardFn | None = getattr(module, attribute, None)
     if not callable(function):
         have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -47,7 +48,18 @@ def _check_package(name: str) -> None:
         raise RecipeError(what, fix=install_command(extra), where="rewards")
 
 
-def _import_module(module_name: str, name: str) -> ModuleType:
+def import_user_module(module_name: str, what: str, want: str, where: str) -> ModuleType:
+    """Import a module of the user's, also from the working folder.
+
+    Args:
+        module_name: dotted name of the module.
+        what: what is looked for in it, at the beginning of the error.
+        want: form of the name that leads to it.
+        where: recipe key in the error, where no place in the module is known.
+
+    Raises:
+        RecipeError: it cannot be imported.
+    """
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -56,23 +68,24 @@ def _import_module(module_name: str, name: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # including scripts that exit when they are imported
-        what = f"reward {name!r}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
+        what = f"{what}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
         fix = f"name a module that Python can import from {here}"
-        raise RecipeError(what, want="package.module:function", fix=fix, where=_import_location(error)) from error
+        raise RecipeError(what, want=want, fix=fix, where=_import_location(error) or where) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)
 
 
 def _import_location(error: BaseException) -> str:
-    """Return file and line in the user's module that failed, or "rewards" when it was never reached."""
+    """Return file and line in the user's module that failed, or "" when it was never reached."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "rewards"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 REWARDS: dict[str, RewardFn] = {
+    "environment": environment,
     "first_letter": first_letter,
     "sentence": sentence,
     "starts_with_letter": starts_with_letter,

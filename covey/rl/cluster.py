@@ -14,6 +14,7 @@ from flax import nnx
 from covey.config.algorithms import algorithm_of
 from covey.config.base import Keywords
 from covey.config.schema import GRPOConfig, RolloutConfig
+from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, num_parameters
@@ -49,6 +50,8 @@ class RLCluster(Keywords):
         reward: a frozen model that scores completions; its score is one more reward function.
         tokenizer: shared by all roles.
         cluster_config: meshes, training, sampling.
+        environments: runs the environment in which the model acts, whose reward is one more reward function; None for
+            completions of one turn.
 
     A source in place of a model is loaded as by `RLCluster.load`.
 
@@ -68,6 +71,7 @@ class RLCluster(Keywords):
         reward: ValueModel | str | None = None,
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
+        environments: EnvironmentRunner | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
@@ -78,7 +82,7 @@ class RLCluster(Keywords):
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
-        self.rollout = RolloutWorker(rollout, tokenizer, self.config.rollout_config)
+        self.rollout = RolloutWorker(rollout, tokenizer, self.config.rollout_config, environments)
         self.inference = InferenceWorker(placed, temperature)
         self._old_scorer = RowScorer(nnx.split(self._actor)[0], temperature)
         self.trainer: Trainer | None = None

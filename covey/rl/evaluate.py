@@ -144,7 +144,7 @@ def evaluate_groups(
         pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in right])) for k in counts),
         pass_at_any=tuple(float(np.mean([r[:k].any() for r in right])) for k in counts),
         samples=len(completions),
-        mean_length=float(np.mean([len(c.tokens) for c in completions])),
+        mean_length=float(np.mean([c.num_sampled for c in completions])),
         clipped_ratio=float(np.mean([c.finish is FinishReason.LENGTH for c in completions])),
         groups=tuple(scored),
         correct=correct,

@@ -277,7 +277,7 @@ class ExperienceBuilder:
         algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
         if not algorithm.overlong_buffer:
             return group
-        lengths = np.array([len(c.tokens) for c in group.completions])
+        lengths = np.array([c.num_sampled for c in group.completions])
         penalty = overlong_penalty(
             lengths,
             max_new_tokens=limit,

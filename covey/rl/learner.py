@@ -22,7 +22,7 @@ from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.parallel import distributed
-from covey.rewards import RewardFn, RewardRunner, check_columns, function_names, resolve
+from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve
 from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
@@ -46,7 +46,7 @@ class Learner(Keywords, ABC):
         config: the algorithm.
         rl_cluster: the models.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
-            ones. The cluster's reward model is added after them.
+            ones. The reward of the cluster's environment is added before them, its reward model after them.
         reward_funcs: alias of `reward_fns`, as in TRL.
         surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, instead of the algorithm's surrogate.
         observers: called with a `StepRecord` after each step, in order. When not given, one line per step is printed.
@@ -159,12 +159,15 @@ class Learner(Keywords, ABC):
             "prompts": self._prompts,
             "skipped": self._nonfinite_guard.skipped,
             "failed": dict(self.runner.failed),
+            "env_failed": environments.failed if (environments := self.cluster.rollout.environments) else 0,
         }
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
         self.step, self.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
         self._nonfinite_guard.skipped, self.runner.failed = int(state["skipped"]), dict(state["failed"])
+        if environments := self.cluster.rollout.environments:
+            environments.failed = int(state.get("env_failed", 0))
 
     def _experience_builder(self, examples: Sequence[Mapping[str, Any]], take: Take) -> ExperienceBuilder:
         """Return the builder of a step on `examples`; `take` returns more prompts."""
@@ -222,10 +225,13 @@ class Learner(Keywords, ABC):
     def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
         several = [given] if callable(given) or isinstance(given, str) else given
         functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
+        if (environments := self.cluster.rollout.environments) is not None:
+            functions.insert(0, environment_reward(environments.name))
         if self.cluster.inference.has(Role.REWARD):
             functions.append(self.reward_model)
         if not functions:
-            raise RecipeError("no reward function: nothing would be learnt", want="reward_fns=, or a reward model")
+            want = "reward_fns=, an environment, or a reward model"
+            raise RecipeError("no reward function: nothing would be learnt", want=want)
         return functions
 
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance
 from covey.sampling.stats import SamplerStats
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, Episode, FinishReason, Group
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -20,7 +20,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
-    lengths = np.array([len(c.tokens) for g in groups for c in g.completions])
+    lengths = np.array([c.num_sampled for g in groups for c in g.completions])
     clipped = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
@@ -38,7 +38,22 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
     kept = np.concatenate([_kept_mass(c) for g in groups for c in g.completions])
-    return metrics | ({"sampling/mass_kept": float(kept.mean())} if kept.size else {})
+    metrics |= {"sampling/mass_kept": float(kept.mean())} if kept.size else {}
+    completions = [c for g in groups for c in g.completions]
+    return metrics | episode_metrics([(c, c.episode) for c in completions if c.episode is not None])
+
+
+def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str, float]:
+    """Compute turns, tokens and seconds of completions in an environment; nothing when there are none."""
+    if not episodes:
+        return {}
+    return {
+        "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
+        "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
+        "env/done": float(np.mean([episode.done for _, episode in episodes])),
+        "env/seconds": float(np.mean([episode.seconds for _, episode in episodes])),
+        "env/failed": float(sum(bool(episode.failure) for _, episode in episodes)),
+    }
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

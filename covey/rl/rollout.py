@@ -8,6 +8,9 @@ import numpy as np
 from flax import nnx
 
 from covey.config.schema import RolloutConfig
+from covey.envs.episodes import Episodes
+from covey.envs.runner import EnvironmentRunner
+from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.operands import operand_type, round_kernels, with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
@@ -68,13 +71,21 @@ class RolloutWorker:
         model: defines the structure and the initial weights.
         tokenizer: shared by all roles.
         config: lengths, temperature, truncation, slots, seed, tool.
+        environments: runs the environment in which the model acts; None for completions of one turn.
 
-    Errors: RecipeError when prompt and completion are longer than the model's positions, or a tool lacks its markers.
+    Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
+    there is both a tool and an environment.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig):
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        config: RolloutConfig,
+        environments: EnvironmentRunner | None = None,
+    ):
         self._graph, self.params = nnx.split(model)
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.environments = tokenizer, config, environments
         self.sampler = Sampler(nnx.split(with_rounded_head(model))[0], tokenizer.stop_ids, config)
         self._operand_type = operand_type(model)
         self._scorer = RowScorer(self._graph, config.temperature)
@@ -121,11 +132,14 @@ class RolloutWorker:
         """
         tool = self._prepare(config or self.config)
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
-        row_prompts = [row["prompt"] for row in examples]
+        episodes = self.environments and Episodes(self.environments, examples, samples, self.tokenizer)
+        row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
         tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
         params = round_kernels(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
-        sampled = self.sampler.generate(params, requests, config=config, responder=tool, progress=progress)
+        sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
+        if episodes:
+            sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)
@@ -134,11 +148,12 @@ class RolloutWorker:
         return Rollout(groups, self.pad_id)
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
-        """Refuse data with a prompt that cannot be sampled, before any sampling.
+        """Refuse data with a prompt that cannot be sampled, before any sampling. The prompt of an environment is known
+        when its episode begins, and checked then.
 
         Errors: DataError that names the row of `data`.
         """
-        for number, row in enumerate(examples):
+        for number, row in enumerate(() if self.environments else examples):
             check_length(len(self.tokenizer.encode_prompt(row["prompt"])), self.config, f"row {number} of the {data}")
 
     def get_per_token_logps(
@@ -166,7 +181,11 @@ class RolloutWorker:
     def _prepare(self, config: RolloutConfig) -> Tool | None:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
-        return make_tool(self.tokenizer, config)
+        tool = make_tool(self.tokenizer, config)
+        if tool and self.environments:
+            what = f"rollout.tool is {config.tool}, and there is the environment {self.environments.name!r}"
+            raise RecipeError(what, want="one of them", fix="let the environment calculate", where="rollout.tool")
+        return tool
 
     def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
         text = self.tokenizer.decode(completion.tokens) if tool is None else tool.text(completion.tokens)

@@ -1,4 +1,4 @@
-"""Use a model or a finished run: evaluate, generate, chat."""
+"""Use a model or a finished run: evaluate, play episodes, generate, chat."""
 
 import dataclasses
 import io
@@ -16,17 +16,19 @@ from covey.data import sources as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
+from covey.envs.registry import environment_name
+from covey.envs.runner import open_environments
 from covey.errors import DataError
 from covey.models.decoder import Decoder
-from covey.rewards import RewardRunner, check_columns
+from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward
 from covey.rl.evaluate import Evaluation, Generates, evaluation_functions
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_mesh, open_model
 from covey.text.tokenizer import Tokenizer
-from covey.train.metrics import Correct
+from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
-from covey.types import Group
+from covey.types import Completion, Group
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +40,40 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     with Progress(0) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
         model, tokenizer = open_model(source, recipe.model, mesh)
-        worker = RolloutWorker(model, tokenizer, recipe.rollout)
         progress.phase("sampling answers")
-        with RewardRunner(recipe.reward_safety) as runner:
+        with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
+            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
             evaluation = evaluate_held_out(
                 worker, fit_to_recipe(held_out, tokenizer, recipe).rows, recipe, progress, runner
             )
         progress.evaluation(source, evaluation.summary())
     return evaluation.summary()
+
+
+def play(recipe: Recipe, episodes: int) -> None:
+    """Sample one completion or episode for each of the first training prompts with the model that `recipe` begins with,
+    and print them as turns.
+    """
+    rows = data_source.load(recipe.data).train[:episodes]
+    with show_log(info=lambda _: None, warning=_echo_to_stderr):
+        model, tokenizer = open_model(recipe.model.source, recipe.model, available_mesh(recipe.model.mesh))
+        with open_environments(recipe.envs) as environments:
+            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
+            groups = worker.generate(rows, 1)
+    for number, group in enumerate(groups, 1):
+        _echo(f"--- {number} of {len(groups)}\n{prompt_text(group.prompt)}")
+        for completion in group.completions:
+            _echo(f"{completion_text(completion)}\n{_outcome(completion)}\n")
+
+
+def _outcome(completion: Completion) -> str:
+    """Describe how a completion or an episode ended, in one line."""
+    tokens, episode = f"{completion.num_sampled} tokens of the model", completion.episode
+    if episode is None:
+        return f"({tokens}, finish {completion.finish})"
+    ended = episode.failure or ("ended by the environment" if episode.done else "cut by a limit")
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
+    return f"({reward}, {len(episode.turn_ends)} turns, {tokens}, {ended})"
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
@@ -105,9 +133,12 @@ def evaluate_held_out(
     model: Generates, held_out: Sequence[Any], recipe: Recipe, progress: Progress, runner: RewardRunner
 ) -> Evaluation:
     """Run the evaluation that the recipe configures."""
+    functions: list[RewardFn | str] = [*recipe.rewards]
+    if recipe.envs.environment:
+        functions.insert(0, environment_reward(environment_name(recipe.envs.environment)))
     weights = recipe.grpo.reward_weights
     return evaluate_model(
-        model, held_out, recipe.evaluation, recipe.rollout, recipe.rewards, weights, progress.advance, runner
+        model, held_out, recipe.evaluation, recipe.rollout, functions, weights, progress.advance, runner
     )
 
 

@@ -17,6 +17,7 @@ from covey.config.recipe import load as load_recipe
 from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
+from covey.envs.runner import open_environments
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
@@ -36,7 +37,7 @@ from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.loop import Observer, StepRecord, total_steps
-from covey.train.metrics import prompt_text
+from covey.train.metrics import completion_text, prompt_text
 from covey.train.progress import SampleLine
 from covey.train.run_files import CHECKPOINTS
 from covey.types import Group
@@ -121,7 +122,16 @@ class RLRun(Run[Recipe]):
         reward = self._value_model("reward_model", recipe.reward_model) if recipe.reward_model else None
         critic = self._critic(model) if algorithm_of(recipe.grpo).has_critic else None
         config = ClusterConfig({} if self.mesh is None else {Role.ACTOR: self.mesh}, recipe.training, recipe.rollout)
-        return RLCluster(actor=model, critic=critic, reward=reward, tokenizer=tokenizer, cluster_config=config), origin
+        environments = self.resources.stack.enter_context(open_environments(recipe.envs))
+        cluster = RLCluster(
+            actor=model,
+            critic=critic,
+            reward=reward,
+            tokenizer=tokenizer,
+            cluster_config=config,
+            environments=environments,
+        )
+        return cluster, origin
 
     def _critic(self, actor: Decoder) -> ValueModel:
         """Return the critic that the recipe names, or the actor's base with a new value head; with adapters if the
@@ -192,7 +202,7 @@ class RLRun(Run[Recipe]):
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:
     """Convert scored completions to the lines that the terminal shows."""
     return [
-        SampleLine(prompt_text(g.prompt), c.text, float(r))
+        SampleLine(prompt_text(g.prompt), completion_text(c), float(r))
         for g in groups
         if g.rewards is not None
         for c, r in zip(g.completions, g.rewards, strict=True)

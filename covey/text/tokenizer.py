@@ -171,6 +171,54 @@ class Tokenizer:
             self._encode_guarded(written, chat, mark), lambda: self._encode_guarded(finished, chat, mark)
         )
 
+    def encode_turn(self, chat: Prompt, messages: Prompt, last: int) -> np.ndarray:
+        """Encode what follows a turn that the model sampled to int32 [n]: the end of its turn, `messages`, and the
+        beginning of its next turn.
+
+        It is the difference of two renderings by the chat template, with a placeholder where the sampled turn stands:
+        what the model sampled is never encoded again. Text is encoded as it is.
+
+        Args:
+            chat: the conversation before the sampled turn.
+            messages: the messages after it; text if `chat` is text.
+            last: last sampled token. If the template ends a turn with it, the result begins behind it.
+
+        Raises:
+            DataError: messages are malformed, the template refuses them or leaves out the sampled turn, or data become
+                a control token and cannot be encoded as ordinary text.
+        """
+        if isinstance(chat, str) or isinstance(messages, str):
+            if isinstance(chat, str) and isinstance(messages, str):
+                return self.encode(messages)
+            raise DataError("a chat is continued by text, or text by chat messages", want="one form throughout")
+        mark = unused_mark([*chat, *messages])
+        turn = {"role": "assistant", "content": unused_mark([*chat, *messages, {"role": "user", "content": mark}])}
+
+        def after_turn(following: Sequence[Message], add_generation_prompt: bool) -> str:
+            text = self._render([*chat, turn, *following], add_generation_prompt, mark)
+            _, found, after = text.rpartition(turn["content"])
+            if not found:
+                raise DataError("the model's chat template leaves out an assistant's turn", fix="use another template")
+            return after
+
+        end = f"{mark}{self._controls[last]}{mark}" if last in self._controls else ""
+        ending = after_turn([], False)
+        through = ending[: ending.index(end)] if end and end in ending else None
+
+        def written(following: Sequence[Message]) -> str:
+            text = after_turn(following, True)
+            return text if through is None else text.removeprefix(through)
+
+        tokens = self._encode_guarded(written, messages, mark)
+        return tokens[1:] if tokens.size and tokens[0] == last and through is not None else tokens
+
+    def keeps_history(self, chat: Prompt, turn: str, messages: Prompt) -> bool:
+        """Return whether the chat template renders `chat` and the sampled `turn` as before once `messages` follow."""
+        if isinstance(chat, str) or isinstance(messages, str):
+            return True
+        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages])
+        return whole.startswith(self.render(chat) + turn)
+
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""
         stops = np.flatnonzero(np.isin(tokens, self.stop_ids))

@@ -21,7 +21,7 @@ import numpy as np
 from covey.errors import ResumeError
 from covey.train.checksums import is_open_at, replace_file, sync
 from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY
-from covey.types import Group, Prompt
+from covey.types import Completion, Episode, Group, Prompt
 
 Correct = Mapping[str, Sequence[np.ndarray]]
 """Map from a metric to which completions of each group are right: bool [G]."""
@@ -150,13 +150,14 @@ def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
                 "sample": index,
                 "prompt": prompt_text(group.prompt),
                 **prompt_turns(group.prompt),
-                "text": completion.text,
+                "text": completion_text(completion),
                 "rewards": {name: values[index] for name, values in group.rewards_by_function.items()},
                 "reward": None if group.rewards is None else group.rewards[index],
                 "advantage": None if group.advantages is None else group.advantages[index],
                 "finish": str(completion.finish),
                 "prompt_length": len(group.prompt_tokens),
                 "length": len(completion.tokens),
+                **_episode_columns(completion.episode),
             }
 
 
@@ -165,6 +166,19 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def completion_text(completion: Completion) -> str:
+    """Return a completion as readable text: its own, or the turns of its episode with their roles."""
+    return prompt_text(completion.episode.messages) if completion.episode else completion.text
+
+
+def _episode_columns(episode: Episode | None) -> dict[str, Any]:
+    """Return the columns of a row that describe an episode; none without one."""
+    if episode is None:
+        return {}
+    found = {"turn_rewards": list(episode.turn_rewards), "turn_ends": list(episode.turn_ends), "done": episode.done}
+    return found | ({"failure": episode.failure} if episode.failure else {})
 
 
 def prompt_turns(prompt: Prompt) -> dict[str, Any]:

@@ -5,6 +5,7 @@ No JAX here: the command answers `--help` and typos before it is imported.
 
 from covey.config.algorithms import GRPOConfig, PPOConfig
 from covey.config.schema.data import HUBS, DataConfig, SFTDataConfig
+from covey.config.schema.envs import EnvsConfig
 from covey.config.schema.evaluation import EvalConfig, SFTEvalConfig
 from covey.config.schema.model import LORA_TARGETS, LoRAConfig, MeshConfig, ModelOptions
 from covey.config.schema.optimizer import OptimizerConfig
@@ -17,6 +18,7 @@ __all__ = [
     "HUBS",
     "LORA_TARGETS",
     "DataConfig",
+    "EnvsConfig",
     "EvalConfig",
     "GRPOConfig",
     "LoRAConfig",

@@ -19,8 +19,10 @@ DATA_PATHS = {
 class DataConfig(Config, section="data"):
     """Source of the prompts."""
 
-    task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "first-letter"
-    """first-letter, arithmetic and sums are made on the fly; gsm8k and jsonl are read from `path`."""
+    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl"] = "first-letter"
+    """first-letter, arithmetic, sums and guess are made on the fly; gsm8k and jsonl are read from `path`. guess is for
+    the environment of that name.
+    """
     path: str | None = None
     """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
     main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
@@ -48,9 +50,9 @@ class DataConfig(Config, section="data"):
 class SFTDataConfig(DataConfig):
     """Source of the examples: prompts with the completions to learn."""
 
-    task: Literal["first-letter", "arithmetic", "sums", "gsm8k", "jsonl"] = "jsonl"
+    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl"] = "jsonl"
     """jsonl: rows with answers, read from `path`, in the forms that covey sft --help lists. arithmetic, sums and gsm8k
-    bring worked answers; first-letter has none.
+    bring worked answers, guess whole games; first-letter has none.
     """
     completion_column: str = "completion"
     """jsonl: the column that holds the completion."""

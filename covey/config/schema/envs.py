@@ -1,0 +1,43 @@
+"""Settings of the section `envs`: environments of several turns, their limits and the treatment of their failures."""
+
+from collections.abc import Iterator
+
+from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
+from covey.config.reward_safety import OnRewardError
+
+
+class EnvsConfig(Config, section="envs"):
+    """Environment in which the model acts in turns."""
+
+    environment: str | None = None
+    """A built-in environment (guess), or your own: module:Class. Not set: every sample is one turn."""
+    max_turns: PositiveInt = 8
+    """Largest number of turns that the model has in an episode."""
+    max_turn_tokens: PositiveInt | None = None
+    """Largest number of tokens of one turn of the model. rollout.max_new_tokens limits the whole episode, with the
+    tokens of the environment; a turn is limited by that alone when this is not set.
+    """
+    max_characters: PositiveInt = 20_000
+    """Largest number of characters of the environment's messages of one turn; more is a failure."""
+    timeout: NonNegativeFloat = 60.0
+    """Seconds that an environment may take to begin or to respond; 0 is no limit."""
+    concurrency: PositiveInt = 64
+    """Largest number of calls of environments under way at once."""
+    on_error: OnRewardError = "raise"
+    """Treatment of an episode in which the environment raises, takes too long or responds with something invalid: stop
+    the run (raise), leave its reward out (none), or give it the reward `value`. The episode ends there.
+    """
+    value: float = 0.0
+    """Reward of such an episode under the treatment value."""
+    budget: NonNegativeInt = 100
+    """Number of failures in the whole run that none and value accept; one more stops the run."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for settings of an environment where there is none."""
+        if self.environment is None and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
+            what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
+            yield Problem(changed[0], what, "an environment, or no other setting of envs")
+
+
+CHANGES = {"max_turns": 8, "max_turn_tokens": None, "on_error": "raise", "value": 0.0}
+"""Settings whose change without an environment is a mistake, with their defaults."""

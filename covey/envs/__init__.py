@@ -1,0 +1,7 @@
+"""Environments of several turns: what one is, the built-in ones, and how they are run."""
+
+from covey.envs.protocol import Environment, Factory, Step
+from covey.envs.registry import resolve
+from covey.envs.runner import EnvironmentRunner
+
+__all__ = ["Environment", "EnvironmentRunner", "Factory", "Step", "resolve"]

@@ -1,0 +1,180 @@
+"""Episodes: each sample of a call with its environment, as the sampler's responder.
+
+Where the model ends a turn, its text goes to the environment, whose messages come back as tokens to append: the
+difference of the chat template (`Tokenizer.encode_turn`). What the model sampled is never encoded again, so the tokens
+that are trained are those that were sampled. If the template renders earlier turns anew once others follow, as some do
+with reasoning, the episode goes on with the turns as they were sampled; a warning says so once.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
+from covey.envs.runner import EnvironmentRunner
+from covey.errors import DataError, EpisodeError
+from covey.sampling.turns import Response, Turn
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, Episode, FinishReason, Message, Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    """One sample's environment and conversation, while it is sampled."""
+
+    row: Mapping[str, Any]
+    environment: Environment | None = None
+    chat: Prompt = ""
+    start: int = 0
+    record: Episode = field(default_factory=Episode)
+
+
+class Episodes:
+    """Episodes of the samples of some rows: a `sampling.turns.Responder`.
+
+    Args:
+        runner: makes and calls the environments.
+        rows: data rows.
+        samples: number of episodes per row.
+        tokenizer: the model's.
+    """
+
+    pause_id: None = None
+    waits = True
+
+    def __init__(
+        self, runner: EnvironmentRunner, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer
+    ):
+        self._runner, self._tokenizer, self.turn_limit = runner, tokenizer, runner.config.max_turn_tokens
+        self._states = [[_State(row) for _ in range(samples)] for row in rows]
+        self._warned = False
+
+    def begin(self) -> list[Prompt]:
+        """Make and reset all environments; return the prompt of each row.
+
+        Raises:
+            EpisodeError: an environment failed and the policy is to raise, or those of a row gave different prompts.
+        """
+        futures = [[self._runner.submit(self._reset(state)) for state in group] for group in self._states]
+        return [
+            self._common_prompt(number, [f.result() for f in group], self._states[number])
+            for number, group in enumerate(futures)
+        ]
+
+    def answer(self, turn: Turn) -> "Future[Response]":
+        """Return the future response of the environment to a turn of the model."""
+        state = self._states[turn.sample.request][turn.sample.number]
+        return self._runner.submit(self._respond(state, turn))
+
+    def completion(self, request: int, number: int, completion: Completion) -> Completion:
+        """Return a finished completion with its episode; one that a limit ended counts as cut."""
+        record = self._states[request][number].record
+        cut = not (record.done or record.failure)
+        return replace(completion, episode=record, finish=FinishReason.LENGTH if cut else FinishReason.STOP)
+
+    async def _reset(self, state: _State) -> Prompt | None:
+        """Make and reset the environment of a sample; return its prompt, or None when it failed."""
+        limit, began = self._runner.config.max_characters, time.perf_counter()
+        try:
+            state.environment = await self._runner.make(state.row)
+            prompt = checked_prompt(await self._runner.call("reset", state.environment.reset), limit)
+        except EpisodeError as error:
+            self._fail(state, error)
+            prompt = None
+        state.record = replace(state.record, seconds=time.perf_counter() - began)
+        return prompt
+
+    def _common_prompt(self, number: int, prompts: Sequence[Prompt | None], states: Sequence[_State]) -> Prompt:
+        """Return the one prompt of a row's environments, or the row's own if all of them failed."""
+        found = [prompt for prompt in prompts if prompt is not None]
+        if any(prompt != found[0] for prompt in found):
+            raise EpisodeError(
+                f"the environments {self._runner.name!r} of row {number} of a step gave different prompts",
+                want="one prompt for all samples of a row, which are compared with each other",
+                fix="draw what differs between rows from the row, not at random",
+            )
+        prompt: Prompt = found[0] if found else states[0].row["prompt"]
+        for state in states:
+            state.chat = prompt
+        return prompt
+
+    async def _respond(self, state: _State, turn: Turn) -> Response:
+        """Give the model's turn to the environment; return the tokens to append, or None at the end of the episode."""
+        if state.record.failure:
+            return None
+        tokens = turn.tokens[state.start :]
+        stopped = int(tokens[-1]) in self._tokenizer.stop_ids
+        reply = self._tokenizer.decode(tokens[:-1] if stopped else tokens)
+        ends, began = (*state.record.turn_ends, len(turn.tokens)), time.perf_counter()
+        said: Message = {"role": "assistant", "content": reply}
+        state.record = replace(state.record, turn_ends=ends, messages=(*state.record.messages, said))
+        try:
+            assert state.environment is not None, "an episode without a failure has an environment"
+            found = await self._runner.call("step", state.environment.step, reply)
+            step = checked_step(found, not isinstance(state.chat, str), self._runner.config.max_characters)
+            response = self._append(state, turn, reply, step)
+        except (EpisodeError, DataError) as error:
+            self._fail(state, error if isinstance(error, EpisodeError) else _unusable(error))
+            response = None
+        state.record = replace(state.record, seconds=state.record.seconds + time.perf_counter() - began)
+        if response is None:
+            await self._close(state)
+        return response
+
+    def _append(self, state: _State, turn: Turn, reply: str, step: Step) -> Response:
+        """Record the environment's response, and return it as tokens; None at the end of the episode."""
+        record = state.record
+        shown = [{"role": "environment", "content": step.messages}] if isinstance(step.messages, str) else step.messages
+        rewards = (*record.turn_rewards, step.reward)
+        messages = (*record.messages, *(m for m in shown if m["content"]))
+        state.record = replace(
+            record, messages=messages, turn_rewards=rewards, reward=float(sum(rewards)), done=step.done
+        )
+        if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.room:
+            return None
+        response = self._tokenizer.encode_turn(state.chat, step.messages, int(turn.tokens[-1]))
+        if len(response) >= turn.room:
+            return None
+        if not turn.sample.number:  # rendering takes time, and the samples of a row are alike
+            self._warn_of_rewritten_history(state.chat, reply, step.messages)
+        state.chat, state.start = _continued(state.chat, reply, step.messages), len(turn.tokens) + len(response)
+        return response
+
+    def _fail(self, state: _State, error: EpisodeError) -> None:
+        """End an episode by the policy for failures."""
+        reward = self._runner.accept(error)
+        state.record = replace(state.record, failure=error.what, reward=reward)
+
+    async def _close(self, state: _State) -> None:
+        """Close the environment, if it can be closed."""
+        environment, state.environment = state.environment, None
+        if callable(close := getattr(environment, "close", None)):
+            try:
+                await self._runner.call("close", close)
+            except EpisodeError as error:
+                log.warning(f"the environment {self._runner.name!r} {error.what}")
+
+    def _warn_of_rewritten_history(self, chat: Prompt, reply: str, messages: Prompt) -> None:
+        if self._warned or self._tokenizer.keeps_history(chat, reply, messages):
+            return
+        self._warned = True
+        log.warning(
+            "the model's chat template renders earlier turns of an episode differently once others follow (it may drop"
+            " reasoning); episodes go on with the turns as they were sampled"
+        )
+
+
+def _continued(chat: Prompt, reply: str, messages: Prompt) -> Prompt:
+    if isinstance(chat, str) or isinstance(messages, str):
+        return chat
+    return [*chat, {"role": "assistant", "content": reply}, *messages]
+
+
+def _unusable(error: DataError) -> EpisodeError:
+    """Return the error of messages that the chat template or the tokenizer refuses."""
+    return EpisodeError(f"returned messages from step that cannot be used: {error.what}", want=error.want)

@@ -1,0 +1,233 @@
+"""Episodes without a model: conversations, rewards and limits, and environments that raise, hang, exit or flood."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.config.schema import EnvsConfig
+from covey.envs import EnvironmentRunner, Step
+from covey.envs.episodes import Episodes
+from covey.errors import EpisodeError, RecipeError
+from covey.sampling.scheduler import Sample
+from covey.sampling.turns import Turn
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, Episode, FinishReason
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TOKENIZER = Tokenizer.from_folder(TINY)
+END = int(TOKENIZER.encode("<|im_end|>")[0])
+ASK = [{"role": "user", "content": "Count."}]
+
+
+class Counts:
+    """Answers each reply with its length, gives half a point for it, and ends after the row's number of turns."""
+
+    def __init__(self, row: Mapping[str, Any]):
+        self.row, self.turns = row, 0
+
+    def reset(self) -> Any:
+        return self.row["prompt"]
+
+    def step(self, reply: str) -> Any:
+        self.turns += 1
+        return Step(f"{len(reply)} characters", reward=0.5, done=self.turns >= self.row["turns"])
+
+
+class CountsLater(Counts):
+    async def step(self, reply: str) -> Any:
+        await asyncio.sleep(0.01)
+        return super().step(reply)
+
+
+class Play:
+    """An episode that is played by hand."""
+
+    def __init__(self, factory: Any = Counts, *, turns: int = 2, prompt: Any = ASK, samples: int = 1, **settings: Any):
+        config = EnvsConfig(environment="guess", **{"timeout": 5.0, **settings})
+        self.runner = EnvironmentRunner(factory, config)
+        row = {"prompt": prompt, "turns": turns}
+        self.episodes = Episodes(self.runner, [row], samples, TOKENIZER)
+        self.prompts = self.episodes.begin()
+        self.tokens = np.zeros(0, np.int32)
+
+    def says(self, text: str, *, room: int = 100, end: int | None = END) -> np.ndarray | None:
+        """The response to a turn of the model."""
+        said = np.append(TOKENIZER.encode(text), [] if end is None else end).astype(np.int32)
+        self.tokens = np.concatenate([self.tokens, said])
+        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, room)).result(10)
+        if response is not None:
+            self.tokens = np.concatenate([self.tokens, response])
+        return response
+
+    def over(self) -> tuple[Episode, FinishReason]:
+        none = np.zeros(len(self.tokens), np.float32)
+        completion = Completion(self.tokens, none, none, FinishReason.STOP)
+        found = self.episodes.completion(0, 0, completion)
+        assert found.episode is not None
+        return found.episode, found.finish
+
+
+@pytest.mark.parametrize("factory", [Counts, CountsLater])
+def test_a_conversation_goes_on_until_the_environment_ends_it(factory: Any) -> None:
+    play = Play(factory)
+    assert play.prompts == [ASK]
+    response = play.says("one")
+    assert TOKENIZER.decode(response, skip_special=False) == (
+        "\n<|im_start|>user\n3 characters<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert play.says("three") is None
+    episode, finish = play.over()
+    assert [m["role"] for m in episode.messages] == ["assistant", "user", "assistant", "user"]
+    assert [m["content"] for m in episode.messages] == ["one", "3 characters", "three", "5 characters"]
+    assert (episode.turn_rewards, episode.reward, episode.done) == ((0.5, 0.5), 1.0, True)
+    assert finish is FinishReason.STOP
+    assert play.tokens[: episode.turn_ends[0]][-1] == END
+    assert episode.turn_ends[1] == len(play.tokens)
+
+
+def test_plain_text_goes_on_as_plain_text() -> None:
+    play = Play(prompt="Count:")
+    assert TOKENIZER.decode(play.says("one", end=TOKENIZER.eos_id)) == "3 characters"
+    assert play.over()[0].messages[1] == {"role": "environment", "content": "3 characters"}
+
+
+def test_a_turn_that_was_cut_is_answered_too_and_gets_its_end() -> None:
+    response = Play().says("one", end=None)
+    assert response is not None
+    assert response[0] == END
+
+
+@pytest.mark.parametrize("settings", [{"max_turns": 1}, {"room": 3}, {"room": 0}])
+def test_a_limit_ends_an_episode_which_keeps_its_reward_and_counts_as_cut(settings: dict[str, int]) -> None:
+    room = settings.pop("room", 100)
+    play = Play(turns=9, **settings)
+    assert play.says("one", room=room) is None
+    episode, finish = play.over()
+    assert (episode.reward, episode.done, finish) == (0.5, False, FinishReason.LENGTH)
+
+
+def failing(method: str, act: Callable[[], Any]) -> type[Counts]:
+    return type("Failing", (Counts,), {method: lambda self, *args: act()})
+
+
+FAILURES = [
+    (lambda: 1 / 0, "raised ZeroDivisionError in step"),
+    (lambda: sys.exit(0), "raised SystemExit"),
+    (lambda: os._exit(0), "raised SystemExit"),
+    (lambda: time.sleep(20), "took longer than 0.3 s in step"),
+    (lambda: asyncio.sleep(20), "took longer than 0.3 s in step"),
+    (lambda: Step("x" * 1_000_000), "returned 1,000,000 characters from step"),
+    (lambda: Step(reward=float("nan")), "gave the reward nan"),
+    (lambda: Step(reward="1"), "gave the reward '1'"),  # type: ignore[arg-type]
+    (lambda: Step(done="no"), "said 'no' for done"),  # type: ignore[arg-type]
+    (lambda: ("hi", 1.0, False), "want|returned"),
+    (lambda: Step([{"role": "user"}]), "what is no chat"),  # type: ignore[list-item]
+    (lambda: Step([{"role": "user", "content": 5}]), "what is no chat"),  # type: ignore[list-item, dict-item]
+]
+
+
+@pytest.mark.parametrize(("act", "what"), FAILURES)
+def test_a_failure_ends_its_episode_by_the_policy(act: Callable[[], Any], what: str) -> None:
+    settings = {"timeout": 0.3}
+    with pytest.raises(EpisodeError, match=what):
+        Play(failing("step", act), **settings).says("one")
+    for policy, reward in (("none", None), ("value", -1.0)):
+        play = Play(failing("step", act), on_error=policy, value=-1.0, **settings)
+        assert play.says("one") is None
+        episode, finish = play.over()
+        assert episode.reward == reward
+        assert episode.failure
+        assert finish is FinishReason.STOP
+        assert play.runner.failed == 1
+
+
+def test_an_environment_that_fails_at_its_beginning_gives_its_sample_no_turn() -> None:
+    made: list[int] = []
+
+    class Second(Counts):
+        def reset(self) -> Any:
+            made.append(1)
+            return super().reset() if len(made) != 1 else 1 / 0
+
+    play = Play(Second, samples=2, on_error="none")
+    assert play.prompts == [ASK]  # that of the other sample
+    assert play.runner.failed == 1
+    with pytest.raises(EpisodeError, match="ZeroDivisionError in reset"):
+        Play(failing("reset", lambda: 1 / 0))
+    every = Play(failing("reset", lambda: 1 / 0), on_error="none")
+    assert every.prompts == [ASK]
+    assert every.says("one") is None
+    assert every.over()[0].reward is None
+
+
+def test_failures_beyond_the_budget_stop_the_run() -> None:
+    with pytest.raises(EpisodeError, match=r"3 failures of the environment 'failing'(.|\n)*at most 2"):
+        Play(failing("reset", lambda: 1 / 0), samples=3, on_error="none", budget=2)
+
+
+def test_samples_of_a_row_must_have_one_prompt() -> None:
+    number = iter(range(9))
+
+    class Random(Counts):
+        def reset(self) -> str:
+            return f"Count from {next(number)}"
+
+    with pytest.raises(EpisodeError, match="different prompts"):
+        Play(Random, samples=2)
+
+
+def test_calls_run_at_once_up_to_the_limit() -> None:
+    running, most, lock = [0], [0], threading.Lock()
+
+    class Busy(Counts):
+        def reset(self) -> Any:
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            time.sleep(0.05)
+            with lock:
+                running[0] -= 1
+            return super().reset()
+
+    Play(Busy, samples=12, concurrency=4)
+    assert 2 <= most[0] <= 4
+
+
+def test_an_environment_is_closed_and_its_row_is_its_own() -> None:
+    closed: list[Any] = []
+
+    class Closes(Counts):
+        def __init__(self, row: Any):
+            super().__init__(row)
+            row["prompt"] = None
+
+        def reset(self) -> Any:
+            return "Count:"
+
+        def close(self) -> None:
+            closed.append(self)
+
+    play = Play(Closes, turns=1)
+    play.says("one")
+    assert len(closed) == 1
+    assert play.episodes._states[0][0].row["prompt"] == ASK
+
+
+def test_names_are_found_or_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_game.py").write_text("class Hangman:\n    def __init__(self, row): pass\n")
+    assert EnvironmentRunner("my_game:Hangman").name == "hangman"
+    with pytest.raises(RecipeError, match=r"no environment 'gues'(.|\n)*did you mean 'guess'"):
+        EnvironmentRunner("gues")
+    with pytest.raises(RecipeError, match="no class or function 'Hangmen'"):
+        EnvironmentRunner("my_game:Hangmen")
+    with pytest.raises(RecipeError, match="environment 'nothing_here:X': importing"):
+        EnvironmentRunner("nothing_here:X")

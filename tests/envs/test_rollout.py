@@ -1,0 +1,155 @@
+"""Episodes with a model: the tokens trained are the tokens sampled, whatever the order in which environments answer.
+
+The decoder has random weights, and a tenth of its vocabulary ends a turn. Its tokenizer has merges, so that what it
+samples is seldom what its text would be encoded to.
+"""
+
+import random
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.config.schema import CALCULATOR_MARKERS, EnvsConfig, RolloutConfig
+from covey.envs import EnvironmentRunner, Step
+from covey.errors import EpisodeError, RecipeError
+from covey.models.attention import causal_attention
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.rl.rollout import RolloutWorker
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, FinishReason
+
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+PLAIN = Tokenizer.from_folder(TINY)
+CONTROLS = [PLAIN.inner.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "<unk>")]
+STOPS = [i for i in range(PLAIN.vocab_size) if i % 9 == 0 and i not in CONTROLS]
+TOKENIZER = Tokenizer(
+    PLAIN.inner,
+    eos_id=PLAIN.inner.token_to_id("<|im_end|>"),
+    stop_ids=STOPS,
+    chat_template=PLAIN.chat_template,
+)
+CONFIG = ModelConfig(
+    vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_positions=256, windows=(None, 20),
+)  # fmt: skip
+MODEL = Decoder(CONFIG, rngs=nnx.Rngs(0))
+ROWS = [{"prompt": [{"role": "user", "content": "play " * n}], "turns": 1 + n} for n in range(3)]
+DELAYS = random.Random(0)
+
+
+class Sums:
+    """Answers a reply with the sum of its characters, sooner or later."""
+
+    delay = 0.0
+
+    def __init__(self, row: Mapping[str, Any]):
+        self.row, self.turns = row, 0
+
+    def reset(self) -> Any:
+        return self.row["prompt"]
+
+    def step(self, reply: str) -> Step:
+        time.sleep(DELAYS.random() * self.delay)
+        self.turns += 1
+        return Step("so: " + str(sum(map(ord, reply))), float(len(reply)), self.turns >= self.row["turns"])
+
+
+class LateSums(Sums):
+    delay = 0.05
+
+
+SETTINGS: dict[str, Any] = {"max_prompt_length": 80, "max_new_tokens": 120, "slots": 4, "decode_chunk": 4}
+WORKER = RolloutWorker(MODEL, TOKENIZER, RolloutConfig(**SETTINGS))
+
+
+def played(factory: Any = Sums, samples: int = 2, rows: Any = ROWS, **envs: Any) -> list[Completion]:
+    config = EnvsConfig(environment="guess", **{"max_turn_tokens": 9, "max_turns": 3, **envs})
+    with EnvironmentRunner(factory, config) as WORKER.environments:
+        groups = WORKER.generate(rows, samples, step=3)
+    return [completion for group in groups for completion in group.completions]
+
+
+@pytest.fixture(scope="module")
+def episodes() -> list[Completion]:
+    return played()
+
+
+@jax.jit
+def plain_logps(params: Any, tokens: np.ndarray) -> jax.Array:
+    model = nnx.merge(WORKER._graph, params)
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
+    return jax.nn.log_softmax(model.logits(hidden)[0])
+
+
+def test_each_token_is_the_models_own_or_the_environments_by_the_template(episodes: list[Completion]) -> None:
+    lengths, changed = set(), 0
+    for number, c in enumerate(episodes):
+        assert c.episode is not None
+        chat, turn_ends, messages = ROWS[number // 2]["prompt"], c.episode.turn_ends, list(c.episode.messages)
+        start, drawn = 0, np.zeros(len(c.tokens), bool)
+        for end, following in pairwise([*turn_ends, None]):
+            said, *others = messages[:2]
+            messages = messages[2:]
+            turn = c.tokens[start:end]
+            stopped = turn[-1] in TOKENIZER.stop_ids
+            assert said == {"role": "assistant", "content": TOKENIZER.decode(turn[:-1] if stopped else turn)}
+            assert stopped or len(turn) == 9 or following is None
+            changed += TOKENIZER.encode(said["content"]).tolist() != turn[: len(turn) - stopped].tolist()
+            drawn[start:end] = True
+            if following is not None:
+                after = TOKENIZER.encode_turn(chat, others, int(turn[-1]))
+                assert c.tokens[end : end + len(after)].tolist() == after.tolist()
+                start, chat = end + len(after), [*chat, said, *others]
+        lengths.add(len(turn_ends))
+        assert c.mask.tolist() == drawn.tolist()
+        assert c.episode.reward == sum(c.episode.turn_rewards)
+        assert (c.finish is FinishReason.STOP) == c.episode.done
+    assert lengths == {1, 2, 3}
+    assert changed > len(episodes) / 2  # a turn that is encoded anew has other tokens
+
+
+def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: list[Completion]) -> None:
+    """The tokens of the environment are in the cache, at their own positions."""
+    for number, c in enumerate(episodes):
+        prompt = TOKENIZER.encode_prompt(ROWS[number // 2]["prompt"])
+        full = np.concatenate([prompt, c.tokens, np.zeros(256 - len(prompt) - len(c.tokens), np.int32)])
+        logps = np.asarray(plain_logps(WORKER.params, full[None]))[len(prompt) - 1 :][: len(c.tokens)]
+        picked = np.where(c.mask, logps[np.arange(len(c.tokens)), c.tokens], 0)
+        np.testing.assert_allclose(c.logps, picked, atol=1e-4)
+
+
+def test_samples_do_not_depend_on_the_order_of_the_answers(episodes: list[Completion]) -> None:
+    """Bit for bit, though four slots play six episodes in another order each time."""
+    for other in (played(LateSums), played(LateSums, concurrency=1)):
+        for a, b in zip(episodes, other, strict=True):
+            assert a.tokens.tobytes() == b.tokens.tobytes()
+            assert a.logps.tobytes() == b.logps.tobytes()
+            assert a.sampler_logps.tobytes() == b.sampler_logps.tobytes()
+
+
+def test_a_failure_is_raised_where_the_sampler_runs() -> None:
+    class Breaks(Sums):
+        def step(self, reply: str) -> Step:
+            raise ValueError("broken")
+
+    with pytest.raises(EpisodeError, match="'breaks' raised ValueError in step: broken"):
+        played(Breaks)
+    left_out = played(Breaks, on_error="none")
+    assert {c.episode.reward for c in left_out if c.episode} == {None}
+
+
+def test_an_environment_and_a_tool_exclude_each_other() -> None:
+    marked, config = Tokenizer.from_folder(TINY), RolloutConfig(**SETTINGS, tool="calculator")
+    marked.inner.add_special_tokens([*CALCULATOR_MARKERS])
+    with pytest.raises(RecipeError, match=r"rollout\.tool"):
+        RolloutWorker(MODEL, marked, config, EnvironmentRunner(Sums))
