@@ -50,7 +50,8 @@ class Episodes:
     def __init__(
         self, runner: EnvironmentRunner, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer
     ):
-        self._runner, self._tokenizer, self.turn_limit = runner, tokenizer, runner.config.max_turn_tokens
+        self._runner, self._tokenizer = runner, tokenizer
+        self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
         self._warned = False
 

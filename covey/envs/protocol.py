@@ -1,4 +1,4 @@
-"""What an environment is: it begins an episode with messages, and responds to each turn of the model.
+"""Protocol of environments: one begins an episode with messages, and responds to each turn of the model.
 
     environment = factory(row)        one for each sample, from its data row
     environment.reset()    ─▶ the prompt: chat messages, or text

@@ -82,7 +82,7 @@ def _write(
 
 
 def _time_at(axis: int, x: Array, time: int) -> Array:
-    """Return keys or values of one slot with the axis of time, `time` in a block, as the last (-1) or the one before."""
+    """Return keys or values of one slot with time, axis `time` of a block, as the last axis (-1) or the one before."""
     return x if time - 4 == axis else x.swapaxes(-1, -2)
 
 

@@ -248,6 +248,20 @@ def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted:
     return block.map(insert, prefix)
 
 
+def take_slot(cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
+    """Return a copy of the cache of one slot."""
+    taken: list[LayerCache] = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
+    return taken
+
+
+def put_slot(cache: list[LayerCache], taken: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
+    """Write the cache of one slot, as `take_slot` returned it."""
+    put: list[LayerCache] = jax.tree.map(
+        lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), cache, taken
+    )
+    return put
+
+
 def keep_rows(block: Block, rows: Int[Array, "n"]) -> Block:
     """Keep only the slots in `rows`, in that order."""
     return block.map(lambda x, _: x[rows])

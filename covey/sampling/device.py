@@ -36,6 +36,8 @@ from covey.sampling.cache import (
     keep_rows,
     keep_sharding,
     prefill_attention,
+    put_slot,
+    take_slot,
 )
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import uniform_noise
@@ -77,6 +79,14 @@ class Draws(NamedTuple):
     sampler_logps: np.ndarray
 
 
+class Parked(NamedTuple):
+    """What a slot holds of a sample: each layer's blocks [1, ...], the slot's state and its random key."""
+
+    cache: list[LayerCache]
+    slot: Slots
+    key: np.ndarray
+
+
 class Chunk(NamedTuple):
     """Result of some steps of the decode batch.
 
@@ -105,6 +115,8 @@ class Programs:
         self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
         self.insert = jax.jit(insert_block, donate_argnums=0)
         self.keep = jax.jit(keep_rows)
+        self.take = jax.jit(take_slot)
+        self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
         static = ("sampling_params", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
@@ -252,6 +264,18 @@ class DeviceState:
             self.slots.length[slot] += count
             self.stats.append_cells += size
             self.stats.appended_tokens += len(piece)
+
+    def park(self, slot: int) -> Parked:
+        """Return a copy of what a slot holds, from which `unpark` restores it in any slot, bit for bit."""
+        state = jax.tree.map(lambda x: x[slot], self.slots)
+        return Parked(self.programs.take(self.cache, np.int32(slot)), state, self.keys[slot].copy())
+
+    def unpark(self, slot: int, parked: Parked) -> None:
+        """Restore what `park` returned in a free slot. The cache must have its size of then."""
+        self.cache = self.programs.put(self.cache, parked.cache, np.int32(slot))
+        for array, value in zip(self.slots, parked.slot, strict=True):
+            array[slot] = value
+        self.keys[slot] = parked.key
 
     def resize(self, kept: np.ndarray, cache_length: int) -> None:
         """Keep only the slots `kept`, in that order, each with room for `cache_length` tokens."""

@@ -22,7 +22,7 @@ from flax import nnx
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling.collector import Collector
-from covey.sampling.device import Chunk, DeviceState, Programs
+from covey.sampling.device import Chunk, DeviceState, Parked, Programs
 from covey.sampling.lengths import check_length
 from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
@@ -89,7 +89,8 @@ class Sampler:
         call = _Call(self.programs, params, requests, config, responder)
         scheduler, self.stats = call.scheduler, call.device.stats
         while scheduler.unfinished:
-            call.take_responses(block=not (scheduler.can_admit or scheduler.active))
+            call.take_responses(block=scheduler.stalled)
+            call.exchange()
             while scheduler.can_admit:
                 call.admit()
             if scheduler.active:
@@ -112,14 +113,16 @@ class _Call:
     ):
         self.requests, self.keys = requests, _sample_keys(requests, config.seed)
         lengths, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
-        resizes = programs.cache_layout(params).divided and not (responder and responder.waits)
-        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes)
+        waits, max_live = (False, None) if responder is None else (responder.waits, responder.max_live)
+        resizes = programs.cache_layout(params).divided and not waits
+        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes, max_live=max_live)
         size = len(self.scheduler.slots), self.scheduler.cache_length
         demands = () if responder is None else (responder.pause_id, responder.turn_limit)
         self.device = DeviceState(programs, params, config, *size, *demands)
         self.collector = Collector(programs.stop_ids, config.max_new_tokens, masked=responder is not None)
         self.turns = Turns(responder)
         self._responses: dict[Sample, np.ndarray] = {}
+        self._parked: dict[Sample, Parked] = {}
 
     def admit(self) -> None:
         """Insert waiting samples into free slots, with their first tokens."""
@@ -128,13 +131,19 @@ class _Call:
         admitted = self.scheduler.admit()
         self._collect({slot: sample for slot, _, sample in admitted}, self.device.insert(admitted, self.keys))
 
+    def exchange(self) -> None:
+        """Give the slots of samples that wait to others that can be decoded."""
+        for slot, sample in self.scheduler.park().items():
+            self._parked[sample] = self.device.park(slot)
+        for slot, sample in self.scheduler.unpark().items():
+            self.device.unpark(slot, self._parked.pop(sample))
+
     def decode(self) -> None:
-        """Append the responses, and decode a chunk of steps."""
+        """Append the responses of the samples in slots, and decode a chunk of steps."""
         while (kept := self.scheduler.resize()) is not None:
             self.device.resize(kept, self.scheduler.cache_length)
-        for sample, response in self._responses.items():
-            self.device.resume(self.scheduler.slot_of(sample), response)
-        self._responses.clear()
+        for sample in [sample for sample in self._responses if sample not in self.scheduler.parked]:
+            self.device.resume(self.scheduler.slot_of(sample), self._responses.pop(sample))
         self._collect(self.scheduler.active, self.device.decode())
 
     def take_responses(self, *, block: bool) -> None:
@@ -146,6 +155,7 @@ class _Call:
                 response = response if len(response) < room else None
             if response is None:
                 self.scheduler.finish(sample)
+                self._parked.pop(sample, None)
             else:
                 self.scheduler.resume(sample, len(response))
                 self._responses[sample] = response

@@ -52,6 +52,8 @@ class Scheduler:
         num_samples: number of completions of each request.
         config: slots, decode chunk, maximum size of the KV cache.
         resizes: whether batch and cache follow the samples; otherwise the cache has room for the longest at once.
+        max_live: maximum number of samples that are begun and not finished; by default the number of slots. Those that
+            wait for a response may be more than there are slots.
 
     Attributes:
         slots: the sample in each slot, None in a free one.
@@ -60,6 +62,7 @@ class Scheduler:
         prefill_shape: number of prompts that are prefilled together, and the length to which they are padded.
         prefilled: requests that were prefilled last.
         paused: samples that wait for a response.
+        parked: number of tokens in the KV cache of each sample that is begun but in no slot.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Scheduler:
         config: RolloutConfig,
         *,
         resizes: bool = True,
+        max_live: int | None = None,
     ):
         self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes
         self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
@@ -81,11 +85,19 @@ class Scheduler:
         self.lengths = np.zeros(len(self.slots), np.int64)
         self.cache_length = self._room(longest, len(self.slots))
         self.paused: set[Sample] = set()
+        self.parked: dict[Sample, int] = {}
+        self.max_live = max(len(self.slots), max_live or 0)
+        self._ready: deque[Sample] = deque()
 
     @property
     def unfinished(self) -> bool:
         """Whether a sample waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.parked)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all that can happen next is a response."""
+        return not (self.active or self.can_admit or self._ready)
 
     @property
     def running(self) -> dict[int, Sample]:
@@ -105,12 +117,17 @@ class Scheduler:
     @property
     def finished(self) -> int:
         """Number of finished samples."""
-        return len(self.samples) - len(self.waiting) - len(self.running)
+        return len(self.samples) - len(self.waiting) - self.num_live
+
+    @property
+    def num_live(self) -> int:
+        """Number of samples that are begun and not finished."""
+        return len(self.running) + len(self.parked)
 
     @property
     def can_admit(self) -> bool:
-        """Whether a sample waits and a slot is free."""
-        return bool(self.waiting and self.free)
+        """Whether a sample waits, may begin, and a slot is free."""
+        return bool(self.waiting and self.free and self.num_live < self.max_live)
 
     @property
     def longest_cache(self) -> int:
@@ -132,7 +149,7 @@ class Scheduler:
     def admit(self) -> list[Admission]:
         """Move waiting samples of the prefilled requests to free slots."""
         admitted = []
-        for slot in self.free:
+        for slot in self.free[: self.max_live - self.num_live]:
             if self.waiting and self.waiting[0].request in self.prefilled:
                 sample = self.slots[slot] = self.waiting.popleft()
                 # One less than the prompt: `update` counts the first token, which is not in the cache yet.
@@ -155,14 +172,35 @@ class Scheduler:
         return self.slots.index(sample)
 
     def resume(self, sample: Sample, appended: int) -> None:
-        """Let a sample that waited go on after so many appended tokens."""
+        """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
         self.paused.remove(sample)
-        self.lengths[self.slot_of(sample)] += appended
+        if sample in self.parked:
+            self.parked[sample] += appended
+            self._ready.append(sample)
+        else:
+            self.lengths[self.slot_of(sample)] += appended
 
     def finish(self, sample: Sample) -> None:
-        """Free the slot of a sample that has ended."""
+        """Remove a sample that has ended."""
         self.paused.remove(sample)
-        self.slots[self.slot_of(sample)] = None
+        if self.parked.pop(sample, None) is None:
+            self.slots[self.slot_of(sample)] = None
+
+    def park(self) -> dict[int, Sample]:
+        """Take paused samples out of the slots that others could use; return them by slot."""
+        others = len(self._ready) + min(len(self.waiting), self.max_live - self.num_live)
+        paused = [(slot, sample) for slot, sample in self.running.items() if sample in self.paused]
+        leaving = dict(paused[: max(others - len(self.free), 0)])
+        for slot, sample in leaving.items():
+            self.parked[sample], self.slots[slot] = int(self.lengths[slot]), None
+        return leaving
+
+    def unpark(self) -> dict[int, Sample]:
+        """Give free slots to parked samples that can go on; return them by slot."""
+        returning = {slot: self._ready.popleft() for slot in self.free[: len(self._ready)]}
+        for slot, sample in returning.items():
+            self.slots[slot], self.lengths[slot] = sample, self.parked.pop(sample)
+        return returning
 
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.

@@ -55,6 +55,7 @@ class Tool:
     hidden: frozenset[int] = frozenset()
     turn_limit: ClassVar[None] = None
     waits: ClassVar[bool] = False
+    max_live: ClassVar[None] = None
 
     @property
     def pause_id(self) -> int:

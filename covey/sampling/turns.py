@@ -41,6 +41,8 @@ class Responder(Protocol):
             completion.
         waits: whether a response may come later. The sampler then uses shapes that do not depend on the time at which
             responses come, so that neither do the samples.
+        max_live: maximum number of samples begun and not finished; None for the number of slots. While a sample waits,
+            another may have its slot.
     """
 
     @property
@@ -49,6 +51,8 @@ class Responder(Protocol):
     def turn_limit(self) -> int | None: ...
     @property
     def waits(self) -> bool: ...
+    @property
+    def max_live(self) -> int | None: ...
 
     def answer(self, turn: Turn) -> "Response | Future[Response]":
         """Return the response to `turn`, now or later. One that exceeds `turn.room` is cut there and ends the

@@ -130,11 +130,31 @@ def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: l
 
 def test_samples_do_not_depend_on_the_order_of_the_answers(episodes: list[Completion]) -> None:
     """Bit for bit, though four slots play six episodes in another order each time."""
-    for other in (played(LateSums), played(LateSums, concurrency=1)):
+    for other in (played(LateSums), played(LateSums, concurrency=1), played(LateSums, max_live=6)):
         for a, b in zip(episodes, other, strict=True):
             assert a.tokens.tobytes() == b.tokens.tobytes()
             assert a.logps.tobytes() == b.logps.tobytes()
             assert a.sampler_logps.tobytes() == b.sampler_logps.tobytes()
+
+
+def test_a_sample_that_waits_gives_its_slot_to_another() -> None:
+    """Four slots and six episodes: all begin before one of them is over."""
+    turns: list[tuple[int, int]] = []
+
+    class Noted(LateSums):
+        numbers = iter(range(99))
+
+        def __init__(self, row: Any):
+            super().__init__(row)
+            self.number = next(self.numbers)
+
+        def step(self, reply: str) -> Step:
+            turns.append((self.number, self.turns))
+            return super().step(reply)
+
+    played(Noted, rows=[ROWS[2]] * 3, max_live=6)
+    assert {number for number, turn in turns[:6]} == set(range(6))
+    assert {turn for _, turn in turns[:6]} == {0}
 
 
 def test_a_failure_is_raised_where_the_sampler_runs() -> None:

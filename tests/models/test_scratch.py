@@ -55,7 +55,7 @@ def test_a_seed_means_the_same_weights_for_ever() -> None:
     ("source", "told"),
     [
         ("scratch:arithmetic-tinny", "did you mean 'scratch:arithmetic-tiny'?"),
-        ("scratch:", "did you mean 'scratch:arithmetic-tiny'?"),
+        ("scratch:", "did you mean 'scratch:guess-tiny'?"),
         ("scratch:arithmetic-tiny@", "'' is no seed"),
         ("scratch:arithmetic-tiny@-1", "'-1' is no seed"),
         ("scratch:arithmetic-tiny@1.5", "'1.5' is no seed"),
@@ -66,8 +66,6 @@ def test_a_seed_means_the_same_weights_for_ever() -> None:
 def test_a_wrong_name_or_seed_is_refused(source: str, told: str) -> None:
     with pytest.raises(WeightsError) as caught:
         sources.check_source(source)
-    if source == "scratch:":
-        told = "scratch:arithmetic-tiny"
     assert told in str(caught.value)
 
 
@@ -87,7 +85,7 @@ def test_its_weights_are_those_that_a_decoder_begins_with_in_kind(source: str) -
     loaded = weights.load(source)
     ours, theirs = arrays(loaded.model), arrays(Decoder(loaded.config, rngs=nnx.Rngs(0)))
     assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
-    assert 2e6 < sum(x.size for x in ours.values()) < 5e6
+    assert 3e5 < sum(x.size for x in ours.values()) < 5e6
     wider = loaded.config.hidden_size**-0.5 / 0.02  # an embedding as wide as the matrices: it learns sums sooner
     theirs["embed.embedding"] = theirs["embed.embedding"] * wider
     for name, x in ours.items():

@@ -213,3 +213,34 @@ def programs_of(scheduler: Scheduler, lengths: np.ndarray) -> set[tuple[object, 
 def test_it_is_plain_python() -> None:
     code = "import sys, covey.sampling.scheduler; assert not {'jax', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
+    scheduler = Scheduler([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), resizes=False, max_live=3)
+    scheduler.next_prefill()
+    first, second = [admission.sample for admission in scheduler.admit()]
+    scheduler.update(np.ones(2, int))
+    scheduler.pause(first)
+    assert not scheduler.can_admit
+    assert scheduler.park() == {0: first}
+    assert scheduler.can_admit
+    (third,) = [admission.sample for admission in scheduler.admit()]
+    assert scheduler.running == {0: third, 1: second}
+    scheduler.resume(first, 7)
+    assert scheduler.park() == scheduler.unpark() == {}  # nobody waits
+    scheduler.pause(second)
+    assert scheduler.park() == {1: second}
+    assert scheduler.unpark() == {1: first}
+    assert scheduler.lengths[1] == 5 + 7
+    assert scheduler.active == {0: third, 1: first}
+    scheduler.finish(second)
+    assert (scheduler.num_live, scheduler.finished) == (2, 1)
+
+
+def test_no_more_samples_begin_than_may_be_live() -> None:
+    scheduler = Scheduler([5] * 4, [1] * 4, RolloutConfig(slots=2), resizes=False, max_live=2)
+    scheduler.next_prefill()
+    for admission in scheduler.admit():
+        scheduler.pause(admission.sample)
+    assert scheduler.stalled
+    assert scheduler.park() == {}

@@ -21,6 +21,11 @@ class EnvsConfig(Config, section="envs"):
     """Largest number of characters of the environment's messages of one turn; more is a failure."""
     timeout: NonNegativeFloat = 60.0
     """Seconds that an environment may take to begin or to respond; 0 is no limit."""
+    max_live: PositiveInt | None = None
+    """Largest number of episodes that are begun and not over. If it is more than rollout.slots, a sample that waits for
+    its environment gives its slot to another, and its cache is kept beside the slots: memory for as many caches. As
+    many as there are slots when not set.
+    """
     concurrency: PositiveInt = 64
     """Largest number of calls of environments under way at once."""
     on_error: OnRewardError = "raise"
