@@ -89,7 +89,7 @@ what the model and the environment say, the reward, and how each episode ended. 
 
 examples
   covey rollout quickstart
-  covey rollout guess-tiny --episodes 8 --rollout.temperature 0
+  covey rollout guess-tiny --episodes 8 --rollout.temperature 0.5
 
 The settings are those of covey train.
 """

@@ -250,14 +250,14 @@ def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted:
 
 def take_slot(cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
     """Return a copy of the cache of one slot."""
-    taken: list[LayerCache] = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
-    return taken
+    rows: list[LayerCache] = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
+    return rows
 
 
-def put_slot(cache: list[LayerCache], taken: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
+def put_slot(cache: list[LayerCache], rows: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
     """Write the cache of one slot, as `take_slot` returned it."""
     put: list[LayerCache] = jax.tree.map(
-        lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), cache, taken
+        lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), cache, rows
     )
     return put
 

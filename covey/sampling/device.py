@@ -80,7 +80,7 @@ class Draws(NamedTuple):
 
 
 class Parked(NamedTuple):
-    """What a slot holds of a sample: each layer's blocks [1, ...], the slot's state and its random key."""
+    """Content of a slot: each layer's blocks [1, ...], the state of the slot and its random key."""
 
     cache: list[LayerCache]
     slot: Slots

@@ -85,7 +85,7 @@ MISTAKES = [
         "data.test_path is mine.jsonl, and data.task first",
     ),
     (["train", "--resume", "nowhere"], "this is no run folder"),
-    (["sft"], "built-in recipes: sft-arithmetic, sft-smollm2"),
+    (["sft"], "built-in recipes: sft-arithmetic, sft-guess, sft-smollm2"),
     (["sft", "quickstart"], "fix: covey train quickstart\n"),
     (["train", "sft-arithmetic"], "fix: covey sft sft-arithmetic\n"),
     (["sft", "sft-smollm2"], "--data.path FILE.jsonl"),

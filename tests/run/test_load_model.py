@@ -69,7 +69,7 @@ class Said:
 
     devices: list[int]
 
-    def __init__(self, model: Decoder, tokenizer: Any, rollout: RolloutConfig):
+    def __init__(self, model: Decoder, tokenizer: Any, rollout: RolloutConfig, environments: None = None):
         self.tokenizer, mesh = tokenizer, mesh_of(nnx.state(model))
         self.devices.append(1 if mesh is None else mesh.size)
 
