@@ -1,0 +1,165 @@
+"""The documentation site: pages are in its navigation, links lead somewhere, figures and names are true."""
+
+import difflib
+import re
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+import covey
+from covey.config.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "examples").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+
+
+def read(document: Path) -> str:
+    """Return the text of a document, with the files that it includes."""
+    included = re.compile(r'^--8<-- "([^"]+)"$', re.M)
+    return included.sub(lambda match: (ROOT / match[1]).read_text("utf-8"), document.read_text("utf-8"))
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as the site and GitHub make them."""
+    headings = re.findall(r"^#{1,6} (.*)$", FENCE.sub("", read(document)), re.M)
+    words = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)) for heading in headings)
+    return {re.sub(r"[-\s]+", "-", text.strip().lower()) for text in words}
+
+
+def config() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    return loaded
+
+
+def pages_of(nav: Any) -> list[str]:
+    """Return the files of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(pages_of(config()["nav"])) == [page.name for page in PAGES]
+
+
+def test_a_build_is_strict_about_links_and_anchors() -> None:
+    assert config()["strict"] is True
+    assert {kind for kinds in config()["validation"].values() for kind in kinds.values()} == {"warn"}
+    assert ".venv-docs/bin/zensical build --strict" in (ROOT / "Makefile").read_text("utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.relative_to(ROOT).as_posix())
+def test_links_and_anchors_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", document.read_text("utf-8")))
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path) if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+        assert document.parent != DOCS or not path.startswith(".."), f"{link} leaves the site"
+
+
+def test_anchors_are_those_of_headings() -> None:
+    assert "when-it-does-not-learn" in anchors(DOCS / "recipes.md")
+    assert {"ratios-ratio", "kl-to-the-reference-beta-kl-kl_in"} <= anchors(DOCS / "algorithms.md")
+
+
+def test_pages_ask_no_other_site_for_anything() -> None:
+    """Fonts would come from outside unless they are turned off; so would KaTeX and Mermaid, if they were not ours."""
+    settings = config()
+    assert settings["theme"]["font"] is False
+    scripts = settings["extra_javascript"]
+    assert scripts
+    assert [name for name in scripts if not (DOCS / name).is_file()] == []
+    loaded = re.findall(r'new URL\("([^"]+)"', (DOCS / "assets" / "formulas.js").read_text("utf-8"))
+    assert len(loaded) == 1
+    assert (DOCS / "assets" / loaded[0]).is_file()
+    assert "mermaid" not in (ROOT / "mkdocs.yml").read_text("utf-8")
+    outside = re.compile(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)[^>]+https?:|url\(https?:")
+    texts = {page.name: outside.findall(page.read_text("utf-8")) for page in [*PAGES, *DOCS.glob("images/*.svg")]}
+    assert {name: found for name, found in texts.items() if found} == {}
+
+
+def test_what_builds_the_site_is_pinned() -> None:
+    """`make docs` installs the packages of the extra, without Covey and JAX."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["docs"]
+    names = [re.split(r"[=<>]", requirement)[0] for requirement in extra]
+    listed = re.search(r"^DOCS := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert listed
+    assert listed[1].split() == names
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert {"zensical==0.0.73", "mkdocstrings-python==2.0.11"} <= {*extra} & {*pins}
+    assert any(pin.startswith("mkdocs-material==") for pin in pins)
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    described = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M)]
+    assert {name.rpartition(".")[2] for name in described} >= set(covey.__all__)
+    assert len(set(described)) == len(described)
+
+
+# --- figures
+
+
+def test_the_figures_of_the_home_page_are_those_that_were_measured() -> None:
+    home = " ".join((DOCS / "index.md").read_text("utf-8").split())
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8")
+    fixed, ragged = results.partition("`smollm2`, LoRA, fixed lengths")[2].split("\n`smollm2`")[:2]
+
+    def cells(table: str, name: str) -> list[str]:
+        found = re.search(rf"^\| {name} (\|.*\|)$", table, re.M)
+        assert found
+        return [cell.split()[0] for cell in found[1].strip("| ").split(" | ")]
+
+    for name, peer in (("**Covey**", "covey"), ("**TRL**", "trl"), ("**Tunix**", "tunix")):
+        row = cells(fixed, peer)
+        ratio = f" ({row[6]}×)" if peer != "covey" else ""
+        assert f"{row[1]} s a step{ratio}, {row[9]} GiB" in home.partition(name)[2], name
+    apart = [f"{name} {cells(ragged, name.lower())[6]}×" for name in ("Tunix", "TRL")]
+    assert f"ragged lengths ({', '.join(apart)})" in home
+    assert "TRL takes 2.6 times as" in results
+    assert "bfloat16 (TRL 2.6×)" in home
+    assert re.search(r"cold, 1 step covey \*\*16\.6\*\* s, tunix 18\.9\s+\(1\.14×\), trl 7\.31", results)
+    assert "7.31 s against 16.6 s" in home
+
+
+@pytest.mark.parametrize("peer", ["trl", "tunix"])
+def test_the_lines_that_a_port_changes_are_counted(peer: str) -> None:
+    text = (DOCS / f"from-{peer}.md").read_text("utf-8")
+    scripts = re.findall(r'^```python title="\w+"\n(.*?)^```', text, re.M | re.S)[:2]
+    theirs, ours = ([line.strip() for line in script.splitlines() if line.strip()] for script in scripts)
+    matched = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_matching_blocks()
+    new = len(ours) - sum(block.size for block in matched)
+    counted = f"{new} of the {len(ours)} lines are new or changed, and {len(theirs)} lines become {len(ours)}"
+    assert counted in " ".join(text.split())
+
+
+# --- names
+
+
+def settings_of(cls: type) -> set[str]:
+    """Return the dotted names of the settings and sections of a config class."""
+    names = set()
+    for field in fields(cls):  # type: ignore[arg-type]
+        section = next((t for t in (field.type, *get_args(field.type)) if is_dataclass(t)), None)
+        names.add(field.name)
+        names |= {f"{field.name}.{name}" for name in settings_of(section)} if isinstance(section, type) else set()
+    return names
+
+
+@pytest.mark.parametrize("peer", ["trl", "tunix", "verl", "nanochat"])
+def test_the_settings_that_a_table_names_exist(peer: str) -> None:
+    text = (DOCS / f"from-{peer}.md").read_text("utf-8")
+    right = re.findall(r"^\| .* \| (.*) \|$", text, re.M)
+    named = {name for cell in right for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[`:]", cell)}
+    known = settings_of(Recipe) | {"weights.load", "samples.jsonl"}
+    assert len(named) > 8
+    assert {name for name in named if name not in known} == set()
