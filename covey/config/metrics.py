@@ -101,6 +101,7 @@ TABLE = (
     Metric("completions/min_length", "tokens", "length of the shortest completion"),
     Metric("completions/max_length", "tokens", "length of the longest completion"),
     Metric("completions/clipped_ratio", "share", "completions that were cut at `rollout.max_new_tokens`"),
+    Metric("completions/distinct_ratio", "share", "different completions of a group, mean over groups"),
     Metric("env/turns", "turns", "mean number of the model's turns in an episode; with an environment"),
     Metric("env/tokens", "tokens", "mean number of tokens of the environment in an episode"),
     Metric("env/done", "share", "episodes that the environment ended, before a limit did"),

@@ -68,6 +68,7 @@ CHARTS = (
     Chart("Seconds in the environment", "Completions", ("env/seconds",)),
     Chart("Failed episodes", "Completions", ("env/failed",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
+    Chart("Different completions in a group", "Completions", ("completions/distinct_ratio",)),
     Chart(
         "Dynamic sampling",
         "Completions",

@@ -12,7 +12,7 @@ from covey.types import Completion, Episode, FinishReason, Group
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute rewards, their spread, lengths and clipped ratio of a step's groups.
+    """Compute rewards, their spread, lengths, clipped and distinct ratio of a step's groups.
 
     `reward` and `rewards/<fn>/mean` average over completions; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
@@ -31,6 +31,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(clipped.mean()),
+        "completions/distinct_ratio": float(np.mean([_distinct_share(g) for g in groups])),
     }
     for name in groups[0].rewards_by_function:
         values = np.concatenate([g.rewards_by_function[name] for g in groups])
@@ -91,6 +92,11 @@ def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
     """Compute the probability mass that truncation kept, at each sampled token of the completion."""
     kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return kept if completion.mask is None else kept[completion.mask]
+
+
+def _distinct_share(group: Group) -> float:
+    """Return the number of different completions of a group, divided by its size."""
+    return len({completion.tokens.tobytes() for completion in group.completions}) / len(group.completions)
 
 
 def _std(values: np.ndarray) -> float:

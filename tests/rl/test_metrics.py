@@ -37,6 +37,7 @@ def test_every_name_and_value_by_hand() -> None:
         "completions/min_length": 2.0,
         "completions/max_length": 8.0,
         "completions/clipped_ratio": 0.25,
+        "completions/distinct_ratio": 1.0,
         "rewards/right/mean": 0.75,
         "rewards/right/std": 0.5,
         "rewards/tidy/mean": 4 / 3,
@@ -45,6 +46,11 @@ def test_every_name_and_value_by_hand() -> None:
     assert got.keys() == want.keys()
     assert got == pytest.approx(want)
     assert all(type(value) is float for value in got.values())
+
+
+def test_completions_of_equal_tokens_are_one() -> None:
+    groups = [group([1.0] * 4, [3, 3, 5, 3]), group([1.0] * 4, [1, 1, 1, 1])]
+    assert group_metrics(groups)["completions/distinct_ratio"] == (2 / 4 + 1 / 4) / 2
 
 
 def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> None:
