@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +24,7 @@ from covey.errors import CoveyError
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
+from covey.report.diagnosis import Finding, History, diagnose
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, read_run
 from covey.report.script_json import script_json
@@ -37,33 +38,29 @@ SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "completio
 """Names of the page's own scripts, in the order in which they are joined."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One finding of a diagnosis, shown at the top of the page.
-
-    Attributes:
-        title: what was found, as a sentence.
-        threshold: rule that it met.
-        evidence: steps and figures that show it.
-        setting: setting to change, and how.
-    """
-
-    title: str
-    threshold: str
-    evidence: str
-    setting: str
-
-
-def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding] = ()) -> int:
+def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding] | None = None) -> int:
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
+
+    Args:
+        findings: findings at the top; those of the diagnosis of each run when not given.
 
     Raises:
         CoveyError: one of `folders` is no run folder; or something else than a report is at `out`.
     """
-    page = build_page([read_run(folder) for folder in folders], findings)
+    runs = [read_run(folder) for folder in folders]
+    page = build_page(runs, diagnose_runs(runs) if findings is None else findings)
     _refuse_other_file(out)
     replace_file(out, page)
     return len(page)
+
+
+def diagnose_runs(runs: Sequence[RunData]) -> list[Finding]:
+    """Return the findings on `runs`, run by run; the titles name the run if there are several."""
+    found = [diagnose(History.of(run)) for run in runs]
+    if len(runs) == 1:
+        return found[0]
+    named = zip(_names(runs), found, strict=True)
+    return [replace(finding, title=f"{name}: {finding.title}") for name, findings in named for finding in findings]
 
 
 def _refuse_other_file(out: Path) -> None:

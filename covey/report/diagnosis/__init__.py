@@ -1,0 +1,9 @@
+"""Say what is wrong with a run from its metrics. This file only re-exports names."""
+
+from covey.report.diagnosis.diagnose import diagnose
+from covey.report.diagnosis.finding import NOTE, PROBLEM, Finding
+from covey.report.diagnosis.history import History
+from covey.report.diagnosis.live import LiveDiagnosis
+from covey.report.diagnosis.rules import RULES, Rule
+
+__all__ = ["NOTE", "PROBLEM", "RULES", "Finding", "History", "LiveDiagnosis", "Rule", "diagnose"]

@@ -1,0 +1,467 @@
+"""The rules of the diagnosis: each is met just above its threshold and not just below, and none raises."""
+
+import json
+import math
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.config import recipe
+from covey.config.metrics import metric
+from covey.config.schema import PPOConfig
+from covey.config.strict_yaml import leaves
+from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, History, LiveDiagnosis, diagnose
+from covey.report.diagnosis.live import CERTAIN, FIRST_STEPS
+from covey.report.run_data import read_run
+
+ROOT = Path(__file__).parents[2]
+N = 40
+SETTINGS = {
+    "grpo.algorithm": "grpo", "grpo.num_generations": 8, "training.prompts_per_step": 8, "rollout.temperature": 1.0,
+}  # fmt: skip
+NAN = float("nan")
+Values = float | Sequence[float]
+
+
+def wobble(size: float, n: int = N) -> np.ndarray:
+    """Alternating noise, so that errors are known."""
+    return size * np.where(np.arange(n) % 2 == 0, 1.0, -1.0)
+
+
+def ramp(first: float, last: float, n: int = N, noise: float = 0.01) -> np.ndarray:
+    return np.linspace(first, last, n) + wobble(noise, n)
+
+
+def step(first: float, last: float, at: int = N // 2, n: int = N, noise: float = 0.0) -> np.ndarray:
+    return np.where(np.arange(n) < at, first, last) + wobble(noise, n)
+
+
+def history(n: int = N, method: str = "rl", settings: Mapping[str, Any] | None = None, /, **columns: Values) -> History:
+    """A run that learns, with other values in some columns; `a__b` stands for the metric a/b."""
+    usual: dict[str, Values] = {
+        "reward": ramp(0.2, 0.8, n), "reward_error": 0.05, "reward_std": 0.4, "frac_reward_zero_std": 0.1,
+        "completions__mean_length": 20.0, "completions__max_length": 40.0, "completions__clipped_ratio": 0.02,
+        "completions__distinct_ratio": 0.9, "entropy": ramp(1.0, 0.7, n, 0.001), "grad_norm": 1.0,
+        "learning_rate": 1e-5,
+        "sampling__logp_difference__mean": 1e-6, "sampling__mass_kept": 1.0, "clip_ratio__region_mean": 0.0,
+    }  # fmt: skip
+    if method == "sft":
+        usual = {"loss": ramp(2.0, 1.0, n), "grad_norm": 1.0, "learning_rate": 1e-5, "entropy": ramp(2.0, 1.0, n)}
+    table = {
+        name.replace("__", "/"): np.broadcast_to(np.asarray(values, float), n)
+        for name, values in (usual | columns).items()
+    }
+    rows = [{"step": i + 1, **{name: float(values[i]) for name, values in table.items()}} for i in range(n)]
+    return History.from_rows(rows, method, SETTINGS | dict(settings or {}))
+
+
+SPREADS: dict[str, Values] = {"rewards__a__std": 0.4, "rewards__b__std": 0.4}
+FLAT: dict[str, Values] = {"reward": 0.5 + wobble(0.02)}
+"""A reward that neither rises nor falls."""
+
+
+def names(found: History) -> list[str]:
+    return [one.rule for one in diagnose(found) if one.level == PROBLEM]
+
+
+def notes(found: History) -> list[str]:
+    return [one.rule or one.title for one in diagnose(found) if one.level == NOTE]
+
+
+# --- every rule, just above its threshold and just below
+
+EDGES: dict[str, tuple[History, History]] = {
+    "updates not finite": (history(skipped=step(0, 1, N - 1)), history(skipped=0.0)),
+    "sampler and trainer disagree": (
+        history(sampling__logp_difference__mean=0.051),
+        history(sampling__logp_difference__mean=0.049),
+    ),
+    "no completion scored": (history(reward=NAN, reward_error=NAN, reward_std=NAN), history(reward=step(NAN, 0.5, 1))),
+    "constant reward": (
+        history(reward=0.3, reward_error=0.0, reward_std=0.0),
+        history(reward=0.3, reward_error=0.0, reward_std=step(0.0, 0.1, N - 1)),
+    ),
+    "temperature too high": (
+        replace(history(N, "rl", {"rollout.temperature": 1.5}, reward=0.19), before={"reward": 0.5, "samples": 400.0}),
+        replace(history(N, "rl", {"rollout.temperature": 1.5}, reward=0.26), before={"reward": 0.5, "samples": 400.0}),
+    ),
+    "entropy bonus too large": (
+        history(N, "rl", {"grpo.entropy_bonus": 0.1}, entropy=ramp(1.0, 1.9), **FLAT),
+        history(N, "rl", {"grpo.entropy_bonus": 0.1}, entropy=ramp(1.0, 1.5), **FLAT),
+    ),
+    "learning rate too high": (
+        history(reward=step(0.6, 0.43, noise=0.02), reward_error=0.02),
+        history(reward=step(0.6, 0.5, noise=0.02), reward_error=0.02),
+    ),
+    "answers cut off": (
+        history(completions__clipped_ratio=0.31, **FLAT),
+        history(completions__clipped_ratio=0.29, **FLAT),
+    ),
+    "samples too similar": (
+        history(completions__distinct_ratio=1.24 / 8, **FLAT),
+        history(completions__distinct_ratio=1.26 / 8, **FLAT),
+    ),
+    "reward never reached": (
+        history(reward=0.0, reward_error=0.0, reward_std=0.0),
+        history(reward=step(0.0, 0.01, N - 1), reward_error=0.0, reward_std=step(0.0, 0.01, N - 1)),
+    ),
+    "KL runaway": (history(kl=step(0.4, 1.01)), history(kl=step(0.4, 0.99))),
+    "entropy collapse": (
+        history(entropy=step(1.0, 0.19), frac_reward_zero_std=step(0.1, 0.81), reward_error=0.17, **FLAT),
+        history(entropy=step(1.0, 0.21), frac_reward_zero_std=step(0.1, 0.81), reward_error=0.17, **FLAT),
+    ),
+    "groups too small": (
+        history(frac_reward_zero_std=0.81, reward=0.1 + wobble(0.02)),
+        history(frac_reward_zero_std=0.79, reward=0.1 + wobble(0.02)),
+    ),
+    "possible reward hacking": (
+        history(rewards__a__mean=ramp(0.9, 0.4), rewards__b__mean=ramp(0.1, 0.9), **SPREADS),
+        history(rewards__a__mean=ramp(0.9, 0.8), rewards__b__mean=ramp(0.1, 0.9), **SPREADS),
+    ),
+    "overfitting": (
+        history(eval__accuracy=step(0.6, 0.43), eval__error=0.04),
+        history(eval__accuracy=step(0.6, 0.44), eval__error=0.04),
+    ),
+    "length without reward": (
+        history(completions__mean_length=step(20, 30.5), **FLAT),
+        history(completions__mean_length=step(20, 29.5), **FLAT),
+    ),
+    "updates beyond the clip range": (history(clip_ratio__region_mean=0.21), history(clip_ratio__region_mean=0.19)),
+    "learning rate too low": (
+        history(entropy=1.0 + wobble(0.001), **FLAT),
+        history(entropy=ramp(1.0, 0.9, noise=0.001), **FLAT),
+    ),
+}  # fmt: skip
+SUPERVISED: dict[str, tuple[History, History]] = {
+    "learning rate too high": (
+        history(N, "sft", loss=step(1.0, 1.12, noise=0.001)),
+        history(N, "sft", loss=step(1.0, 1.08, noise=0.001)),
+    ),
+    "learning rate too low": (history(N, "sft", loss=step(2.0, 1.97)), history(N, "sft", loss=step(2.0, 1.95))),
+    "overfitting": (
+        history(N, "sft", eval__loss=np.where(np.arange(N) % 10 == 9, [1.0] * 20 + [1.06] * 20, NAN)),
+        history(N, "sft", eval__loss=np.where(np.arange(N) % 10 == 9, [1.0] * 20 + [1.04] * 20, NAN)),
+    ),
+    "updates not finite": (history(N, "sft", skipped=step(0, 1, 5)), history(N, "sft", skipped=0.0)),
+}
+NOTED: dict[str, tuple[History, History]] = {
+    "critic predicts nothing": (
+        history(N, "rl", {"grpo.algorithm": "ppo"}, critic__explained_variance=-0.01, **FLAT),
+        history(N, "rl", {"grpo.algorithm": "ppo"}, critic__explained_variance=0.01, **FLAT),
+    ),
+    "prompts too easy": (
+        history(reward=0.95 + wobble(0.01), frac_reward_zero_std=0.81, reward_std=0.2),
+        history(reward=0.95 + wobble(0.01), frac_reward_zero_std=0.79, reward_std=0.2),
+    ),
+    "part of the reward never reached": (
+        history(rewards__a__mean=0.0, rewards__a__std=0.0),
+        history(rewards__a__mean=step(0.0, 0.1, N - 1), rewards__a__std=0.0),
+    ),
+    "probability removed by truncation": (history(sampling__mass_kept=0.69), history(sampling__mass_kept=0.71)),
+}
+
+
+@pytest.mark.parametrize("rule", EDGES)
+def test_a_rule_is_met_above_its_threshold_and_not_below(rule: str) -> None:
+    above, below = EDGES[rule]
+    assert names(above)[0] == rule
+    assert rule not in names(below)
+
+
+@pytest.mark.parametrize("rule", SUPERVISED)
+def test_rules_of_supervised_training(rule: str) -> None:
+    above, below = SUPERVISED[rule]
+    assert names(above)[0] == rule
+    assert names(below) == []
+
+
+@pytest.mark.parametrize("rule", NOTED)
+def test_notes_are_no_problems(rule: str) -> None:
+    above, below = NOTED[rule]
+    assert names(above) == []
+    assert rule in notes(above)
+    assert rule not in notes(below)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(2, True), (3, True), (4, False)])
+def test_small_groups_need_fewer_equal_rewards(size: int, wanted: bool) -> None:
+    found = history(N, "rl", {"grpo.num_generations": size}, frac_reward_zero_std=0.61, reward=0.1 + wobble(0.02))
+    assert ("groups too small" in names(found)) is wanted
+
+
+def test_every_rule_has_an_edge() -> None:
+    of = {method: {rule.name for rule in RULES if method in rule.methods} for method in ("rl", "sft")}
+    assert of == {"rl": EDGES.keys() | NOTED.keys(), "sft": SUPERVISED.keys()}
+
+
+@pytest.mark.parametrize("n", [8, 16, 40, 500])
+def test_a_run_that_learns_has_no_problem(n: int) -> None:
+    (note,) = diagnose(history(n))
+    assert (note.title, note.level) == ("Nothing wrong was found", NOTE)
+    assert names(history(n, "sft")) == []
+
+
+def test_rules_are_for_their_method() -> None:
+    """A reward in a supervised run, or the loss of reinforcement learning, which is 0 by construction, says nothing."""
+    assert names(history(N, "sft", reward=0.3, reward_error=0.0, reward_std=0.0)) == []
+    assert names(history(loss=step(0.0, 1e-8, noise=1e-8))) == []
+
+
+# --- which cause comes first
+
+
+def test_what_a_high_rate_did_is_told_with_it_and_not_as_causes_of_its_own() -> None:
+    spoiled = history(
+        reward=step(0.6, 0.0, 3), reward_std=step(0.4, 0.0, 3), reward_error=step(0.05, 0.0, 3),
+        frac_reward_zero_std=step(0.1, 1.0, 3), completions__clipped_ratio=step(0.0, 1.0, 3),
+        entropy=step(1.0, 0.01, 3),
+        completions__mean_length=step(20, 40, 3), kl=step(0.0, 30.0, 3),
+    )  # fmt: skip
+    (finding,) = diagnose(spoiled)
+    assert finding.rule == "learning rate too high"
+    assert "training.actor_optimizer.learning_rate" in finding.setting
+    assert "the mean reward fell 0.6 (steps 1 to 3) → 0 (steps 31 to 40)" in finding.evidence
+    for consequence in ("Answers are cut off", "entropy 1 (step 1) → 0.01", "KL 30 nats"):
+        assert consequence in finding.evidence
+
+
+def test_a_reward_of_0_is_explained_by_answers_that_were_all_cut() -> None:
+    nothing: dict[str, Values] = {"reward": 0.0, "reward_error": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    assert names(history(completions__clipped_ratio=1.0, **nothing)) == ["answers cut off"]
+    assert names(history(completions__clipped_ratio=0.4, **nothing)) == ["reward never reached"]
+
+
+def test_a_high_rate_is_seen_where_there_was_no_reward_to_lose() -> None:
+    nothing: dict[str, Values] = {"reward": 0.0, "reward_error": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    wild = history(entropy=step(1.0, 0.1, 2), completions__clipped_ratio=step(0.0, 1.0, 2), **nothing)
+    assert names(wild) == ["learning rate too high"]
+
+
+def test_a_run_that_ends_with_nothing_but_right_answers_is_sound() -> None:
+    solved = history(
+        reward=ramp(0.3, 1.0, noise=0.0), reward_std=ramp(0.45, 0.0, noise=0), reward_error=ramp(0.1, 0.0, noise=0),
+        frac_reward_zero_std=ramp(0.1, 1.0, noise=0), entropy=ramp(1.0, 0.01, noise=0),
+        completions__distinct_ratio=ramp(0.9, 0.125, noise=0),
+    )  # fmt: skip
+    assert names(solved) == []
+
+
+def test_with_a_critic_equal_rewards_in_a_group_are_no_problem() -> None:
+    single = {"grpo.algorithm": "ppo", "grpo.num_generations": 1}
+    assert names(history(N, "rl", single, frac_reward_zero_std=1.0, reward_std=0.0, entropy=ramp(1.0, 0.1))) == []
+
+
+def test_hacking_comes_with_samples_to_read(tmp_path: Path) -> None:
+    found = EDGES["possible reward hacking"][0]
+    rows = [
+        {"step": s, "group": 0, "sample": i, "prompt": "2+2=", "text": f"{s} {i}\x1b", "rewards": {"a": i / 8, "b": 1}}
+        for s in (1, 39, 40)
+        for i in range(8)
+    ]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "[]\nnothing\n")
+    (finding, *_) = diagnose(replace(found, samples=tmp_path / "samples.jsonl"))
+    assert len(finding.samples) == 5
+    assert finding.samples[0] == "step 39, group 0, sample 0 (a 0, b 1): 2+2= → 39 0\\x1b"
+    assert {line.split(",")[0] for line in finding.samples} == {"step 39", "step 40"}
+    assert diagnose(replace(found, samples=tmp_path / "none"))[0].samples == ()
+
+
+def test_an_accuracy_that_falls_while_the_reward_rises_everywhere_is_hacking() -> None:
+    found = history(eval__accuracy=step(0.6, 0.3), eval__error=0.04, eval__reward=ramp(0.3, 0.9))
+    assert names(found) == ["possible reward hacking"]
+
+
+# --- runs that are short, incomplete, resumed or strange
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_a_run_of_few_steps_is_not_judged(n: int) -> None:
+    (note,) = diagnose(history(n, reward=0.3, reward_error=0.0, reward_std=0.0))
+    assert note.title == "The run is too short to judge"
+    assert f"{n} step" in note.evidence
+
+
+def test_what_needs_no_trend_is_judged_sooner() -> None:
+    assert names(history(5, reward=0.3, reward_error=0.0, reward_std=0.0)) == ["constant reward"]
+    assert notes(history(7, reward=step(0.9, 0.1, 2, 7))) == ["The run is too short to judge"]
+
+
+def test_a_reward_that_stays_flat_for_no_known_reason_is_not_called_sound() -> None:
+    (note,) = diagnose(history(entropy=ramp(1.0, 0.6), **FLAT))
+    assert note.title == "The reward did not improve, and no rule says why"
+
+
+@pytest.mark.parametrize("rule", EDGES)
+def test_windows_grow_with_the_run(rule: str) -> None:
+    """A run of ten times as many steps with the same course has the same first cause."""
+    above, below = EDGES[rule]
+    for found, wanted in ((above, True), (below, False)):
+        longer = replace(
+            found,
+            steps=np.arange(1, 10 * N + 1),
+            columns={name: np.repeat(values, 10) for name, values in found.columns.items()},
+            _noise={},
+        )
+        assert (rule in names(longer)) is wanted
+
+
+@pytest.mark.parametrize("rule", EDGES)
+def test_gaps_change_nothing(rule: str) -> None:
+    """A tenth of the values is missing: null in the file."""
+    above, _ = EDGES[rule]
+    columns = {name: np.where(np.arange(N) % 10 == 4, NAN, values) for name, values in above.columns.items()}
+    assert names(replace(above, columns=columns, _noise={}))[0] == rule
+
+
+def test_a_run_without_any_metric_is_no_error() -> None:
+    rows = [{"step": i} for i in range(20)]
+    assert names(History.from_rows(rows)) == ["no completion scored"]
+    for method in ("sft", "other"):
+        assert [one.level for one in diagnose(History.from_rows(rows, method))] == [NOTE]
+
+
+def test_rows_whose_steps_do_not_ascend_are_left_out() -> None:
+    rows: list[dict[str, Any]] = [{"step": 1, "reward": 1.0}, {"step": 1, "reward": 2.0}, {"step": "x"}, {"step": 3}]
+    assert History.from_rows(rows).steps.tolist() == [1, 3]
+
+
+COLUMNS = sorted(
+    {name for above, _ in (*EDGES.values(), *SUPERVISED.values(), *NOTED.values()) for name in above.columns}
+)
+STRANGE = (0.0, 1.0, -1.0, 0.5, 1e300, -1e300, 1e-300, NAN, None, "x", [], True, 10**400)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 40), st.sampled_from(["rl", "sft"]))
+def test_no_history_raises(seed: int, n: int, method: str) -> None:
+    """Columns of strange numbers, settings of any kind, evaluations of any size."""
+    draw = np.random.default_rng(seed)
+    values = lambda: draw.choice([-1e300, -1.0, 0.0, 1e-300, 0.3, 1.0, 50.0, 1e300, NAN], n)  # noqa: E731
+    picked = draw.choice(COLUMNS, draw.integers(0, 9), replace=False)
+    chosen = {name: STRANGE[draw.integers(len(STRANGE))] for rule in RULES for name in rule.settings}
+    figures = dict(zip(("reward", "samples", "accuracy", "error", "loss"), draw.normal(size=5) * 1e200, strict=True))
+    usual = history(n, method, chosen)
+    found = diagnose(replace(usual, columns=usual.columns | {str(name): values() for name in picked}, before=figures))
+    assert found
+    assert all(one.title and one.evidence for one in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(EDGES)), st.booleans(), st.floats(1e-6, 1e6))
+def test_the_scale_of_a_reward_changes_nothing(rule: str, above: bool, scale: float) -> None:
+    found = EDGES[rule][0 if above else 1]
+    scaled = {name: values * scale if name.startswith("reward") else values for name, values in found.columns.items()}
+    before = found.before | ({"reward": found.before["reward"] * scale} if "reward" in found.before else {})
+    assert names(replace(found, columns=scaled, before=before, _noise={})) == names(found)
+
+
+# --- while the run trains
+
+
+def rows_of(found: History) -> list[dict[str, Any]]:
+    return [
+        {"step": int(number), **{name: float(values[i]) for name, values in found.columns.items()}}
+        for i, number in enumerate(found.steps)
+    ]
+
+
+def told(found: History, live: LiveDiagnosis | None = None) -> list[tuple[int, Finding]]:
+    live = live or LiveDiagnosis(found.method, found.settings)
+    return [(row["step"], one) for row in rows_of(found) for one in live.step(row)]
+
+
+def test_a_problem_is_told_once_when_it_is_certain() -> None:
+    ((step, finding),) = told(EDGES["constant reward"][0])
+    assert (step, finding.rule) == (FIRST_STEPS + CERTAIN, "constant reward")
+
+
+def test_a_reward_that_falls_is_told_soon_after_with_its_cause_alone() -> None:
+    found = history(reward=step(0.6, 0.0, 12, noise=0.02), completions__clipped_ratio=step(0.0, 1.0, 12))
+    ((step_told, finding),) = told(found)
+    assert finding.rule == "learning rate too high"
+    assert 12 < step_told <= 24
+
+
+def test_what_a_sound_run_does_for_a_few_steps_is_not_told() -> None:
+    dip = np.where((np.arange(N) >= 20) & (np.arange(N) < 23), 0.0, ramp(0.2, 0.8))
+    assert told(history(reward=dip)) == []
+    assert told(history()) == []
+
+
+def test_what_only_the_end_shows_is_not_told_before() -> None:
+    assert told(EDGES["learning rate too low"][0]) == []
+
+
+def test_a_resumed_run_continues_its_history() -> None:
+    found = EDGES["constant reward"][0]
+    live = LiveDiagnosis(found.method, found.settings, rows=rows_of(found)[:20])
+    ((number, _),) = told(replace(found, steps=np.arange(21, 21 + N)), live)
+    assert number == 20 + CERTAIN
+
+
+def test_judging_a_long_run_takes_a_time_proportional_to_its_length() -> None:
+    live, judged = LiveDiagnosis("rl", SETTINGS), 0
+    for row in rows_of(history(2000)):
+        before = live._next
+        live.step(row)
+        judged += live._next != before
+    assert judged < 50 + math.log(2000 / 50) / math.log(1.02) + 1
+
+
+# --- the table
+
+
+def test_the_settings_to_change_exist() -> None:
+    known = {
+        "rl": leaves(recipe.Recipe).keys() | {f"grpo.{name}" for name in PPOConfig.kinds},
+        "sft": leaves(recipe.SFTRecipe).keys(),
+    }
+    for rule in RULES:
+        for method in rule.methods:
+            wanted = [
+                n
+                for n in rule.settings
+                if rule.methods != ("rl", "sft") or ".actor_optimizer" not in n or method == "rl"
+            ]
+            assert set(wanted) <= known[method], rule.name
+
+
+def test_the_fix_names_its_settings() -> None:
+    for rule in RULES:
+        assert all(name.rsplit(".", 1)[-1] in rule.fix or name == "data.path" for name in rule.settings), rule.name
+
+
+def test_metrics_of_the_rules_are_logged() -> None:
+    assert [name for name in COLUMNS if metric(name) is None] == []
+
+
+def test_consequences_are_later_rules() -> None:
+    order = [rule.name for rule in RULES]
+    for place, rule in enumerate(RULES):
+        assert all(name in order[place + 1 :] for name in rule.explains), rule.name
+
+
+def test_a_folder_gives_the_history_of_its_rows(tmp_path: Path) -> None:
+    rows = rows_of(history())
+    rows[3]["entropy"] = None
+    (tmp_path / "recipe.yaml").write_text("method: rl\ngrpo: {num_generations: 8}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "summary.json").write_text('{"before": {"accuracy": 0.5, "x": null}, "after": {"accuracy": 0.6}}')
+    found, wanted = History.of(read_run(tmp_path)), History.from_rows(rows)
+    assert found.columns.keys() == wanted.columns.keys()
+    for name, values in wanted.columns.items():
+        np.testing.assert_array_equal(found.column(name), values)
+    assert found.evaluations("accuracy") == [(0, 0.5), (N, 0.6)]
+    assert (found.group_size, found.groups_per_step) == (8, 0)
+
+
+def test_the_table_of_the_page_is_up_to_date() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "diagnosis_table.py"))
+    assert tool["FILE"].read_text() == tool["text"](), "make schema writes it again"
