@@ -31,6 +31,7 @@ from covey.parallel import distributed, mesh_from_config
 from covey.report import REPORT
 from covey.run.compile_counter import CompileCounter
 from covey.run.environment import describe_environment
+from covey.run.findings_log import FindingsLog
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.load_model import refuse_other_weights
 from covey.run.memory_use import memory_in_use
@@ -210,12 +211,14 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.update_recipe(self.recipe)
         summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
+        self.findings = FindingsLog(self.recipe, self.folder, summary.get("before"))
         self._train_and_save()
         if (best := self.folder.saves.best()) is not None:
             summary["best"] = best
         summary |= {"after": self.evaluate("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
+        self.findings.end()
         report = self.folder.given / REPORT if self.reports.write() else ""
         self.progress.done(summary, self.folder.given, report)
         return summary
@@ -233,6 +236,7 @@ class Run(ABC, Generic[RecipeT]):
 
     def after_step(self, record: StepRecord) -> None:
         """Save if a checkpoint is due, and end the run if a signal requested it. Called last in each step."""
+        self.findings.step(record.metrics)
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
         if name := self.resources.signals.requested():
             self.save()

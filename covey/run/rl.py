@@ -29,14 +29,13 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.run.advice import ZeroAdvantageWarning
 from covey.run.base import Run, RunResources
 from covey.run.inference import evaluate_held_out, fit_to_recipe
 from covey.run.load_model import decoder_options, load_source, refuse_other_weights, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.loop import Observer, StepRecord, total_steps
+from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import completion_text, prompt_text
 from covey.train.progress import SampleLine
 from covey.train.run_files import CHECKPOINTS
@@ -153,14 +152,12 @@ class RLRun(Run[Recipe]):
 
     def _make_learner(self, cluster: RLCluster) -> Learner:
         recipe, has_critic = self.recipe, algorithm_of(self.recipe.grpo).has_critic
-        # With a critic, groups of equal rewards still give a learning signal.
-        advisers: list[Observer] = [] if has_critic else [ZeroAdvantageWarning()]
         common: dict[str, Any] = {
             "rl_cluster": cluster,
             "reward_fns": recipe.rewards,
             "on_phase": self.phase,
             "eval_config": during_training(recipe.evaluation),
-            "observers": [self._write, self._show, *advisers, self.after_step],
+            "observers": [self._write, self._show, self.after_step],
             "on_bad_batch": self.folder.keep_bad_batch,
             "reward_runner": self.resources.stack.enter_context(RewardRunner(recipe.reward_safety)),
         }

@@ -14,7 +14,7 @@ from covey.config import recipe
 from covey.config.schema import RolloutConfig
 from covey.data.fitting import fit_prompts, truncate_prompt
 from covey.errors import DataError
-from covey.run.advice import PATIENCE
+from covey.report.diagnosis.live import CERTAIN, FIRST_STEPS
 from covey.sampling.lengths import check_length
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -99,18 +99,18 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
     """0.1 + 0.2 is no number that a mean of four gives back; its rounding must not become a gradient. From a fresh
     optimizer no weight moves.
     """
-    steps = PATIENCE + 2
-    every = (f"training.max_steps={steps}", "training.checkpoint_every_n_steps=1", "training.max_to_keep=9")
+    steps = FIRST_STEPS + CERTAIN
+    every = (f"training.max_steps={steps}", "training.checkpoint_every_n_steps=1", "training.max_to_keep=20")
     metrics = trained(place / "run", "rewards=judges:alike", *every)
     assert {row["advantage"] for row in rows(place / "run" / "samples.jsonl")} == {0.0}
     assert all(row["frac_reward_zero_std"] == 1 and row["loss"] == 0 and row["grad_norm"] == 0 for row in metrics)
     for first, last in zip(weights(place / "run", 1), weights(place / "run", steps), strict=True):
         np.testing.assert_array_equal(first, last)
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("samples of every group scored alike") == 1
-    assert f"step {PATIENCE}: in {PATIENCE} steps" in told
-    assert f"all {2 * 4 * PATIENCE} completions scored 0.3, though their texts differ" in told
-    assert "the reward function" in told
+    assert told.count("The reward is the same for every completion") == 2  # when it is certain, and at the end
+    assert f"step {steps}: The reward" in told
+    assert f"every completion of {steps} steps scored 0.3 ({2 * 4 * steps} completions)" in told
+    assert "Change: rewards" in told
     assert "rollout.temperature" not in told
     assert "learning rate" not in told
 
@@ -118,9 +118,9 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
 @slow
 def test_one_new_token_is_told_as_that(place: Path, capsys: Any) -> None:
     """Nothing can be right in it, so all is scored 0."""
-    trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", f"training.max_steps={PATIENCE}")
+    trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", "training.max_steps=5")
     told = " ".join(capsys.readouterr().out.split())
-    assert "every completion was cut at 1 token" in told
+    assert "completions were cut off at 1 token: 100 %" in told
     assert "raise rollout.max_new_tokens" in told
     assert "rollout.temperature" not in told
 
@@ -134,9 +134,11 @@ def test_a_learning_rate_that_ruins_the_model_is_told_as_that(place: Path, capsy
         place / "run", "rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3", *wild
     )
     told = " ".join(capsys.readouterr().out.split())
-    assert "the mean reward was 0." in told
-    assert "updates at a learning rate of 1: try a lower one" in told
-    assert not any(other in told for other in ("rollout.temperature", "max_new_tokens", "the reward function"))
+    assert "diagnosis: The learning rate is too high. Seen: the mean reward fell 0." in told
+    assert "at a learning rate of 1" in told
+    assert not any(
+        other in told for other in ("rollout.temperature", "rollout.max_new_tokens", "samples.jsonl whether")
+    )
 
 
 @slow
