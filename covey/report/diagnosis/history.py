@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from covey.report.run_data import RunData, is_count, number
+from covey.report.run_data import RunData
+from covey.train.json_lines import is_count, number
 
 MIN_WINDOW, MAX_WINDOW = 3, 50
 """Smallest and largest number of steps that are averaged."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from covey.display import printable
 from covey.report.diagnosis.history import History
-from covey.report.run_data import Row, is_count, number, parse_line
+from covey.report.run_data import Row
+from covey.train.json_lines import is_count, number, parse_line
 
 COUNT = 5
 """Number of completions to read."""
