@@ -43,37 +43,63 @@ _save_16_bit = jax.custom_vjp(_save_bits)
 _save_16_bit.defvjp(lambda x: (_save_bits(x), None), lambda _, grad: (grad,))
 
 
-def _dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
+def _dot(
+    a: Array,
+    b: Array,
+    contract: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: DTypeLike,
+    sum_dtype: DTypeLike = jnp.float32,
+) -> Array:
     # A float32 product stays float32: accelerators would otherwise round its operands to TF32 or bfloat16.
     precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
     return jax.lax.dot_general(
-        a.astype(dtype), b.astype(dtype), (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+        a.astype(dtype), b.astype(dtype), (contract, ((), ())), precision=precision, preferred_element_type=sum_dtype
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def project(x: Float[Array, "... n_in"], kernel: Float[Array, "n_in *n_out"], dtype: DTypeLike, axes: int = 1) -> Array:
-    """Compute `x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`. Both may
-    have several axes for `n_in`, of which `axes` is the number.
+def sum_dtype_of(x_dtype: DTypeLike, platform: str) -> DTypeLike:
+    """Return the type in which the devices of a mesh add their parts of a product of `x`: float32, but on accelerators
+    the type of `x`, to which the sum is rounded anyway; in float32 twice as much would move. Each device accumulates
+    its part in float32 either way.
     """
-    return _dot(x, kernel, (tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes))), dtype).astype(x.dtype)
+    return jnp.float32 if platform == "cpu" else x_dtype
 
 
-def _project_forward(x: Array, kernel: Array, dtype: DTypeLike, axes: int) -> tuple[Array, tuple[Array, Array]]:
-    return project(x, kernel, dtype, axes), (x, kernel)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def project(
+    x: Float[Array, "... n_in"],
+    kernel: Float[Array, "n_in *n_out"],
+    dtype: DTypeLike,
+    axes: int = 1,
+    sum_dtype: DTypeLike = jnp.float32,
+) -> Array:
+    """Compute `x @ kernel` with operands in `dtype`, accumulated in float32, returned in the type of `x`. Both may
+    have several axes for `n_in`, of which `axes` is the number. `sum_dtype`: see `sum_dtype_of`.
+    """
+    contract = tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes))
+    return _dot(x, kernel, contract, dtype, sum_dtype).astype(x.dtype)
 
 
-def _project_backward(dtype: DTypeLike, axes: int, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    return _project_grads(dtype, axes, *saved, grad, saved[0].dtype)
+def _project_forward(
+    x: Array, kernel: Array, dtype: DTypeLike, axes: int, sum_dtype: DTypeLike
+) -> tuple[Array, tuple[Array, Array]]:
+    return project(x, kernel, dtype, axes, sum_dtype), (x, kernel)
+
+
+def _project_backward(
+    dtype: DTypeLike, axes: int, sum_dtype: DTypeLike, saved: tuple[Array, Array], grad: Array
+) -> tuple[Array, Array]:
+    grad_x, grad_kernel = _project_grads(dtype, axes, *saved, grad, sum_dtype)
+    return grad_x.astype(saved[0].dtype), grad_kernel
 
 
 def _project_grads(
-    dtype: DTypeLike, axes: int, x: Array, kernel: Array, grad: Array, grad_x_dtype: DTypeLike
+    dtype: DTypeLike, axes: int, x: Array, kernel: Array, grad: Array, sum_dtype: DTypeLike
 ) -> tuple[Array, Array]:
-    """Return the gradients of x, in `grad_x_dtype`, and of the kernel."""
+    """Return the gradients of x, in `sum_dtype`, and of the kernel."""
     leading = tuple(range(x.ndim - axes))
     contract = tuple(range(len(leading), grad.ndim)), tuple(range(axes, kernel.ndim))
-    grad_x = _dot(grad, kernel, contract, dtype).astype(grad_x_dtype)
+    grad_x = _dot(grad, kernel, contract, dtype, sum_dtype)
     # XLA copies the first operand into another order, so the narrower one of an adapter's two comes first. (On CPU, XLA
     # has no such product with a transposed result for bfloat16.)
     swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32 and kernel.ndim == 2
@@ -84,21 +110,28 @@ def _project_grads(
 project.defvjp(_project_forward, _project_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project_shared(x: Float[Array, "... n_in"], kernels: tuple[Array, ...], dtype: DTypeLike) -> tuple[Array, ...]:
-    """Compute `project` of the same `x` with each kernel [n_in, *n_out]. The gradients of x are summed in float32 and
-    rounded once: on a mesh that splits n_out, XLA then sums them over devices together, and not one by one.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def project_shared(
+    x: Float[Array, "... n_in"], kernels: tuple[Array, ...], dtype: DTypeLike, sum_dtype: DTypeLike
+) -> tuple[Array, ...]:
+    """Compute `project` of the same `x` with each kernel [n_in, *n_out]. The gradients of x are summed in `sum_dtype`
+    before they get the type of `x`: on a mesh that splits n_out, XLA then sums them over devices together, and not one
+    by one.
     """
-    return tuple(project(x, kernel, dtype) for kernel in kernels)
+    return tuple(project(x, kernel, dtype, 1, sum_dtype) for kernel in kernels)
 
 
-def _project_shared_forward(x: Array, kernels: tuple[Array, ...], dtype: DTypeLike) -> tuple[Any, Any]:
-    return project_shared(x, kernels, dtype), (x, kernels)
+def _project_shared_forward(
+    x: Array, kernels: tuple[Array, ...], dtype: DTypeLike, sum_dtype: DTypeLike
+) -> tuple[Any, Any]:
+    return project_shared(x, kernels, dtype, sum_dtype), (x, kernels)
 
 
-def _project_shared_backward(dtype: DTypeLike, saved: Any, grads: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+def _project_shared_backward(
+    dtype: DTypeLike, sum_dtype: DTypeLike, saved: Any, grads: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
     x, kernels = saved
-    pairs = [_project_grads(dtype, 1, x, k, grad, jnp.float32) for k, grad in zip(kernels, grads, strict=True)]
+    pairs = [_project_grads(dtype, 1, x, k, grad, sum_dtype) for k, grad in zip(kernels, grads, strict=True)]
     total = sum((grad_x for grad_x, _ in pairs[1:]), pairs[0][0])
     return total.astype(x.dtype), tuple(grad_kernel for _, grad_kernel in pairs)
 
@@ -114,7 +147,7 @@ def project_quantised(
     forward and backward, and has no gradient. `platform`: see `Linear`.
     """
     values, scales, x = _barrier(platform, values, scales, x)
-    return project(x, dequantise(values, scales, kind), dtype)
+    return project(x, dequantise(values, scales, kind), dtype, 1, sum_dtype_of(x.dtype, platform))
 
 
 def _project_quantised_forward(
@@ -128,7 +161,8 @@ def _project_quantised_backward(
 ) -> tuple[Array, None, None]:
     values, scales, grad = _barrier(platform, *saved, grad)
     kernel = dequantise(values, scales, kind)
-    return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype).astype(grad.dtype), None, None
+    sum_dtype = sum_dtype_of(grad.dtype, platform)
+    return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype, sum_dtype).astype(grad.dtype), None, None
 
 
 def _barrier(platform: str, values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
@@ -163,10 +197,10 @@ class LoRA(nnx.Module):
         self.scale = alpha / rank
         self.dropout, self.noise = 0.0, (0, 0)
 
-    def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes) -> Array:
-        narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in))
+    def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes, sum_dtype: DTypeLike) -> Array:
+        narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in), sum_dtype)
         narrow = narrow * jnp.asarray(self.scale, x.dtype)  # scaled where the array is smallest
-        return project(narrow, self.b[...].reshape(-1, *n_out), dtype)
+        return project(narrow, self.b[...].reshape(-1, *n_out), dtype, 1, sum_dtype)
 
 
 class Linear(nnx.Module):
@@ -213,14 +247,17 @@ class Linear(nnx.Module):
         if isinstance(kernel, QuantisedKernel):
             out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
         else:
-            out = project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in))
+            sum_dtype = sum_dtype_of(x.dtype, self.platform)
+            out = project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in), sum_dtype)
         return self._finish(x, out, n_in, n_out)
 
     def _finish(self, x: Array, out: Array, n_in: Axes, n_out: Axes) -> Array:
         """Add to the product with the kernel what else is added."""
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype).reshape(n_out)
-        return save_product(out if self.lora is None else out + self.lora(x, self.dtype, n_in, n_out))
+        if self.lora is not None:
+            out = out + self.lora(x, self.dtype, n_in, n_out, sum_dtype_of(x.dtype, self.platform))
+        return save_product(out)
 
 
 def apply_together(
@@ -232,7 +269,7 @@ def apply_together(
     axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(width) for linear in linears]
     shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
     kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
-    products = project_shared(x, kernels, linears[0].dtype)
+    products = project_shared(x, kernels, linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform))
     outs = [
         linear._finish(x, out, linear.shape[:1], n_out)
         for linear, out, n_out in zip(linears, products, axes, strict=True)

@@ -159,7 +159,7 @@ def test_projections_together_are_those_one_by_one_on_every_platform(width: int 
 
 def test_gradients_of_a_shared_input_are_added_before_they_are_rounded() -> None:
     x, kernels = jnp.ones((1, 2), jnp.bfloat16), (jnp.full((2, 1), 256.0), jnp.full((2, 1), 1.0), jnp.full((2, 1), 1.0))
-    out, pull = jax.vjp(lambda x: project_shared(x, kernels, jnp.float32), x)
+    out, pull = jax.vjp(lambda x: project_shared(x, kernels, jnp.float32, jnp.float32), x)
     (grad,) = pull(tuple(jnp.ones_like(y) for y in out))
     assert grad.dtype == jnp.bfloat16
     assert grad.tolist() == [[258.0, 258.0]]  # 256 + 1 rounds to 256
