@@ -150,7 +150,8 @@ def _map_chunks(head: HeadConfig, shape: tuple[int, ...], scored: Array, chunk: 
 
     `chunk` takes a function that slices the chunk's columns from an array [W, M, ...].
     """
-    step = _chunk_columns(head, *shape)
+    rows, columns = shape
+    step = chunk_columns(rows, columns, head.chunk_size)
 
     def body(i: Array, out: Any) -> Any:
         chunk_out = chunk(partial(_slice_columns, i=i, step=step))
@@ -227,7 +228,8 @@ def _backward_device(
     """Compute a device's pieces of the gradients of the weight and of the hidden states."""
     part, hidden = layout.take_part(weight), rows[0]
     per_token = jax.tree.map(layout.gather_rows, rows[1])
-    step = _chunk_columns(head, *per_token.target.shape)
+    rows_at_once, columns = per_token.target.shape
+    step = chunk_columns(rows_at_once, columns, head.chunk_size)
 
     def chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_weight, grad_hidden = carry
@@ -411,9 +413,11 @@ def _num_blocks(head: HeadConfig, part: VocabPart) -> int:
     return -(-part.weight.shape[0] // head.block_size)
 
 
-def _chunk_columns(head: HeadConfig, rows: int, columns: int) -> int:
-    """Return the columns of a chunk: a power of two that divides M, so that no chunk is cut short."""
-    step = min(columns & -columns, max(8, head.chunk_size // rows))
+def chunk_columns(rows: int, columns: int, chunk_size: int = CHUNK_SIZE) -> int:
+    """Return the columns of a chunk of tokens [rows, columns]: a power of two that divides `columns`, so that no chunk
+    is cut short.
+    """
+    step = min(columns & -columns, max(8, chunk_size // rows))
     return 1 << (step.bit_length() - 1)
 
 

@@ -195,7 +195,8 @@ def _phase_times(
     itemsize = jnp.dtype(recipe.model.dtype).itemsize
     sizes = Sizes(residents.always["weights"] * count, moved * count, itemsize)
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
-    phases = step_phases(recipe, made.model.config, lengths, sizes, shards)
+    compile_cost = 0.0 if target.platform == "cpu" else math.inf  # there every row has the default length
+    phases = step_phases(recipe, made.model.config, lengths, sizes, shards, compile_cost)
     there = 1 if target.platform == "cpu" else count  # virtual devices share one processor
     flops = machine.flops[_compute_dtype(recipe, target)]
     rates = Rates(flops * there, machine.bandwidth * there, machine.link, there)

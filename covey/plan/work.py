@@ -12,6 +12,7 @@ import numpy as np
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
 from covey.packing.bins import Piece, choose_row_length, rows_per_micro_batch
 from covey.plan import counting
@@ -45,7 +46,8 @@ class Call:
 
     Attributes:
         count: number of calls.
-        turns: turns of its loop of unknown length, over all calls; 0 if it has none.
+        turns: turns of its loop of unknown length, over all calls; 0 if it has none. It is the loop over decode steps,
+            or that over the chunks of scored tokens in the head.
     """
 
     count: int
@@ -87,7 +89,12 @@ def expected_lengths(recipe: Recipe | SFTRecipe) -> Lengths:
 
 
 def step_phases(
-    recipe: Recipe | SFTRecipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, shards: int
+    recipe: Recipe | SFTRecipe,
+    config: ModelConfig,
+    lengths: Lengths,
+    sizes: Sizes,
+    shards: int,
+    compile_cost: float = 0.0,
 ) -> list[Phase]:
     """Return the phases of a step.
 
@@ -97,6 +104,7 @@ def step_phases(
         lengths: expected ones.
         sizes: bytes of the run's arrays.
         shards: number of parts into which rows are divided.
+        compile_cost: cost of another row length than the default, in tokens; see `packing.bins.compile_cost`.
     """
     rank = recipe.model.lora.rank
     if isinstance(recipe, SFTRecipe):
@@ -104,20 +112,19 @@ def step_phases(
     else:
         groups = _groups(recipe.training.prompts_per_step, recipe.grpo.num_generations, lengths)
         updates = recipe.grpo.num_iterations
-    training = recipe.training
-    batches = _micro_batches(groups, training.row_length, training.max_tokens_per_micro_batch, shards)
+    batches, chunks = _micro_batches(groups, recipe, shards, compile_cost)
     forward = counting.forward(config, groups, rank)
     phases = []
     if isinstance(recipe, Recipe):
         phases.append(_rollout(recipe, config, lengths, sizes))
         algorithm = algorithm_of(recipe.grpo)
         if passes := (recipe.grpo.num_iterations > 1) + bool(algorithm.beta):
-            calls = {"score": Call(passes * batches)}
+            calls = {"score": Call(passes * batches, passes * batches * chunks)}
             read = passes * batches * sizes.weights
             phases.append(Phase("logps", passes * sum(forward), read, calls, passes * forward.attention))
     # Forward, forward again and backward each read the weights. Of attention the backward pass costs 3.5 times the
     # forward: the kernels compute the scores again for the gradients of queries and of keys.
-    calls = {"gradients": Call(updates * batches), "apply": Call(updates)}
+    calls = {"gradients": Call(updates * batches, updates * batches * chunks), "apply": Call(updates)}
     flops = updates * counting.training(config, groups, rank)
     moved = updates * (3 * batches * sizes.weights + sizes.optimizer_pass)
     return [*phases, Phase("update", flops, moved, calls, updates * 4.5 * forward.attention)]
@@ -142,11 +149,18 @@ def _groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
     return [Group("", tokens, (one,) * samples)] * prompts
 
 
-def _micro_batches(groups: list[Group], row_length: int, max_tokens: int, shards: int) -> int:
-    """Return the number of micro-batches, with rows packed as a run packs them."""
+def _micro_batches(
+    groups: list[Group], recipe: Recipe | SFTRecipe, shards: int, compile_cost: float
+) -> tuple[int, int]:
+    """Return the number of micro-batches, with rows packed as a run packs them, and of each one's chunks in the head,
+    where the devices that share a vocabulary compute each other's rows.
+    """
+    row_length, max_tokens = recipe.training.row_length, recipe.training.max_tokens_per_micro_batch
     pieces = [
         Piece(group.prompt_tokens, tuple(c.tokens for c in group.completions), tuple(range(len(group.completions))))
         for group in groups
     ]
-    length, rows = choose_row_length(pieces, row_length, max_tokens)
-    return math.ceil(len(rows) / rows_per_micro_batch(len(rows), length, max_tokens, shards))
+    length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
+    at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards)
+    columns = chunk_columns(at_once // recipe.model.mesh.data, length)
+    return math.ceil(len(rows) / at_once), math.ceil(max(row.num_scored for row in rows) / columns)

@@ -1,6 +1,7 @@
 """A plan of a tiny recipe on this CPU, end to end, and the parts that it is made of."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,10 +104,21 @@ def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
     assert twice["update"].calls["apply"].count == 2
     # Two groups of 16 + 4 · 7 tokens, each a row of 64; old and reference log-probs of both.
     assert once["update"].calls["gradients"].count == 2
-    assert twice["logps"].calls["score"].count == 4
+    assert twice["logps"].calls["score"] == Call(4, turns=4)
     assert once["update"].bytes == 3 * 2 * 1000 + 10
     # Eight samples in four slots, seven steps each after the first token.
     assert once["rollout"].calls["decode"].turns == 14
+
+
+def test_rows_are_those_of_the_machine_and_their_head_is_computed_in_chunks() -> None:
+    """Rows of 1024 have 896 scored places, seven chunks of 128 in six rows. A CPU chooses rows of 320 with 256 scored
+    places, for which an accelerator compiles no programs: eight chunks of 32 in 19 rows.
+    """
+    sizes, lengths = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4), Lengths(16, 128)
+    more = ["training.row_length=1024", "training.max_tokens_per_micro_batch=8192", "training.prompts_per_step=7"]
+    update = partial(step_phases, load([*more, "grpo.num_generations=5"]), SHAPE, lengths, sizes, 1)
+    assert update(math.inf)[-1].calls["gradients"] == Call(1, turns=7)
+    assert update(0.0)[-1].calls["gradients"] == Call(1, turns=8)
 
 
 def test_seconds_are_those_of_what_binds() -> None:
