@@ -37,7 +37,7 @@ from covey.models.layers import (
     save_product,
 )
 from covey.models.spans import NO_WINDOW
-from covey.parallel.sharding import num_row_shards, row_sharding
+from covey.parallel.sharding import num_row_shards, sharding_of
 
 
 def rngs_for_shapes() -> Any:
@@ -189,10 +189,14 @@ class Decoder(nnx.Module):
     def _shard_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Constrain `x` to be sharded by rows over the mesh of the weights, if there is one: otherwise the compiler may
         choose to gather the residual stream on every device.
+
+        On accelerators the devices that divide the heads also divide the tokens of a row (sequence parallelism,
+        Korthikanti et al., 2022): each norm is computed once, and XLA computes products while it exchanges tokens.
         """
         if self.mesh.empty or x.shape[0] % num_row_shards(self.mesh):
             return x
-        sharded: Array = jax.lax.with_sharding_constraint(x, row_sharding(self.mesh))
+        axes = ("rows", None if self.platform == "cpu" else "time", None)
+        sharded: Array = jax.lax.with_sharding_constraint(x, sharding_of(axes, x.shape, self.mesh))
         return sharded
 
     def _layer_traced_once(self, ropes: list[Rope], attend: Attend) -> Any:

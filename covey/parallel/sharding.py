@@ -25,6 +25,7 @@ Rules = Mapping[str, tuple[str, ...]]
 
 DEFAULT_RULES: Rules = {
     "rows": ("data", "fsdp"),
+    "time": ("tp",),
     "vocab": ("tp",),
     "embed": ("fsdp",),
     "heads": ("tp",),

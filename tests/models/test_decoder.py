@@ -330,3 +330,22 @@ def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bo
     asked = str(run.trace(state).jaxpr).count("sharding_constraint")
     assert asked == (2 if divided else 0)
     assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided
+
+
+@pytest.mark.parametrize(("time", "divided"), [(4, True), (3, False), (1, False)])
+def test_accelerators_divide_the_tokens_of_a_row_too(time: int, divided: bool) -> None:
+    """Over the devices that divide the heads, where the number of tokens allows it; values are those of one device."""
+    graph, state = nnx.split(Decoder(PLAIN, rngs=nnx.Rngs(0)))
+    tokens = np.arange(2 * time, dtype=np.int32).reshape(2, time)
+    positions = np.broadcast_to(np.arange(time), tokens.shape)
+
+    def run(state: object, platform: str) -> jax.Array:
+        model = nnx.merge(graph, state)
+        model.platform = platform
+        return model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))[0]
+
+    mesh = make_mesh((2, 2))
+    placed = jax.device_put(state, shardings(state, mesh))
+    traced = jax.jit(run, static_argnums=1).trace(placed, "tpu")
+    assert ("spec=P('fsdp', 'tp', None)" in str(traced.jaxpr)) == divided
+    np.testing.assert_allclose(traced.lower().compile()(placed), run(state, "cpu"), atol=2e-5)
