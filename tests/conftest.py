@@ -2,10 +2,13 @@
 tests of several rooms share: a small GSM8K, and tiny models that can spell.
 """
 
+import atexit
 import gc
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +25,13 @@ from covey.config.schema import CALCULATOR_MARKERS
 
 assert "jax" not in sys.modules, "JAX was imported before its flags were set"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", ""
-)  # off: what is tested was compiled now; name a folder to save time
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # All workers and the processes that tests start share what one has compiled, in a folder of this session alone:
+    # what is tested was compiled now. Name a folder to keep it for later sessions.
+    COMPILED = tempfile.mkdtemp(prefix="covey-tests-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # less than that is hardly used again
 FLAGS = (
     "--xla_force_host_platform_device_count=4",
     "--xla_cpu_use_fusion_emitters=false",
@@ -131,20 +138,6 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The programs of one run serve the others of the file, as they do on a user's machine."""
-    import jax
-
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
 
 
 # --- models and groups that tests of losses, packing and rl share

@@ -37,7 +37,7 @@ SETTINGS = [
     "training.max_to_keep=9",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 def ready(*more: str) -> recipe.Recipe:
@@ -236,7 +236,7 @@ def test_a_reward_may_change_the_working_directory(
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four steps with checkpoints of the second and the fourth; to be copied."""
     out = tmp_path_factory.mktemp("done") / "run"
     run.train(ready(), out)

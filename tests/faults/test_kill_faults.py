@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ WAYS = {
     "lora, sync": ("training.queueing=sync", "model.lora.rank=4"),
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +80,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of the processes: the same devices, and the programs that this one has compiled."""
+    """Of the processes: the same devices, and the programs that the tests have compiled."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
-    found = {"PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    return os.environ | found | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | {"PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,6 @@ def varied(completion_ids):
 """
 
 slow = pytest.mark.slow
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -341,14 +340,11 @@ def test_a_module_that_exits_while_it_is_imported_is_a_mistake(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(tmp_path: Path) -> None:
     (tmp_path / "exiting_rewards.py").write_text("import os\n\ndef share(completions):\n    os._exit(0)\n")
     settings = ["rollout.max_new_tokens=8", "rollout.max_prompt_length=400", "rollout.slots=8", "evaluation.prompts=2"]
     words = [f"model.source={TINY}", "rewards=exiting_rewards:share", "evaluation.accuracy=", "evaluation.format="]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    done = in_a_process(tmp_path, "-m", "covey", "train", "quickstart", *words, *settings, **cache)
+    done = in_a_process(tmp_path, "-m", "covey", "train", "quickstart", *words, *settings)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "the reward function 'share' raised SystemExit: os._exit(0)" in done.stderr
 

@@ -43,7 +43,7 @@ SFT_SETTINGS = [
 ]
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 def ready(*more: str) -> recipe.Recipe:
@@ -179,10 +179,9 @@ def signalled(out: Path, moment: str, number: int, spared: str = "") -> tuple[in
     for an evaluation that is not spared.
     """
     words = [sys.executable, "-c", textwrap.dedent(SIGNALLED), *moment.split("."), str(int(number)), "train"]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir), "SPARED": spared}
     done = subprocess.run(
         [*words, "quickstart", *SETTINGS, "--max-steps", "3", "--out", str(out)],
-        env=os.environ | cache | {"PYTHONPATH": str(REPOSITORY), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "SPARED": spared},
         capture_output=True,
         text=True,
     )

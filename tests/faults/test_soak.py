@@ -1,10 +1,10 @@
 """A short soak: the long one is `python -m benchmarks.soak`, whose result is in benchmarks/RESULTS.md."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -15,15 +15,13 @@ SMALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 def test_a_run_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Ends as the one left alone, which leaks no thread and no file."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     from benchmarks import soak
 
-    monkeypatch.setattr(soak, "caching", lambda folder: str(jax.config.jax_compilation_cache_dir))
+    monkeypatch.setattr(soak, "caching", lambda folder: os.environ["JAX_COMPILATION_CACHE_DIR"])
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     words = ["--steps", "40", "--kills", "1", "--every", "5", "--linger", "0.3", "--folder", str(tmp_path)]
     assert soak.main([*words, "--model", "scratch:arithmetic-tiny@0", *SMALL]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -154,8 +154,6 @@ def launched(words: Sequence[str], processes: int, folder: Path, **environment: 
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     common = os.environ | {
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2"),
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     folder.mkdir(exist_ok=True)

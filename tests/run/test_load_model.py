@@ -185,7 +185,6 @@ def test_adapters_stay_on_the_same_bytes_wherever_they_lie(make: Callable[[Path]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_path: Path) -> None:
     source = as_folder(tmp_path)
     out = adapted_run(source, tmp_path / "run")
@@ -198,7 +197,6 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("role", ["reward_model", "critic"])
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -35,15 +35,13 @@ SETTINGS = [
     "model.lora.rank=4",
 ]
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def ready(*more: str, source: str = TINY) -> recipe.Recipe:
     return recipe.load("quickstart", [f"model.source={source}", *SETTINGS, *more])
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on an int8 base."""
     out = tmp_path_factory.mktemp("runs") / "first"
     run.train(ready("model.quantize=int8", "training.max_steps=2"), out)

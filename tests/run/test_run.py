@@ -43,7 +43,7 @@ SETTINGS = [
     "evaluation.prompts=8",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 def ready(*more: str) -> recipe.Recipe:

@@ -46,7 +46,7 @@ SETTINGS = [
     "evaluation.answers=0",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 def logged(folder: Path) -> set[str]:
