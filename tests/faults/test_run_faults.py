@@ -77,16 +77,23 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]
     return arm
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that no signal stops."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    run.train(ready(), out)
+    return out
+
+
 # --- signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_saves_and_leaves(
-    tmp_path: Path, at_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
+    tmp_path: Path, straight: Path, at_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
 ) -> None:
     """With a code of its own and the command that goes on; gone on with, the run is the one never stopped."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    run.train(ready(), straight)
+    stopped = tmp_path / "stopped"
     at_step(2, lambda: signal.raise_signal(number))
     assert main(["train", "quickstart", "--out", str(stopped), *SETTINGS]) == STOPPED
     monkeypatch.undo()

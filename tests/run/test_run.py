@@ -70,6 +70,18 @@ class DiedError(Exception):
     pass
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Any]]]:
+    """`straight(*settings)`: folder and summary of the run of six steps that nobody stops; tests only read it."""
+
+    @functools.cache
+    def run_of(*more: str) -> tuple[Path, dict[str, Any]]:
+        out = tmp_path_factory.mktemp("straight") / "run"
+        return out, run.train(ready(*more), out)
+
+    return run_of
+
+
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`stopping(step)`: the process dies when it is about to write that step's metrics."""
@@ -106,11 +118,16 @@ def test_a_run_says_which_type_of_products_auto_chose_and_keeps_it_on_another_ma
 
 @pytest.mark.parametrize("more", [(), ("model.lora.rank=4", "grpo.beta=0.1", "grpo.num_iterations=1")])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
-    tmp_path: Path, stopping: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    tmp_path: Path,
+    straight: Any,
+    stopping: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
 ) -> None:
-    """6 steps straight = 3, death in step 5, and the rest: parameters, completions and metrics, bit for bit."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    whole = run.train(ready(*more), straight)
+    """6 steps straight = 3, death in step 5, and the rest: parameters, completions and metrics, bit for bit. So a seed
+    repeats too: the first 4 steps are those of two runs.
+    """
+    (unbroken, whole), broken = straight(*more), tmp_path / "broken"
     with monkeypatch.context():
         stopping(5)
         with pytest.raises(DiedError):
@@ -118,11 +135,11 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     monkeypatch.undo()
     assert [row["step"] for row in rows(broken, "metrics.jsonl")] == [1, 2, 3, 4]
     resumed = run.resume(broken)
-    assert rows(straight, "metrics.jsonl") == rows(broken, "metrics.jsonl")
-    assert (straight / "samples.jsonl").read_bytes() == (broken / "samples.jsonl").read_bytes()
-    for one, other in zip(weights_of(straight), weights_of(broken), strict=True):
+    assert rows(unbroken, "metrics.jsonl") == rows(broken, "metrics.jsonl")
+    assert (unbroken / "samples.jsonl").read_bytes() == (broken / "samples.jsonl").read_bytes()
+    for one, other in zip(weights_of(unbroken), weights_of(broken), strict=True):
         assert np.array_equal(one, other)
-    early, late = weights_of(straight, 3), weights_of(straight)
+    early, late = weights_of(unbroken, 3), weights_of(unbroken)
     assert not all(np.array_equal(one, other) for one, other in zip(early, late, strict=True))  # something was learnt
     assert (whole["before"], whole["after"]) == (resumed["before"], resumed["after"])
 
@@ -155,9 +172,8 @@ def test_the_reference_of_a_run_on_an_adapter_is_that_adapter(tmp_path: Path, st
         assert np.array_equal(one, other)
 
 
-def test_the_folder_tells_the_run(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    summary = run.train(ready(), out)
+def test_the_folder_tells_the_run(straight: Any) -> None:
+    out, summary = straight()
     assert recipe.load(out) == ready()
     assert json.loads((out / "summary.json").read_text()) == summary
     assert {"accuracy", "format_accuracy", "samples"} <= summary["before"].keys() & summary["after"].keys()
@@ -209,22 +225,22 @@ def test_checkpoints_come_when_several_updates_share_a_batch(tmp_path: Path) -> 
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows(out, "metrics.jsonl"))
 
 
-def test_the_same_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
-    short = ("training.max_steps=2", "evaluation.prompts=8")
-    texts = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run.train(ready(*short, f"seed={seed}"), tmp_path / name)
-        texts.append((tmp_path / name / "samples.jsonl").read_bytes())
-    assert texts[0] == texts[1]
-    assert texts[0] != texts[2]
+def test_another_seed_gives_another_run(tmp_path: Path, straight: Any) -> None:
+    """Already in the first step, before any update."""
+    run.train(ready("training.max_steps=1", "seed=1"), tmp_path / "run")
+    texts = [
+        [row["text"] for row in rows(folder, "samples.jsonl") if row["step"] == 1]
+        for folder in (tmp_path / "run", straight()[0])
+    ]
+    assert len(texts[0]) == len(texts[1])
+    assert texts[0] != texts[1]
 
 
-def test_other_data_are_refused_on_resume(tmp_path: Path) -> None:
+def test_other_data_are_refused_on_resume(tmp_path: Path, straight: Any) -> None:
     """The trap: a loader whose state is an index goes on in whatever data it finds."""
-    out = tmp_path / "run"
-    run.train(ready("training.max_steps=3"), out)
+    out = shutil.copytree(straight()[0], tmp_path / "run")
     text = (out / "recipe.yaml").read_text()
-    (out / "recipe.yaml").write_text(text.replace("max_steps: 3", "max_steps: 4").replace("seed: 42", "seed: 43"))
+    (out / "recipe.yaml").write_text(text.replace("max_steps: 6", "max_steps: 7").replace("seed: 42", "seed: 43"))
     with pytest.raises(ResumeError, match=r"data\.seed was 42, is 43"):
         run.resume(out)
 
