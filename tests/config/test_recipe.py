@@ -342,6 +342,7 @@ def in_range(kind, limits):
     return {str: st.text, bool: st.booleans, float: number}[kind]()
 
 
+@pytest.mark.slow
 @given(settings_of(Recipe) | settings_of(SFTRecipe))
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_written_is_read_back_equal(drawn):

@@ -86,6 +86,7 @@ def test_16_bits_give_values_and_gradients_near_those_of_32() -> None:
         np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_16_bits_keep_their_softmax_in_float32() -> None:
     """Against one in 16 bits, of the same rounded queries and keys."""
     rng = np.random.default_rng(0)
@@ -134,6 +135,7 @@ def test_memory_does_not_grow_with_the_square_of_the_row() -> None:
     assert temporary(blockwise_attention, 1, 4096) < temporary(plain, 1, 4096) / 6
 
 
+@pytest.mark.slow
 def test_a_layer_computed_again_does_not_attend_again() -> None:
     """Mixtures and log-normalisers are kept with the results of projections. Counted in the traced program."""
     shape = ModelConfig(
