@@ -22,8 +22,9 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
 INSTALLS = "installs from a package index; a test of its own would take minutes"
 ACCELERATOR = "needs devices or a scheduler that the tests do not have"
-DOWNLOADS = "downloads a model; the same command on the tiny model is executed here"
+DOWNLOADS = "downloads a model; commands of the same verb are executed here on the tiny model"
 PEER = "needs another library, which has an environment of its own"
+BY_HAND = PEER + "; it was executed there once, on the tiny model"
 BENCHMARK = "a measurement, which takes minutes"
 FRAGMENT = "a fragment of a script or of the package, without what is around it"
 
@@ -45,13 +46,14 @@ LISTED_COMMANDS = {
     r"covey train mine\.yaml --grpo.*": "a copy of quickstart, which is executed here",
     r"covey train arithmetic-tiny|covey generate runs/arithmetic-tiny-1 .*": "executed here with a folder of its own",
     r"covey train arithmetic-tiny --rewards .*": "executed here by a recipe that names the function",
-    r"covey train quickstart (--seed|--checkpoint-every-n-steps) .*": "executed here without these settings",
+    r"covey train quickstart( --(seed|checkpoint-every-n-steps) .*)?": "tests/run/test_run.py runs it on a tiny model",
     r"covey train --resume .*|covey eval runs/quickstart-1": "tests/run/test_run.py resumes and evaluates runs",
-    r"covey report .* --out .*": "tests/report/test_page.py compares runs",
+    r"covey report runs/quickstart-1.*": "executed here for another run; tests/report/test_page.py compares runs",
     r"covey watch .*": "tests/cli/test_watch.py executes it",
     r"covey sft sft-smollm2 .*--model\.quantize .*": "tests/run/test_quantised_run.py executes quantised runs",
     r"covey sft --resume .*": "tests/run/test_sft_run.py resumes supervised runs",
     r"covey eval (RUN|hf:|runs/sft).*": DOWNLOADS,
+    r"covey rollout guess-tiny .*|covey sft sft-guess && .*": "tests/envs plays the game of these recipes",
     r"covey launch .*": "tests/launch starts processes and writes job files",
     r"covey plan .*": "tests/plan and tests/aot execute plans",
     r"covey chat .*": "waits for lines of a user; tests/run/test_run.py talks to a run",
@@ -68,9 +70,10 @@ LISTED_BLOCKS = {
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
     ("docs/architecture.md", "flowchart TD"): "a picture, which tests/test_architecture.py compares with the imports",
-    ("docs/first-run.md", "import AutoModelForCausalLM"): PEER + "; tests/parity/live_round_trip.py loads exports",
-    ("docs/from-trl.md", "from trl import"): PEER,
-    ("docs/from-tunix.md", "from tunix."): PEER,
+    ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
+    ("docs/first-run.md", "import AutoModelForCausalLM"): BY_HAND,
+    ("docs/from-trl.md", "from trl import"): BY_HAND,
+    ("docs/from-tunix.md", "from tunix."): BY_HAND,
     ("docs/from-verl.md", "verl.trainer.main_ppo"): PEER,
     ("docs/from-verl.md", "def compute_score("): "verl's form of the function that the next block has in Covey's",
     ("docs/grpo-in-one-file.md", "def grpo_step("): "tests/test_one_file.py executes the file",
@@ -95,8 +98,6 @@ STORY = [
     " --out runs/mine",
     "covey report runs/mine",
     "covey export runs/mine --out exported",
-    "covey train quickstart",
-    "covey report runs/quickstart-1",
 ]
 """Commands of the documents in an order in which each finds what it needs; they are executed one after the other."""
 
@@ -251,7 +252,7 @@ def test_commands_run(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         shown = capsys.readouterr().out
         if file:
             Path(file).write_text(shown.replace("[arithmetic_answer]", '["my_rewards:close"]'))
-    made = {"sft-tiny", "sums", "mine", "quickstart-1"}
+    made = {"sft-tiny", "sums", "mine"}
     assert {path.name for path in (runs / "runs").iterdir()} == made
     assert all((runs / "runs" / name / "report.html").exists() for name in made)
     assert (runs / "exported" / "model.safetensors").exists()
@@ -263,5 +264,5 @@ def more(words: list[str]) -> list[str]:
         return []
     if words[0] == "generate":
         return ["--max-new-tokens", "3"]
-    model = ["--model.source", str(TINY)] if words[1] in ("quickstart", "sft-tiny") else []
+    model = ["--model.source", str(TINY)] if words[1] == "sft-tiny" else []
     return [*model, *(SMALL_SFT if words[0] == "sft" else SMALL)]
