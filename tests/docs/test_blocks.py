@@ -210,7 +210,6 @@ def small(code: str) -> str:
 TRAINS = re.compile(r"\.train\(")
 
 
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     "block",
     [
@@ -235,7 +234,7 @@ def test_yaml_is_part_of_a_recipe(block: Block, folder: Path) -> None:
 
 
 @pytest.fixture
-def runs(folder: Path, compiled_once: None) -> Path:
+def runs(folder: Path) -> Path:
     """The working folder of the commands, with the file of prompts that a page writes."""
     [writes] = [block.code for block in PYTHON if '"mine.jsonl", "w"' in block.code]
     exec(compile(writes, "page", "exec"), {})
