@@ -57,7 +57,8 @@ def test_a_build_is_strict_about_links_and_anchors() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.relative_to(ROOT).as_posix())
 def test_links_and_anchors_lead_somewhere(document: Path) -> None:
-    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", document.read_text("utf-8")))
+    """From a page also those of a file that it includes, which are seen from there."""
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", read(document)))
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     for link in links:
         path, _, anchor = link.partition("#")
