@@ -111,6 +111,7 @@ def test_neither_the_loop_nor_recomputation_changes_values_or_gradients(remat: b
         same(values_and_gradients(build(config, True, remat=remat)), values_and_gradients(build(config, True), False))
 
 
+@pytest.mark.slow
 def test_with_a_cache_layers_that_are_alike_are_traced_once() -> None:
     model = build(dataclasses.replace(PLAIN, num_layers=4, windows=(3, None, 3, None)), True)
     traced: list[Any] = []
@@ -143,6 +144,7 @@ def scans(program: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_whose_adapters_weigh_differently_are_different_loops() -> None:
     """The scale of an adapter is no array, and a loop has one for all of its turns."""
     model = build(dataclasses.replace(PLAIN, num_layers=3), True)

@@ -142,6 +142,7 @@ def test_a_tokenizer_written_anew_gives_the_same_ids(tiny: weights.LoadedModel, 
     assert (added[0] == 0) == bos  # what transformers will do by itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 def test_weights_in_bfloat16_are_rounded_once(held: str, tmp_path: Path) -> None:
     base = weights.load(TINY, param_dtype=held)

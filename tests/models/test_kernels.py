@@ -87,6 +87,7 @@ def test_padded_spans_see_themselves_alone() -> None:
     np.testing.assert_array_equal(mask[:, 50:], np.broadcast_to(np.eye(64, dtype=bool)[50:], (2, 14, 64)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [BlockSizes(16, 16), BlockSizes(32, 16), BlockSizes(16, 64)])
 def test_lists_hold_each_visible_pair_once(sizes: BlockSizes) -> None:
     """In the order of their accumulators, whose first and last pairs are marked; full pairs are all visible."""

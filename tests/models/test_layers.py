@@ -348,6 +348,7 @@ def test_a_query_that_sees_nothing_is_finite_and_so_are_gradients(softcap: float
     np.testing.assert_allclose(out[seen], oracle(*map(wide, (q, k, v)), allowed, softcap)[seen], atol=3e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 9), st.integers(0, 9), st.one_of(st.none(), st.integers(1, 12)))
 def test_windows_and_padding_follow_positions(left: int, right: int, window: int | None) -> None:
@@ -377,6 +378,7 @@ def test_no_window_sees_everything_allowed_and_the_cache_is_handed_on() -> None:
     np.testing.assert_allclose(got, oracle(q, k, v, allowed, None), atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_heads_as_axes_of_products_give_the_same_values_and_gradients(lora: int) -> None:
     """TPUs compute them so, with the exchange of halves in a rotation a product with a permutation."""

@@ -69,6 +69,7 @@ def test_only_programs_for_a_cpu_get_rounded_kernels(decoder: Callable[..., Deco
     assert operand_type(model) is None
 
 
+@pytest.mark.slow
 def test_log_probs_and_gradients_have_the_same_bits(
     decoder: Callable[..., Decoder], rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_log_probs_and_gradients_have_the_same_bits(
     assert seen == [{BF16}, {jnp.dtype("float32")}]
 
 
+@pytest.mark.slow
 def test_the_sampler_gets_rounded_kernels(decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = RolloutConfig(max_new_tokens=2), []
     worker = RolloutWorker(decoder(compute_dtype="bfloat16"), Tokenizer.from_folder(TINY), config)
