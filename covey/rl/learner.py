@@ -31,7 +31,8 @@ from covey.rl.metrics import combine_updates, group_metrics, sampling_metrics, w
 from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
-from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
+from covey.train.history import History
+from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 
@@ -56,6 +57,9 @@ class Learner(Keywords, ABC):
             this process and the first failure is raised.
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
+    Attributes:
+        history: metrics of the steps.
+
     Raises:
         RecipeError: settings contradict each other, a stage size is invalid, or a reward is unknown.
     """
@@ -76,8 +80,10 @@ class Learner(Keywords, ABC):
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
-        standard = [self._print_line] if distributed.is_first() else []
-        self.observers = standard if observers is None else list(observers)
+        show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
+        standard = [StepLines(show)] if distributed.is_first() else []
+        self.observers: list[Observer] = list(standard if observers is None else observers)
+        self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._prompts_checked = 0, 0, False
         self.algorithm = algorithm_of(config)
@@ -109,7 +115,7 @@ class Learner(Keywords, ABC):
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
         """
-        loader, held_out = self._loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
+        loader, held_out = self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
         total = self._begin(loader, held_out)
         while self.step < total and (examples := next(loader, None)) is not None:
             builder = self._experience_builder(examples, loader.take)
@@ -240,7 +246,8 @@ class Learner(Keywords, ABC):
 
     reward_model.in_process = True  # type: ignore[attr-defined]  # the model lives here
 
-    def _loader(self, train_ds: Any) -> PromptLoader:
+    def loader(self, train_ds: Any) -> PromptLoader:
+        """Return a loader of batches of the rows `train_ds`, behind the prompts that were used; see `train`."""
         if isinstance(train_ds, PromptLoader):
             return train_ds
         training = self.cluster.config.training_config
@@ -284,8 +291,9 @@ class Learner(Keywords, ABC):
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
         if held_out is not None and record.due(self.cluster.config.training_config.eval_every_n_steps):
             self.on_phase("evaluate")
-            found = self._evaluate(held_out).summary()
+            found = self.evaluate(held_out).summary()
             record.metrics.update({f"eval/{name}": float(value) for name, value in found.items() if value is not None})
+        self.history.rows.append(record.metrics)
         for observer in self.observers:
             observer(record)
 
@@ -298,14 +306,17 @@ class Learner(Keywords, ABC):
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
-    def _evaluate(self, held_out: Sequence[Any]) -> Evaluation:
-        rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights
-        return evaluate(self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights, runner=self.runner)
+    def evaluate(self, held_out: Sequence[Any], progress: Callable[[int, int], None] | None = None) -> Evaluation:
+        """Evaluate the rollout's weights on held-out rows, as `eval_config` says.
 
-    def _print_line(self, record: StepRecord) -> None:
-        shown = self.cluster.config.training_config.show
-        names = ("reward", "completions/mean_length", *shown, "grad_norm", "step_time")
-        print_step(record, names)
+        Args:
+            held_out: rows with a `prompt` and the columns that the functions need.
+            progress: called with the numbers of finished and of all completions.
+        """
+        rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights
+        return evaluate(
+            self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights, progress, self.runner
+        )
 
 
 def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:

@@ -32,7 +32,8 @@ from covey.sft.batch import (
     supervised_loss,
 )
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import Observer, OnBadBatch, StepRecord, print_step, total_steps
+from covey.train.history import History
+from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.train.optimizers import last_learning_rate, make_optimizer
 from covey.train.programs import LossFn
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
@@ -56,6 +57,7 @@ class SFTLearner(Keywords):
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
+        history: metrics of the steps.
         step: optimizer updates made; `nonfinite_guard.skipped` of them were skipped.
     """
 
@@ -82,7 +84,9 @@ class SFTLearner(Keywords):
         self._model, self._longest = place_model(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
-        self.observers = [self._print_line] if observers is None else list(observers)
+        standard = [StepLines(("loss", *self.config.show, "eval/loss", "step_time"))]
+        self.observers: list[Observer] = list(standard if observers is None else observers)
+        self.history = History()
         self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Decoder:
@@ -172,8 +176,6 @@ class SFTLearner(Keywords):
         if held_out and record.due(self.config.eval_every_n_steps):
             self.on_phase("evaluate")
             record.metrics.update({f"eval/{name}": value for name, value in self.held_out_loss(held_out).items()})
+        self.history.rows.append(record.metrics)
         for observer in self.observers:
             observer(record)
-
-    def _print_line(self, record: StepRecord) -> None:
-        print_step(record, ("loss", *self.config.show, "eval/loss", "step_time"))

@@ -1,5 +1,6 @@
 """Parts that reinforcement learning and supervised training share: the record of a step and its observers."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import NumbersError
+from covey.train.notebook import NotebookOutput, in_notebook
 from covey.types import Group
 
 
@@ -43,7 +45,28 @@ def total_steps(config: RLTrainingConfig | SFTConfig, batches: int, updates_per_
     return config.max_steps or batches * config.num_epochs * updates_per_batch
 
 
-def print_step(record: StepRecord, names: Iterable[str]) -> None:
-    """Print one line with the metrics of `names` that the step has."""
-    numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in names if name in record.metrics)
-    print(f"step {record.step}/{record.total}  {numbers}", flush=True)
+class StepLines:
+    """Observer that prints one line per step. In a notebook one output has the last `KEPT_LINES` lines.
+
+    Args:
+        names: metrics on the line, where the step has them.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self._names = tuple(names)
+        self._output = NotebookOutput() if in_notebook() else None
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Show the step."""
+        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in self._names if name in record.metrics)
+        line = f"step {record.step}/{record.total}  {numbers}"
+        if self._output is None:
+            print(line, flush=True)
+            return
+        self._lines.append(line)
+        self._output.show("\n".join(self._lines), now=record.step >= record.total)
+
+
+KEPT_LINES = 20
+"""Number of steps that a notebook shows."""
