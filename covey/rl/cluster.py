@@ -6,6 +6,7 @@ or that of the adapters that a run began with. A role on another mesh gets its o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,6 +19,7 @@ from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, num_parameters
+from covey.models.export import Difference, write_hf
 from covey.models.loading.weights import DecoderOptions
 from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
@@ -276,6 +278,23 @@ class RLCluster(Keywords):
         if self.trainer is not None:
             actor = nnx.merge(self.trainer.graph, self.trainer.params)
         return actor
+
+    def save(self, folder: str | Path) -> Difference:
+        """Write the actor with its tokenizer as a Hugging Face folder, adapters merged into the base.
+
+        What was written is read back and compared before it is put in place.
+
+        Args:
+            folder: a new or an empty folder.
+
+        Returns:
+            The difference between the logits of the written model and those of the actor.
+
+        Raises:
+            CoveyError: `folder` is in use, or cannot be written.
+            WeightsError: the actor's family cannot be written, or what was written differs from the actor.
+        """
+        return write_hf(self.actor, self.tokenizer, Path(folder))
 
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
