@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from covey.parallel import make_mesh
     from covey.rewards import RewardRunner
     from covey.rl.cluster import RLCluster
-    from covey.rl.grpo import GRPOLearner
     from covey.rl.helpers import (
         build_positions_from_mask,
         compute_advantages,
@@ -38,10 +37,9 @@ if TYPE_CHECKING:
         pad_to_length,
         selective_log_softmax,
     )
-    from covey.rl.ppo import PPOLearner
     from covey.rl.roles import ClusterConfig, Role
     from covey.run import open_model
-    from covey.sft.learner import SFTLearner
+    from covey.run.learners import GRPOLearner, PPOLearner, SFTLearner
     from covey.train.checkpoint import Checkpointer
     from covey.train.trackers import Tracked, Trackers
 
@@ -105,13 +103,13 @@ _HOMES = {
     "DataConfig": "covey.config.schema",
     "EvalConfig": "covey.config.schema",
     "GRPOConfig": "covey.config.schema",
-    "GRPOLearner": "covey.rl.grpo",
+    "GRPOLearner": "covey.run.learners",
     "LoRAConfig": "covey.config.schema",
     "MeshConfig": "covey.config.schema",
     "ModelOptions": "covey.config.schema",
     "OptimizerConfig": "covey.config.schema",
     "PPOConfig": "covey.config.schema",
-    "PPOLearner": "covey.rl.ppo",
+    "PPOLearner": "covey.run.learners",
     "RLCluster": "covey.rl.cluster",
     "RLTrainingConfig": "covey.config.schema",
     "Recipe": "covey.config.recipe",
@@ -120,7 +118,7 @@ _HOMES = {
     "Role": "covey.rl.roles",
     "RolloutConfig": "covey.config.schema",
     "SFTConfig": "covey.config.schema",
-    "SFTLearner": "covey.sft.learner",
+    "SFTLearner": "covey.run.learners",
     "SFTRecipe": "covey.config.recipe",
     "Tracked": "covey.train.trackers",
     "Trackers": "covey.train.trackers",

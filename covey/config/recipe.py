@@ -29,7 +29,7 @@ from covey.config.schema import (
     SFTDataConfig,
     SFTEvalConfig,
 )
-from covey.config.schema.data import DATA_PATHS
+from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import RecipeError, nearest, raise_together
 
 BUILT_IN = Path(__file__).parent / "recipes"
@@ -174,6 +174,11 @@ def section_of(source: str | Path, section: str) -> strict_yaml.Item:
     if not isinstance(item.value, dict):
         return item  # not a recipe: `strict_yaml.build` reports it
     return strict_yaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
+
+
+def is_from_python(recipe: AnyRecipe) -> bool:
+    """Return whether a script made the run and gave it model and data, so that no command can repeat it."""
+    return isinstance(recipe, Recipe | SFTRecipe) and recipe.data.task == FROM_PYTHON
 
 
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:

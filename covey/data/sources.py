@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
+from covey.config.schema.data import FROM_PYTHON
 from covey.data import arithmetic, first_letter, gsm8k, guess, readers, sums
 from covey.data.examples import as_example
 from covey.data.forms import FORMS
@@ -75,6 +76,12 @@ def load_examples(config: SFTDataConfig) -> Dataset:
 def _find_task(config: DataConfig) -> Task:
     for problem in config.unread_settings():
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
+    if config.task == FROM_PYTHON:
+        raise DataError(
+            "a script gave this run its data and its model, and no command has them",
+            want="the script that began the run",
+            fix="run it again: learner.train(rows, out=FOLDER) resumes",
+        )
     return TASKS[config.task]
 
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
-from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, load_any, to_yaml
+from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python, load_any, to_yaml
 from covey.data import Dataset
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
@@ -85,7 +86,7 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         stack.enter_context(show_log(phase, progress.message))
         tracked = Tracked(folder.path, asdict(recipe), folder.resume_at)
         trackers = stack.enter_context(Trackers(recipe.tracking if folder.writes else (), tracked))
-        signals = stack.enter_context(SignalHandler())
+        signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
         yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
 
 
@@ -125,7 +126,7 @@ class Run(ABC, Generic[RecipeT]):
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(recipe.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with create_folder(out, recipe) as folder:
-            return cls._execute(recipe, data, mesh, folder)
+            return cls._execute(recipe, folder, partial(cls, recipe, data, mesh))
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Run(ABC, Generic[RecipeT]):
             recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with reopen_folder(out, recipe, cls.rows) as folder:
-            return cls._execute(recipe, data, mesh, folder)
+            return cls._execute(recipe, folder, partial(cls, recipe, data, mesh))
 
     @classmethod
     @abstractmethod
@@ -178,29 +179,46 @@ class Run(ABC, Generic[RecipeT]):
         return cls.load_data(recipe), mesh
 
     @classmethod
-    def _execute(cls, recipe: RecipeT, data: Dataset, mesh: Mesh | None, folder: RunFolder) -> dict[str, Any]:
-        console = None if folder.writes else Console(quiet=True)
-        show = recipe.training.show
-        how: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
-        with Progress(0, console, show=show, **how) as progress:
+    def _execute(
+        cls, recipe: RecipeT, folder: RunFolder, make: Callable[[RunResources], "Run[RecipeT]"]
+    ) -> dict[str, Any]:
+        with cls.make_progress(recipe, folder) as progress:
             if folder.is_finished(recipe.training.max_steps or 0):
                 with show_log(progress.phase, progress.message):
                     check = lambda extra: _refuse_changed_settings(recipe, extra, folder)  # noqa: E731
                     folder.saves.restore(folder.last, target={}, subset=True, check=check)
                 return _report_finished(recipe, folder, progress)
-            with open_resources(recipe, folder, progress) as resources:
-                try:
-                    return cls(recipe, data, mesh, resources).run()
-                except Stopped as stopped:
-                    stopped.step = folder.saved
-                    raise
-                except distributed.PeerError as error:
-                    if error.stopped:
-                        error.stopped.step = folder.saved
-                    raise
-                except OSError:
-                    folder.refuse_replaced()
-                    raise
+            return cls.execute(recipe, folder, progress, make)
+
+    @classmethod
+    def make_progress(cls, recipe: RecipeT, folder: RunFolder) -> Progress:
+        """Return the progress display of a run in `folder`; only the first process shows one."""
+        console = None if folder.writes else Console(quiet=True)
+        how: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
+        return Progress(0, console, show=recipe.training.show, **how)
+
+    @classmethod
+    def execute(
+        cls,
+        recipe: RecipeT,
+        folder: RunFolder,
+        progress: Progress,
+        make: Callable[[RunResources], "Run[RecipeT]"],
+    ) -> dict[str, Any]:
+        """Open the resources of a run, make the run with `make` and execute it; return what `summary.json` holds."""
+        with open_resources(recipe, folder, progress) as resources:
+            try:
+                return make(resources).run()
+            except Stopped as stopped:
+                stopped.step = folder.saved
+                raise
+            except distributed.PeerError as error:
+                if error.stopped:
+                    error.stopped.step = folder.saved
+                raise
+            except OSError:
+                folder.refuse_replaced()
+                raise
 
     def run(self) -> dict[str, Any]:
         """Restore, evaluate, train and evaluate again; return the content of `summary.json`."""
@@ -220,7 +238,7 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.write_summary(summary)
         self.findings.end()
         report = self.folder.given / REPORT if self.reports.write() else ""
-        self.progress.done(summary, self.folder.given, report)
+        self.progress.done(summary, self.folder.given, report, chat=not is_from_python(self.recipe))
         return summary
 
     def _begin_summary(self) -> dict[str, Any]:
@@ -263,7 +281,11 @@ class Run(ABC, Generic[RecipeT]):
         Args:
             extra: the JSON values of the checkpoint.
         """
-        _refuse_changed_settings(self.recipe, extra, self.folder)
+        self.refuse_other_settings(extra)
+
+    def refuse_other_settings(self, extra: Mapping[str, Any], fix: str = "") -> None:
+        """Refuse a checkpoint that was made with other settings or weights; `fix` replaces advice for commands."""
+        refuse_changed_settings(extra["settings"], settings_of(self.recipe), self.folder.path, fix)
         refuse_other_weights(extra["model"], self.origin, self.folder.path)
 
     def _restore(self) -> None:
@@ -321,7 +343,10 @@ def _refuse_changed_settings(recipe: Recipe | SFTRecipe, extra: Mapping[str, Any
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:
-    longer = f"{COMMANDS[recipe.method]} --resume {folder.given} --max-steps MORE"
+    command = f"{COMMANDS[recipe.method]} --resume {folder.given} --max-steps MORE"
+    longer = f"{command}; to evaluate: covey eval {folder.given}"
+    if is_from_python(recipe):
+        longer = "make a new learner with a larger max_steps, and give it the same out"
     progress.message(f"this run is finished: it has made its {folder.last} steps")
-    progress.message(f"to train longer: {longer}; to evaluate: covey eval {folder.given}")
+    progress.message(f"to train longer: {longer}")
     return dict(folder.summary or {})

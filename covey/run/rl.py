@@ -24,7 +24,7 @@ from covey.models.value_model import ValueModel, load_value_model, make_value_mo
 from covey.parallel import distributed
 from covey.rewards import RewardRunner, check_columns
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import during_training, evaluation_functions
+from covey.rl.evaluate import Evaluation, during_training, evaluation_functions
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
@@ -60,8 +60,58 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return RLRun.resume(recipe, folder)
 
 
-class RLRun(Run[Recipe]):
-    """An RL run in its folder."""
+class LearnerRun(Run[Recipe]):
+    """An RL run in its folder, wherever its learner comes from: a recipe or a script.
+
+    Attributes:
+        learner: trains; a subclass makes it or gets it.
+    """
+
+    learner: Learner
+
+    def train(self) -> None:
+        self.learner.train(self.loader, self.data.test or None)
+
+    @property
+    def step(self) -> int:
+        return self.learner.step
+
+    def state(self) -> Any:
+        return self.learner.cluster.state()
+
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        return {"learner": self.learner.state()}
+
+    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
+        self.learner.cluster.load_state(state, step)
+        self.learner.load_state(extra["learner"], step)
+
+    def save(self) -> None:
+        self.learner.refuse_other_weights()
+        super().save()
+
+    def show_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, Any]:
+        """Show the evaluation `name` and write it to the folder; return its metrics."""
+        summary = evaluation.summary()
+        self.progress.evaluation(name, summary, _lines(evaluation.groups))
+        self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in summary.items()})
+        self.folder.write_answers(name, evaluation.groups, evaluation.correct)
+        for preset, other in evaluation.others.items():
+            self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
+        return summary
+
+    def write(self, record: StepRecord) -> None:
+        """Write a step's metrics and completions to the folder."""
+        super().write(record)
+        self.folder.write_samples(record.step, record.groups)
+
+    def show(self, record: StepRecord) -> None:
+        """Show a step."""
+        self.progress.step(record.metrics, _lines(record.groups), record.updates)
+
+
+class RLRun(LearnerRun):
+    """An RL run by its recipe."""
 
     def __init__(self, recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunResources):
         super().__init__(recipe, data, mesh, resources)
@@ -85,26 +135,8 @@ class RLRun(Run[Recipe]):
     def initial_summary(self) -> dict[str, Any]:
         return {"model": self.origin, "data": {"prompts": len(self.loader.rows), **self._unfit}}
 
-    def train(self) -> None:
-        self.learner.train(self.loader, self.data.test)
-
-    @property
-    def step(self) -> int:
-        return self.learner.step
-
-    def state(self) -> Any:
-        return self.learner.cluster.state()
-
     def checkpoint_metadata(self) -> dict[str, Any]:
-        return {"learner": self.learner.state(), "other_models": self._other_models}
-
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.cluster.load_state(state, step)
-        self.learner.load_state(extra["learner"], step)
-
-    def save(self) -> None:
-        self.learner.refuse_other_weights()
-        super().save()
+        return {**super().checkpoint_metadata(), "other_models": self._other_models}
 
     def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
         super().refuse_another_run(extra)
@@ -157,7 +189,7 @@ class RLRun(Run[Recipe]):
             "reward_fns": recipe.rewards,
             "on_phase": self.phase,
             "eval_config": during_training(recipe.evaluation),
-            "observers": [self._write, self._show, self.after_step],
+            "observers": [self.write, self.show, self.after_step],
             "on_bad_batch": self.folder.keep_bad_batch,
             "reward_runner": self.resources.stack.enter_context(RewardRunner(recipe.reward_safety)),
         }
@@ -180,20 +212,7 @@ class RLRun(Run[Recipe]):
         evaluation = evaluate_held_out(
             self.learner.cluster, self.data.test, self.recipe, self.progress, self.learner.runner
         )
-        summary = evaluation.summary()
-        self.progress.evaluation(name, summary, _lines(evaluation.groups))
-        self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in summary.items()})
-        self.folder.write_answers(name, evaluation.groups, evaluation.correct)
-        for preset, other in evaluation.others.items():
-            self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
-        return summary
-
-    def _write(self, record: StepRecord) -> None:
-        self.write(record)
-        self.folder.write_samples(record.step, record.groups)
-
-    def _show(self, record: StepRecord) -> None:
-        self.progress.step(record.metrics, _lines(record.groups), record.updates)
+        return self.show_evaluation(name, evaluation)
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:

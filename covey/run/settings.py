@@ -45,9 +45,10 @@ def with_earlier_values(recipe: Recipe, saved: Settings) -> Recipe:
     return recipe
 
 
-def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> None:
+def refuse_changed_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> None:
     """Refuse to resume the run at `folder`, saved with the settings `saved`, with settings `now` that make it another
-    run; report the other differences. A setting that `saved` lacks had its default, or the earlier value.
+    run; report the other differences. A setting that `saved` lacks had its default, or the earlier value. The error
+    names `fix`, or what to do on the command line.
 
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
@@ -55,11 +56,13 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path) -> Non
     defaults = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
     saved = defaults | _earlier_values(saved, now) | saved
     changed = {name: _describe(name, saved, now) for name in saved if saved[name] != now.get(name)}
+    fix = fix or f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}"
     if refused := [change for name, change in changed.items() if name in now and _is_in(name, DECISIVE)]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
             want="data, batch, seed, types and adapters as they were",
-            fix=f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
+            fix=fix
+            or f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
             where=str(folder / "recipe.yaml"),
         )
     if changed:

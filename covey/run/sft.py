@@ -12,6 +12,7 @@ from covey.config.recipe import SFTRecipe
 from covey.config.recipe import load as load_recipe
 from covey.data import Dataset
 from covey.data import sources as data_source
+from covey.data.rows import Row
 from covey.display import show_log
 from covey.rewards import check_columns
 from covey.rl.evaluate import evaluation_functions
@@ -22,6 +23,7 @@ from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
 from covey.train.progress import Progress
 from covey.train.run_files import METRICS
+from covey.train.trainer import Trainer
 
 
 def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:
@@ -53,10 +55,44 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     return metrics
 
 
-class SFTRun(Run[SFTRecipe]):
-    """A supervised run in its folder."""
+class SFTLearnerRun(Run[SFTRecipe]):
+    """A supervised run in its folder, wherever its learner comes from: a recipe or a script.
+
+    Attributes:
+        learner: trains; a subclass makes it or gets it.
+        trainer: the learner's trainer.
+        held_out: examples of the held-out loss.
+    """
 
     headline, answers, rows = "loss", "after.jsonl", (METRICS,)
+    learner: SFTLearner
+    trainer: Trainer
+    held_out: Sequence[Row]
+
+    def train(self) -> None:
+        self.learner.train(self.loader, self.held_out or None)
+
+    @property
+    def step(self) -> int:
+        return self.learner.step
+
+    def state(self) -> Any:
+        return self.trainer.state()
+
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        return {"skipped": self.learner.nonfinite_guard.skipped}
+
+    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
+        self.learner.step, self.learner.nonfinite_guard.skipped = step, int(extra["skipped"])
+        self.trainer.load_state(state, step)
+
+    def show(self, record: StepRecord) -> None:
+        """Show a step."""
+        self.progress.step(record.metrics)
+
+
+class SFTRun(SFTLearnerRun):
+    """A supervised run by its recipe."""
 
     def __init__(self, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources):
         super().__init__(recipe, data, mesh, resources)
@@ -68,7 +104,7 @@ class SFTRun(Run[SFTRecipe]):
             config=recipe.training,
             mesh=mesh,
             seed=recipe.seed,
-            observers=[self.write, self._show, self.after_step],
+            observers=[self.write, self.show, self.after_step],
             on_phase=self.phase,
             on_bad_batch=self.folder.keep_bad_batch,
         )
@@ -102,26 +138,6 @@ class SFTRun(Run[SFTRecipe]):
         self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in metrics.items()})
         self.folder.write_answers(name, groups, correct)
         return metrics
-
-    def train(self) -> None:
-        self.learner.train(self.loader, self.held_out)
-
-    @property
-    def step(self) -> int:
-        return self.learner.step
-
-    def state(self) -> Any:
-        return self.trainer.state()
-
-    def checkpoint_metadata(self) -> dict[str, Any]:
-        return {"skipped": self.learner.nonfinite_guard.skipped}
-
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.step, self.learner.nonfinite_guard.skipped = step, int(extra["skipped"])
-        self.trainer.load_state(state, step)
-
-    def _show(self, record: StepRecord) -> None:
-        self.progress.step(record.metrics)
 
 
 HELD_OUT = "held-out data"

@@ -22,10 +22,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class SignalHandler:
     """Handle `SIGNALS` as a context manager; outside the main thread, where Python allows no signal handlers, it does
     nothing.
+
+    Args:
+        second_ends_process: whether a second signal ends the process; if not, it ends the run alone, at once.
     """
 
-    def __init__(self) -> None:
-        self._received, self._deferring = "", False
+    def __init__(self, second_ends_process: bool = True) -> None:
+        self._received, self._deferring, self._ends_process = "", False, second_ends_process
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -66,6 +69,8 @@ class SignalHandler:
             raise Stopped(requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received and not self._ends_process:
+            raise Stopped(self._received)
         if self._received:
             os.write(2, b"\nstopped at once\n")
             os._exit(128 + number)

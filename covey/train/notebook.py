@@ -2,6 +2,7 @@
 
 import html
 import time
+from importlib import import_module
 from typing import Any
 
 INTERVAL = 0.5
@@ -26,11 +27,9 @@ class NotebookOutput:
         """Show `text` in place of what was shown before, unless that was drawn very recently and `now` is not set."""
         if not now and time.monotonic() < self._due:
             return
-        from IPython.display import display
-
         self._due = time.monotonic() + INTERVAL
         bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)

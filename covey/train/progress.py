@@ -1,17 +1,19 @@
 """Show the progress of a run on the terminal.
 
 In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: on a terminal a table of the steps
-and two live lines below it (`live_view`); elsewhere one plain line per step, so that a log file has the same
-information. The headline metric is the reward in reinforcement learning, since the loss of a step with one update is 0
-by construction, and the loss in supervised training. Text of the model is untrusted: characters that are not printable
-are shown as escapes.
+and two live lines below it (`live_view`); in a notebook the end of the same in one output; elsewhere one plain line per
+step, so that a log file has the same information. The headline metric is the reward in reinforcement learning, since
+the loss of a step with one update is 0 by construction, and the loss in supervised training. Text of the model is
+untrusted: characters that are not printable are shown as escapes.
 """
 
+import io
 import math
 import re
 import shlex
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from covey.config.metrics import metric
 from covey.display import printable
 from covey.train.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
 from covey.train.live_view import StatusView, StepTable
+from covey.train.notebook import NotebookOutput
 from covey.train.run_files import SAMPLES
 from covey.train.status import Status
 
@@ -36,6 +39,8 @@ SLOW_COMPILE = 5.0
 """Number of seconds after which a log file says that a program is being compiled."""
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
+NOTEBOOK_LINES = 30
+"""Number of lines that a notebook shows above the status."""
 NARROW = 80
 """Width of a terminal, in cells, below which the line of a sample leaves out its prompt."""
 
@@ -85,6 +90,8 @@ class Progress:
         self._phase, self._count, self._compiling = "", (0, 0), 0
         self._table, self._view = StepTable(headline, show), StatusView(self.status, headline, self._values)
         self._live = Live(console=self.console, get_renderable=lambda: self._view, transient=True)
+        self._notebook = NotebookOutput() if self.console.is_jupyter else None
+        self._latest: deque[str] = deque(maxlen=NOTEBOOK_LINES)
         self._slow_compile = Timer(0, self._stamp)
         self._announced: set[str] = set()
         self._spoken, self._updates = self._started, 1
@@ -98,13 +105,14 @@ class Progress:
         self._slow_compile.cancel()
         if self._live.is_started:
             self._live.stop()
+        self._redraw(now=True)
 
     def phase(self, text: str) -> None:
         """Show the phase that begins (loading, compiling, ...). A log file lists each once between two evaluations."""
         self._phase, self._count, self._compiling = printable(text), (0, 0), 0
         self._since = time.monotonic()
-        if self._live.is_started:
-            self._live.refresh()
+        if self._is_drawn:
+            self._redraw()
         elif self._phase not in self._announced:
             self._announced.add(self._phase)
             self._stamp()
@@ -116,8 +124,8 @@ class Progress:
     def advance(self, done: int, total: int) -> None:
         """Show the progress of the phase; in a log file, every `HEARTBEAT` seconds."""
         self._count = (done, total)
-        if self._live.is_started:
-            self._live.refresh()
+        if self._is_drawn:
+            self._redraw()
         elif time.monotonic() - self._spoken >= HEARTBEAT:
             self._stamp()
 
@@ -125,8 +133,8 @@ class Progress:
         """Show that program `number` of the phase is being compiled, in a log file if that takes long; 0 ends it."""
         self._slow_compile.cancel()
         self._compiling = number
-        if self._live.is_started:
-            self._live.refresh()
+        if self._is_drawn:
+            self._redraw()
         elif number:
             self._slow_compile = Timer(SLOW_COMPILE, self._stamp)
             self._slow_compile.daemon = True
@@ -141,9 +149,9 @@ class Progress:
             updates: optimizer steps that the row stands for.
         """
         self.add(row, updates)
-        if self.console.is_terminal:
+        if self.console.is_terminal or self._notebook:
             for line in self._table.lines(row, self.total, self.console.width):
-                self.console.print(line)
+                self._show_line(line)
         else:
             self._print("  ".join(f"{name} {value}" for name, value in self._columns(row).items()))
         if len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total:
@@ -187,17 +195,29 @@ class Progress:
             self._print(f"{name}, {under}: {_figures(figures)}")
         self._print_extremes(samples)
 
-    def done(self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "") -> None:
-        """Show before → after, the run folder, its report, and what to do next; end the live view."""
+    def done(
+        self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "", chat: bool = True
+    ) -> None:
+        """Show before → after, the run folder, its report, and what to do next; end the live view.
+
+        Args:
+            summary: content of `summary.json`.
+            folder: the run folder; "" if there is none.
+            report: its report; "" if there is none.
+            chat: whether `covey chat` can load the model of the folder.
+        """
         if self._live.is_started:
             self._live.stop()
-        body = Text(printable("\n".join(self._closing(summary, str(folder), str(report))), keep="\n"))
-        if self.console.is_terminal:
+        body = Text(printable("\n".join(self._closing(summary, str(folder), str(report), chat)), keep="\n"))
+        if self._notebook:
+            self._latest.extend(body.plain.splitlines())
+            self._redraw(now=True)
+        elif self.console.is_terminal:
             self.console.print(Panel(body, title="done", title_align="left"))
         else:
             self.console.print(body, soft_wrap=True)
 
-    def _closing(self, summary: Mapping[str, Any], folder: str, report: str) -> list[str]:
+    def _closing(self, summary: Mapping[str, Any], folder: str, report: str, chat: bool) -> list[str]:
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
         facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}
@@ -210,7 +230,8 @@ class Progress:
         lines = [f"{name:<{width}} {fact}" for name, fact in facts.items()]
         if folder:
             quoted = shlex.quote(folder)
-            lines += ["", "next", f"  covey chat {quoted}", f"  less {quoted}/{self._answers}"]
+            chats = [f"  covey chat {quoted}"] if chat else []
+            lines += ["", "next", *chats, f"  less {quoted}/{self._answers}"]
         return lines
 
     def _columns(self, row: Mapping[str, float]) -> dict[str, str]:
@@ -240,16 +261,42 @@ class Progress:
 
     def _print_extremes(self, samples: Sequence[SampleLine]) -> None:
         """Print the best and the worst of `samples`; on a terminal each is one line."""
-        width = self.console.width if self.console.is_terminal else 0
+        width = self.console.width if self.console.is_terminal or self._notebook else 0
         for line in _extremes(samples, width):
             if width:
-                self.console.print(Text(printable(line)), no_wrap=True, overflow="ellipsis")
+                self._show_line(Text(printable(line)))
             else:
                 self._print(line)
 
     def _print(self, text: str) -> None:
         self._spoken = time.monotonic()
-        self.console.print(Text(printable(text)), soft_wrap=True)
+        if self._notebook:
+            self._show_line(Text(printable(text)))
+        else:
+            self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def _show_line(self, line: Text) -> None:
+        """Add a line to the output of the notebook, or print it as one line of the terminal."""
+        if self._notebook:
+            self._latest.append(line.plain)
+            self._redraw()
+        else:
+            self.console.print(line, no_wrap=True, overflow="ellipsis")
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether the status is shown in place, by a terminal or a notebook."""
+        return self._live.is_started or self._notebook is not None
+
+    def _redraw(self, now: bool = False) -> None:
+        """Draw the status again; in a notebook with the latest lines, and not too often unless `now` is set."""
+        if self._live.is_started:
+            self._live.refresh()
+        elif self._notebook:
+            drawn = Console(file=io.StringIO(), width=self.console.width, color_system=None, force_jupyter=False)
+            with drawn.capture() as status:
+                drawn.print(StatusView(self.status, self.headline, self._values, moving=False))
+            self._notebook.show("\n".join([*self._latest, status.get()]), now)
 
 
 def _extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:

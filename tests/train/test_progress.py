@@ -3,12 +3,15 @@
 import io
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from covey.display import printable
 from covey.train.formats import excerpt, sparkline
+from covey.train.loop import StepLines, StepRecord
+from covey.train.notebook import NotebookOutput
 from covey.train.progress import Progress, SampleLine
 
 SAMPLES = [
@@ -249,3 +252,62 @@ def test_what_cannot_be_seen_is_escaped():
     assert printable("a\u202eb\u200b\x9b2J\ud800é") == "a\\u202eb\\u200b\\x9b2J\\ud800é"
     assert printable("a\nb", keep="\n") == "a\nb"
     assert excerpt("x" * 500, width=10) == "xxxxx … xxxxx"
+
+
+class NotebookSpy:
+    """What a cell shows after each drawing."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def show(self, text, now=False):
+        self.drawn.append(text)
+
+
+def test_a_notebook_has_one_output_that_stays_short(monkeypatch):
+    spy = NotebookSpy()
+    monkeypatch.setattr("covey.train.progress.NotebookOutput", lambda: spy)
+    console = Console(file=io.StringIO(), force_jupyter=True, width=80)
+    with Progress(500, console) as progress:
+        progress.evaluation("before", {"reward": 0.5})
+        for step in range(1, 301):
+            progress.phase("update")
+            progress.compiling(1)
+            progress.step(row(step), SAMPLES)
+        progress.done({"steps": 300, "seconds": 9.0}, "runs/a", chat=False)
+    assert console.file.getvalue() == ""
+    last = spy.drawn[-1].splitlines()
+    assert len(last) <= 32
+    assert any(line.split()[:1] == ["300/500"] for line in last)
+    assert any("300/500  " in line and "left" in line for line in last)
+    assert not any("covey chat" in line or "\x1b" in line for line in last)
+    assert any("update: compiling program 1" in text for text in spy.drawn)
+
+
+def test_an_output_is_not_drawn_too_often(monkeypatch):
+    now, drawn = 0.0, []
+
+    class Handle:
+        def update(self, bundle, raw):
+            drawn.append(bundle)
+
+    def display(bundle, raw, display_id):
+        drawn.append(bundle)
+        return Handle()
+
+    monkeypatch.setattr("covey.train.notebook.time.monotonic", lambda: now)
+    monkeypatch.setattr("covey.train.notebook.import_module", lambda name: SimpleNamespace(display=display))
+    output = NotebookOutput()
+    for text in ("<b>1</b>", "2", "3"):
+        output.show(text)
+        now += 0.2
+    output.show("4", now=True)
+    assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "4"]
+    assert drawn[0]["text/html"] == "<pre>&lt;b&gt;1&lt;/b&gt;</pre>"
+    monkeypatch.setattr("covey.train.loop.in_notebook", lambda: True)
+    lines = StepLines(("reward",))
+    for step in range(1, 101):
+        now += 1.0
+        lines(StepRecord(step, 1, 100, {"reward": 0.5}))
+    assert len(drawn[-1]["text/plain"].splitlines()) == 20
+    assert drawn[-1]["text/plain"].endswith("step 100/100  reward 0.5")

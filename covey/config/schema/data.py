@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Literal
+from typing import Final, Literal
 
 from covey.config.base import Config, Fraction, NonNegativeInt, Problem
 
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
+
+FROM_PYTHON: Final = "python"
+"""Value of `data.task` of a run whose data a script gave."""
 
 DATA_PATHS = {
     "gsm8k": "--data.path FOLDER with train.jsonl and test.jsonl (or Kaggle's CSV), hf:openai/gsm8k, or tfds:gsm8k",
@@ -19,9 +22,10 @@ DATA_PATHS = {
 class DataConfig(Config, section="data"):
     """Source of the prompts."""
 
-    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl"] = "first-letter"
+    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl", "python"] = "first-letter"
     """first-letter, arithmetic, sums and guess are made on the fly; gsm8k and jsonl are read from `path`. guess is for
-    the environment of that name.
+    the environment of that name. A run that a script made with `train(..., out=)` has python: only the script has its
+    data.
     """
     path: str | None = None
     """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
@@ -50,9 +54,10 @@ class DataConfig(Config, section="data"):
 class SFTDataConfig(DataConfig):
     """Source of the examples: prompts with the completions to learn."""
 
-    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl"] = "jsonl"
+    task: Literal["first-letter", "arithmetic", "sums", "guess", "gsm8k", "jsonl", "python"] = "jsonl"
     """jsonl: rows with answers, read from `path`, in the forms that covey sft --help lists. arithmetic, sums and gsm8k
-    bring worked answers, guess whole games; first-letter has none.
+    bring worked answers, guess whole games; first-letter has none. A run that a script made with `train(..., out=)` has
+    python.
     """
     completion_column: str = "completion"
     """jsonl: the column that holds the completion."""

@@ -53,6 +53,10 @@ class NamedModel:
     wheel: Wheel
 
 
+FROM_PYTHON = "python:"
+"""Source in the recipe of a run whose model a script gave."""
+
+
 def check_source(source: str | Path) -> None:
     """Refuse a source that cannot be right, without network and within milliseconds.
 
@@ -79,6 +83,11 @@ def _find_resolver(text: str) -> Callable[[], Resolved]:
     """Return the function that finds the source `text` on this disk or downloads it; refuse what cannot be a source."""
     if text in NAMED_MODELS:
         return partial(_resolve_named, text)
+    if text == FROM_PYTHON:
+        raise WeightsError(
+            "a script gave this run its model, and no command can load it",
+            want="the folder that cluster.save(FOLDER) writes in that script, or that write_hf writes",
+        )
     if text.startswith("hf:"):
         return partial(_resolve_hub, *_parse_hub(text))
     if text.startswith("pypi:"):

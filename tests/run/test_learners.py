@@ -1,0 +1,223 @@
+"""`train(..., out=)`: a script's run has the folder of a command's run, and goes on in it bit for bit."""
+
+import io
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import covey
+from covey import (
+    ClusterConfig,
+    CoveyError,
+    GRPOConfig,
+    GRPOLearner,
+    OptimizerConfig,
+    RLCluster,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTLearner,
+)
+from covey.cli.main import main
+from covey.cli.watch import watch
+from covey.errors import RecipeError, ResumeError, Stopped
+from covey.models.loading.weights import load
+from covey.report.run_data import read_run
+from covey.rl import grpo
+from covey.train.history import History
+from covey.train.loop import StepRecord
+from covey.train.run_files import METRICS, REPORT, SAMPLES
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 4)]
+HELD_OUT = [{"prompt": "7+8="}]
+
+
+def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    return [float(len(text) % 3) for text in completions]
+
+
+def learner(steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", **more: Any) -> GRPOLearner:
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    training = RLTrainingConfig(
+        max_steps=steps, prompts_per_step=2, checkpoint_every_n_steps=2, actor_optimizer=optimizer, show=("loss",)
+    )
+    rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, seed=seed)
+    config = ClusterConfig(training_config=training, rollout_config=rollout)
+    cluster = RLCluster.load(actor=actor, cluster_config=config)
+    algorithm = GRPOConfig(beta=0.05, num_generations=2)
+    return GRPOLearner(rl_cluster=cluster, reward_fns=length, grpo_config=algorithm, **more)
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """Rows of metrics without times, which differ from run to run."""
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    timed = ("time/", "step_time", "tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+def weights(of: GRPOLearner) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(of.cluster.state())]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> tuple[Path, GRPOLearner]:
+    """A run of four steps that nothing has stopped."""
+    out = tmp_path_factory.mktemp("runs") / "straight"
+    one = learner()
+    one.train(ROWS, HELD_OUT, out=out)
+    return out, one
+
+
+@pytest.mark.slow
+def test_the_folder_has_what_a_run_of_a_command_has(straight: tuple[Path, GRPOLearner]) -> None:
+    out, one = straight
+    files = {"recipe.yaml", METRICS, SAMPLES, "summary.json", "before.jsonl", "after.jsonl", REPORT, "heartbeat.json"}
+    assert files <= {path.name for path in out.iterdir()}
+    assert sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir()) == ["00000002", "00000004"]
+    data = read_run(out)
+    assert (data.state, list(data.steps)) == ("finished", [1, 2, 3, 4])
+    assert data.settings["rewards"] == ["length"]
+    assert data.settings["grpo.beta"] == 0.05
+    assert {"reward", "samples"} <= data.summary["after"].keys()
+    assert len((out / SAMPLES).read_text().splitlines()) == 4 * 2 * 2
+    assert [row["step"] for row in one.history] == [1, 2, 3, 4]
+    file = io.StringIO()
+    assert watch(out, once=True, console=Console(file=file, width=80)) == 0
+    assert "steps" in file.getvalue()
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_bit_for_bit(straight: tuple[Path, GRPOLearner], tmp_path: Path) -> None:
+    def stop(record: StepRecord) -> None:
+        if record.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Stopped) as stopped:
+        learner(observers=[stop]).train(ROWS, HELD_OUT, out=tmp_path / "run")
+    assert stopped.value.step == 3
+    again = learner()
+    again.train(ROWS, HELD_OUT, out=tmp_path / "run")
+    assert measured(tmp_path / "run") == measured(straight[0])
+    assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(straight[1]), strict=True))
+    assert again.history["reward"] == straight[1].history["reward"]
+
+
+@pytest.mark.slow
+def test_a_finished_run_gives_its_weights_to_a_new_learner(straight: tuple[Path, GRPOLearner]) -> None:
+    again = learner()
+    again.train(ROWS, HELD_OUT, out=straight[0])
+    assert again.step == 4
+    assert len(again.history) == 4
+    assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(straight[1]), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "rows", "words"),
+    [
+        ({"seed": 7}, ROWS, "seed was 0, is 7"),
+        ({}, ROWS[1:], "the data does not go on where it stopped"),
+        ({"actor": "scratch:arithmetic-tiny@2"}, ROWS, "this run began with the weights"),
+    ],
+)
+def test_another_run_is_refused(
+    straight: tuple[Path, GRPOLearner], how: Mapping[str, Any], rows: list[Any], words: str
+) -> None:
+    before = (straight[0] / METRICS).read_bytes()
+    with pytest.raises(ResumeError, match=words):
+        learner(**how).train(rows, out=straight[0])
+    assert (straight[0] / METRICS).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_commands_say_that_the_script_has_the_data(
+    straight: tuple[Path, GRPOLearner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["train", "--resume"], ["eval"], ["chat"]):
+        assert main([*words, str(straight[0])]) == 2
+        assert "script" in capsys.readouterr().err, words
+
+
+def test_what_is_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    one = learner()
+    with pytest.raises(CoveyError, match="this folder is not empty"):
+        one.train(ROWS, out=tmp_path)
+    (tmp_path / "recipe.yaml").write_text("name: x\nrewards: [first_letter]\n")
+    with pytest.raises(ResumeError, match="begun by a command"):
+        one.train(ROWS, out=tmp_path)
+    one.step = 3
+    with pytest.raises(RecipeError, match="already made 3 steps"):
+        one.train(ROWS, out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
+    def needs_column(prompts: Any, completions: Any, answer: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    one = learner()
+    one.reward_fns = [needs_column]
+    with pytest.raises(CoveyError, match="answer"):
+        one.train(ROWS, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(12)]
+
+    def made(stop: bool = False) -> SFTLearner:
+        def observer(record: StepRecord) -> None:
+            if stop and record.step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        config = SFTConfig(max_steps=3, batch_size=4, optimizer=OptimizerConfig(learning_rate=1e-3))
+        return SFTLearner(model="scratch:arithmetic-tiny@1", config=config, observers=[observer])
+
+    straight, resumed = made(), made()
+    straight.train(rows, rows[:4], out=tmp_path / "straight")
+    with pytest.raises(Stopped):
+        made(stop=True).train(rows, rows[:4], out=tmp_path / "run")
+    resumed.train(rows, rows[:4], out=tmp_path / "run")
+    assert measured(tmp_path / "run") == measured(tmp_path / "straight")
+    assert resumed.history["loss"] == straight.history["loss"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+    assert (tmp_path / "run" / REPORT).is_file()
+
+
+@pytest.mark.slow
+def test_the_actor_is_saved_for_transformers(straight: tuple[Path, GRPOLearner], tmp_path: Path) -> None:
+    cluster = straight[1].cluster
+    assert cluster.save(tmp_path / "model").max_difference < 1e-4
+    found = load(str(tmp_path / "model"))
+    assert list(found.tokenizer.encode("7+8=")) == list(cluster.tokenizer.encode("7+8="))
+    with pytest.raises(CoveyError):
+        cluster.save(tmp_path / "model")
+
+
+def test_the_public_learners_are_those_of_rl_and_sft() -> None:
+    assert issubclass(covey.GRPOLearner, grpo.GRPOLearner)
+    assert covey.GRPOLearner.__doc__ == grpo.GRPOLearner.__doc__
+
+
+def test_a_history_becomes_a_frame_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History([{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0, "kl": 0.25}])
+    pytest.importorskip("pandas")
+    frame = history.to_frame()
+    assert list(frame.index) == [1, 2]
+    assert frame["reward"].tolist() == [0.5, 1.0]
+    assert frame["kl"].isna().tolist() == [True, False]
+    assert len(History().to_frame()) == 0
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(CoveyError, match="pandas is not installed"):
+        history.to_frame()
