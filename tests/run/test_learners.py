@@ -35,7 +35,6 @@ from covey.train.history import History
 from covey.train.loop import StepRecord
 from covey.train.run_files import METRICS, REPORT, SAMPLES
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 4)]
 HELD_OUT = [{"prompt": "7+8="}]
 
@@ -68,7 +67,7 @@ def weights(of: GRPOLearner) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, compiled_once: None) -> tuple[Path, GRPOLearner]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOLearner]:
     """A run of four steps that nothing has stopped."""
     out = tmp_path_factory.mktemp("runs") / "straight"
     one = learner()
