@@ -233,6 +233,7 @@ def test_a_mesh_with_an_axis_along_which_nothing_is_split_is_refused() -> None:
         ClusterConfig(role_to_mesh={Role.ACTOR: mesh})
 
 
+@pytest.mark.slow
 def test_a_mesh_that_jax_made_trains(decoder: Callable) -> None:
     """`jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes."""
     mesh, records = jax.make_mesh((2, 2), ("fsdp", "tp")), []

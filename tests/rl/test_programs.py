@@ -177,12 +177,14 @@ def test_the_trainer_of_a_critic_calls_what_was_built_from_shapes() -> None:
 # --- other platforms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_programs_are_lowered_for_a_platform_that_is_not_there(platform: str) -> None:
     for program in programs(policy(lora=4, quantize="int8"), (2, 2), platform=platform).largest():
         assert program.lower(platform).as_text()
 
 
+@pytest.mark.slow
 def test_the_platform_reaches_the_layers() -> None:
     """A CPU has no barriers that hold, accumulates a loop's gradients in float32, and attends without a kernel."""
     kernels = {"cpu": "custom_call", "tpu": "@tpu_custom_call", "cuda": "triton"}
