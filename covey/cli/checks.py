@@ -5,8 +5,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey.config import strict_yaml
-from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names
+from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
 from covey.config.schema import HUBS
+from covey.config.schema.data import FROM_PYTHON
 from covey.errors import CoveyError, DataError, WeightsError
 
 
@@ -74,7 +75,11 @@ def has_checkpoint(run: str | Path) -> bool:
 
 
 def resume_command(run: str | Path) -> str:
-    """Return the command that resumes the run at `run`."""
+    """Return the command that resumes the run at `run`, or the call in the script that began it."""
+    data = section_of(run, "data").value
+    task = data["data"].value if isinstance(data, dict) and "data" in data else None
+    if isinstance(task, dict) and "task" in task and task["task"].value == FROM_PYTHON:
+        return "the script that began it: learner.train(rows, out=...)"
     return f"{COMMANDS[kind_of(run).method]} --resume {run}"
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from covey.cli.checks import resume_command
 from covey.config import recipe, strict_yaml
+from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, mask_secrets
 from covey.errors import CoveyError
 from covey.train.formats import duration
@@ -49,7 +50,7 @@ class WatchedProgress(Progress):
         show = settings.get("show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
         super().__init__(0, console, headline=headline, show=names, answers=answers)
-        self.run = run
+        self.run, self.task = run, settings.get("task")
 
     def status(self) -> Status:
         """Return what the run does: its times and plots from the rows, the rest from its heartbeat."""
@@ -60,7 +61,7 @@ class WatchedProgress(Progress):
         now = replace(beat.status, step=max(own.step, beat.status.step), left=own.left if running else 0.0)
         now = replace(now, total=max(now.total, now.step) if now.total else 0)
         now = replace(now, tokens_per_second=own.tokens_per_second or now.tokens_per_second)
-        return now if running else replace(now, phase=self.run.state, parts=0, compiling=0, phase_seconds=0.0)
+        return now if running else replace(now, phase=self.run.state, done=0, parts=0, compiling=0, phase_seconds=0.0)
 
 
 def watch(folder: Path, once: bool = False, as_json: bool = False, console: Console | None = None) -> int:
@@ -162,7 +163,7 @@ def _show_before(run: WatchedRun, progress: Progress) -> None:
         progress.evaluation("before", before)
 
 
-def _show_end(run: WatchedRun, progress: Progress, once: bool) -> None:
+def _show_end(run: WatchedRun, progress: WatchedProgress, once: bool) -> None:
     """Show the state at the end of the watch, and how to go on with a run that has ended too early."""
     if once and run.state == RUNNING:
         progress.show_status()
@@ -171,7 +172,8 @@ def _show_end(run: WatchedRun, progress: Progress, once: bool) -> None:
         summary = run.summary()
         ends = {name: _figures(summary.get(name)) for name in ("before", "after")}
         report = run.folder / REPORT
-        progress.done(ends | _figures(summary), run.folder, report if report.is_file() else "")
+        chat = progress.task != FROM_PYTHON
+        progress.done(ends | _figures(summary), run.folder, report if report.is_file() else "", chat)
         return
     progress.show_status()
     beat = run.heartbeat
@@ -194,12 +196,18 @@ def _text(value: Any) -> str:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return the method and `training.show` of the recipe, unchecked: another version of Covey may have written it."""
+    """Return the method, the task and `training.show` of the recipe, unchecked: another version of Covey may have
+    written it.
+    """
     if not recipe.is_run(folder):
         want = "the folder of a run, as covey train and covey sft write it"
         raise CoveyError(f"this is no run folder: it has no {RECIPE}", want=want, where=str(folder))
     path = folder / RECIPE
     tree = strict_yaml.plain(strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)))
-    training = tree.get("training") if isinstance(tree, dict) else None
-    show = training.get("show") if isinstance(training, dict) else None
-    return {"method": tree.get("method") if isinstance(tree, dict) else None, "show": show}
+    tree = tree if isinstance(tree, dict) else {}
+    sections = {name: tree[name] if isinstance(tree.get(name), dict) else {} for name in ("training", "data")}
+    return {
+        "method": tree.get("method"),
+        "task": sections["data"].get("task"),
+        "show": sections["training"].get("show"),
+    }

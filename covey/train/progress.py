@@ -168,6 +168,7 @@ class Progress:
         """Return what the run does now."""
         now, row = time.monotonic(), self._rows[-1] if self._rows else {}
         (done, parts), expected = self._count, self._seconds_left() if self._rows else 0.0
+        passed = min(now - self._stepped, self._row_time())  # the rest of a longer step is compilation
         return Status(
             step=int(row.get("step", self.steps_before)),
             total=self.total,
@@ -177,7 +178,7 @@ class Progress:
             parts=parts,
             compiling=self._compiling,
             seconds=self.seconds_before + now - self._started,
-            left=max(expected - (now - self._stepped), 0.0),
+            left=max(expected - passed, 0.0),
             tokens_per_second=row.get("tokens_per_second", 0.0),
             memory=self._memory(),
         )
@@ -247,10 +248,13 @@ class Progress:
         return columns
 
     def _seconds_left(self) -> float:
-        """Estimate the seconds left: the median time of the last rows without compilation, times those left."""
+        """Estimate the seconds left: the time of a row times the number of those left."""
+        return self._row_time() * math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
+
+    def _row_time(self) -> float:
+        """Return the median time of the last rows, without compilation."""
         times = [row["step_time"] - row.get("time/compile", 0.0) for row in self._rows[-5:] if "step_time" in row]
-        to_come = math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
-        return statistics.median(times) * to_come if times else 0.0
+        return statistics.median(times) if times else 0.0
 
     def _spark(self) -> str:
         marks = SPARKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_SPARKS

@@ -25,6 +25,7 @@ from covey import (
     SFTConfig,
     SFTLearner,
 )
+from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.cli.watch import watch
 from covey.errors import RecipeError, ResumeError, Stopped
@@ -91,6 +92,7 @@ def test_the_folder_has_what_a_run_of_a_command_has(straight: tuple[Path, GRPOLe
     file = io.StringIO()
     assert watch(out, once=True, console=Console(file=file, width=80)) == 0
     assert "steps" in file.getvalue()
+    assert resume_command(out) == "the script that began it: learner.train(rows, out=...)"
 
 
 @pytest.mark.slow

@@ -137,3 +137,5 @@ def test_the_status_counts_time_left_without_compilation(monkeypatch: pytest.Mon
     status = progress.status()
     assert (status.step, status.total, status.phase, status.phase_seconds) == (1, 10, "update", 3.0)
     assert (status.seconds, status.left, status.memory) == (57.0, 9 * 10.0 - 7.0, 5)
+    now = 150.0  # a step that compiles for long takes no more of the time left than another
+    assert progress.status().left == 8 * 10.0
