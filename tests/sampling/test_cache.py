@@ -66,6 +66,7 @@ def decoded(model: Any, blocks: list[Block], window: int | None, softcap: float 
     return np.stack(outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "width", "window", "softcap"),
     [("tpu", 128, None, None), ("tpu", 80, 20, 5.0), ("cuda", 128, 60, None), ("cuda", 80, None, 5.0)],

@@ -220,6 +220,7 @@ def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
         sample(requests(), kv_cache_size=40)
 
 
+@pytest.mark.slow
 def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come in few lengths, so that few programs are compiled; 94 tokens would have 128."""
     made: list[int] = []

@@ -39,9 +39,9 @@ def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
         pytest.param(SamplingParams(temperature=1.3, top_k=7), marks=pytest.mark.slow),
         pytest.param(SamplingParams(top_p=0.9), marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=0.8, top_p=0.5), marks=pytest.mark.slow),
-        SamplingParams(temperature=0.9, top_k=40, top_p=0.95),
+        pytest.param(SamplingParams(temperature=0.9, top_k=40, top_p=0.95), marks=pytest.mark.slow),
         pytest.param(SamplingParams(min_p=0.05), marks=pytest.mark.slow),
-        SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.1),
+        pytest.param(SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.1), marks=pytest.mark.slow),
     ],
 )
 def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams) -> None:
