@@ -1,15 +1,15 @@
 """Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
 Each family has a reader and a writer of its own fields; `_read_common` and `_write_common` handle those that all
-families share. The rotary settings are read in the forms of transformers 4 and 5, and written in that of 4, which both
-read.
+families share; `rope_config` converts the rotary settings.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from covey.errors import WeightsError
-from covey.models.config import ModelConfig, RopeScaling
+from covey.models.config import ModelConfig
+from covey.models.loading.rope_config import read_rope_scaling, rope_settings, write_rope_scaling
 
 Config = Mapping[str, Any]
 """A config.json as read."""
@@ -33,8 +33,8 @@ def _read_common(c: Config, **switches: Any) -> ModelConfig:
         "num_kv_heads": c.get("num_key_value_heads") or heads,
         "head_dim": c.get("head_dim") or hidden // heads,
         "norm_eps": c["rms_norm_eps"],
-        "rope_theta": _rope_settings(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # transformers' default
-        "rope_scaling": _rope_scaling(_rope_settings(c), c),
+        "rope_theta": rope_settings(c).get("rope_theta", c.get("rope_theta", 10_000.0)),  # transformers' default
+        "rope_scaling": read_rope_scaling(rope_settings(c), c),
         "tie_embeddings": c.get("tie_word_embeddings", False),
         "max_positions": c["max_position_embeddings"],
         "family": c["model_type"],
@@ -99,9 +99,9 @@ def _read_gemma3_ropes(c: Config) -> Fields:
     local = kinds.get("sliding_attention") or {}
     return {
         "rope_theta": wide.get("rope_theta", c.get("rope_theta", 1_000_000.0)),
-        "rope_scaling": _rope_scaling(wide, c, "full_attention"),
+        "rope_scaling": read_rope_scaling(wide, c, "full_attention"),
         "local_rope_theta": local.get("rope_theta", c.get("rope_local_base_freq", 10_000.0)),
-        "local_rope_scaling": _rope_scaling(local, {}, "sliding_attention"),
+        "local_rope_scaling": read_rope_scaling(local, {}, "sliding_attention"),
     }
 
 
@@ -145,34 +145,6 @@ def _activation(c: Config) -> str:
     if name not in ACTIVATIONS:
         raise WeightsError(f"activation {name!r} is not supported", want="one of: " + ", ".join(ACTIVATIONS))
     return ACTIVATIONS[name]
-
-
-def _rope_settings(c: Config) -> Config:
-    """Return the rotary settings of full attention, in the form of transformers 5; empty for an older config."""
-    settings: dict[str, Any] = c.get("rope_parameters") or {}
-    return settings.get("full_attention") or settings
-
-
-def _rope_scaling(rope: Config, c: Config, layers: str = "") -> RopeScaling | None:
-    """Return the scaling that `rope` or an older config sets; `layers` names the kind of layers, if there are many."""
-    scaling = rope or c.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", scaling["factor"])
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_positions=scaling["original_max_position_embeddings"],
-        )
-    of = f" under {layers}" if layers else ""
-    raise WeightsError(f"RoPE scaling {kind!r}{of} is not supported", want="one of: default, linear, llama3")
 
 
 def _refuse_switches(c: Config, *switches: str) -> None:
@@ -223,7 +195,7 @@ def write_gemma3(c: ModelConfig) -> Fields:
         "sliding_attention": (c.local_rope_theta, c.local_rope_scaling),
     }
     named = {
-        kind: {"rope_theta": theta} | (_write_rope_scaling(scaling) or {"rope_type": "default"})
+        kind: {"rope_theta": theta} | (write_rope_scaling(scaling) or {"rope_type": "default"})
         for kind, (theta, scaling) in kinds.items()
     }
     return {name: value for name, value in fields.items() if not name.startswith("rope_")} | {"rope_parameters": named}
@@ -247,22 +219,8 @@ def _write_common(c: ModelConfig) -> Fields:
         "rms_norm_eps": c.norm_eps,
         "max_position_embeddings": c.max_positions,
         "rope_theta": c.rope_theta,
-        "rope_scaling": _write_rope_scaling(c.rope_scaling),
+        "rope_scaling": write_rope_scaling(c.rope_scaling),
         "tie_word_embeddings": c.tie_embeddings,
-    }
-
-
-def _write_rope_scaling(scaling: RopeScaling | None) -> Fields | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
     }
 
 
