@@ -6,7 +6,7 @@ A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from covey.data.forms import FORM_COLUMNS, FORMS, PAIR, find_form
+from covey.data.forms import FORM_COLUMNS, FORMS, PAIR, find_form, format_columns
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_prompt, iter_items, plain_value
 from covey.errors import DataError, nearest
@@ -74,7 +74,8 @@ def _no_form_error(row: Mapping[str, Any], pair: tuple[str, str], where: str) ->
     begun = next((names for names in (pair, *(form.columns for form in FORMS)) if names[0] in row), None)
     lacks = begun[-1] if begun else pair[0]
     fix = nearest(lacks, map(str, row)) if row else ""
-    return DataError(f"there is nothing to learn: no column {lacks!r}", want=FORM_COLUMNS, fix=fix, where=where)
+    what = f"there is nothing to learn: no column {lacks!r}; its columns are {format_columns(row)}"
+    return DataError(what, want=FORM_COLUMNS, fix=fix, where=where)
 
 
 def _chat(messages: Any, where: str) -> tuple[Prompt, str]:

@@ -4,7 +4,8 @@ Supervised training learns the completion. Reinforcement learning samples from t
 given completion as the column `completion`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from covey.errors import DataError
@@ -25,17 +26,25 @@ class Form(NamedTuple):
     """One way to hold a prompt and its completion.
 
     Attributes:
+        name: what the form is called.
         columns: names of the required columns.
-        more: names of the optional columns.
-        holds: the meaning of these columns, for help and docs.
-        chat: converts a row to a chat, which ends with the completion if the row has one; the second argument names the
-            row in errors. None if the columns are prompt and completion themselves, or plain text.
+        description: the meaning of these columns, for help and docs.
+        optional: names of the optional columns.
+        to_chat: converts a row to a chat, which ends with the completion if the row has one; the second argument names
+            the row in errors. None if the columns are prompt and completion themselves, or plain text.
     """
 
+    name: str
     columns: tuple[str, ...]
     description: str
     optional: tuple[str, ...] = ()
     to_chat: Callable[[Mapping[str, Any], str], Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """Name with the columns, where these say more."""
+        columns = ", ".join(self.columns)
+        return self.name if columns in (self.name, "prompt, completion") else f"{self.name} ({columns})"
 
 
 def find_form(row: Mapping[str, Any]) -> Form | None:
@@ -46,6 +55,22 @@ def find_form(row: Mapping[str, Any]) -> Form | None:
 def find_chat_form(row: Mapping[str, Any]) -> Form | None:
     """Return the chat form of a row; its completion may be missing."""
     return next((form for form in FORMS if form.to_chat and form.columns[0] in row), None)
+
+
+def format_counts(found: Iterable[Form | None]) -> str:
+    """Format how many rows have each form, for the log; None is a prompt alone.
+
+    >>> format_counts([FORMS[2], None, FORMS[2]])
+    '2 rows as ShareGPT (conversations), 1 as prompt'
+    """
+    counts = Counter("prompt" if form is None else form.label for form in found)
+    return ", ".join(f"{count}{' rows' * (not n)} as {label}" for n, (label, count) in enumerate(counts.items()))
+
+
+def format_columns(row: Mapping[str, Any]) -> str:
+    """Format the columns that a row has, for errors; names in a file may be long and many."""
+    names = ", ".join(f"{str(name)[:40]!r}" for name in list(row)[:8])
+    return f"{names}, …" if len(row) > 8 else names or "none"
 
 
 def format_forms() -> str:
@@ -85,26 +110,40 @@ def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-PAIR = Form(("prompt", "completion"), "text, or chat messages; the completion is text or one message of the assistant")
+PAIR = Form(
+    "prompt and completion",
+    ("prompt", "completion"),
+    "text, or chat messages; the completion is text or one message of the assistant",
+)
 
 FORMS = (
     PAIR,
-    Form(("messages",), "chat messages, the last of which is the assistant's", to_chat=lambda row, _: row["messages"]),
     Form(
+        "chat",
+        ("messages",),
+        "chat messages, the last of which is the assistant's",
+        to_chat=lambda row, _: row["messages"],
+    ),
+    Form(
+        "ShareGPT",
         ("conversations",),
         "ShareGPT: turns `from` human and gpt with a `value`; the text of a column `system` is placed before them",
         ("system",),
         _conversations,
     ),
     Form(
+        "Alpaca",
         ("instruction", "output"),
         "Alpaca: the user's message, followed by the text of a column `input`, and the answer",
         ("input", "system"),
         _instruction,
     ),
-    Form(("text",), "plain text, all of which is learnt"),
+    Form("text", ("text",), "plain text, all of which is learnt"),
 )
 """All forms. A row that has the columns of several is read by the first of them."""
+
+CHAT_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS if form.to_chat)
+"""Columns of the forms that are chats, in one line, for errors."""
 
 FORM_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS)
 """Columns of all forms in one line, for errors."""

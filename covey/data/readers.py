@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.config.schema import HUBS, DataConfig
+from covey.data.forms import CHAT_COLUMNS, format_columns
 from covey.data.rows import plain_value
 from covey.errors import DataError, nearest
 from covey.extras import install_command
@@ -155,8 +156,9 @@ def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
         names = (column,) if isinstance(column, str) else column
         if not any(name in row for name in names):
             near = nearest(names[0], row) if row else ""
-            want = "" if len(names) == 1 else "one of: " + ", ".join(names)
-            raise DataError(f"has no column {names[0]!r}", want=want, fix=near, where=where)
+            want = "" if len(names) == 1 else f"{names[0]}; or {CHAT_COLUMNS}"
+            what = f"has no column {names[0]!r}; its columns are {format_columns(row)}"
+            raise DataError(what, want=want, fix=near, where=where)
     return row
 
 

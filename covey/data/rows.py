@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
-from covey.data.forms import FORMS, find_chat_form
+from covey.data.forms import CHAT_COLUMNS, find_chat_form, format_columns
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 
@@ -179,7 +179,8 @@ def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
     if "train" in columns:
         raise DataError("these are several splits", want="one data set", fix="pass data['train']", where=where)
     close = nearest("prompt", map(str, columns)) if columns else ""
-    raise DataError("there is no prompt", want=f"a column named prompt or prompts, or {_CHATS}", fix=close, where=where)
+    what = f"there is no prompt; the columns are {format_columns(columns)}"
+    raise DataError(what, want=f"a column named prompt or prompts; or {CHAT_COLUMNS}", fix=close, where=where)
 
 
 def _is_one_prompt(value: Any, name: str) -> bool:
@@ -214,7 +215,3 @@ def plain_value(value: Any) -> Any:
         except UnicodeDecodeError:  # not text: an image or a pickle
             return value
     return value
-
-
-_CHATS = " or ".join(form.columns[0] for form in FORMS if form.to_chat)
-"""Names of the columns that hold a chat, for errors."""

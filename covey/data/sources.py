@@ -3,6 +3,7 @@
 Rows have prompts, and for supervised training completions (`load_examples`). `readers` reads the records.
 """
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data import arithmetic, first_letter, gsm8k, guess, readers, sums
 from covey.data.examples import as_example
-from covey.data.forms import FORMS
+from covey.data.forms import FORMS, PAIR, Form, find_chat_form, find_form, format_counts
 from covey.data.rows import Row, as_chat_row, as_prompt
 from covey.errors import DataError
 from covey.types import Message
+
+log = logging.getLogger(__name__)
 
 Splits = tuple[list[Row], list[Row]]
 """Training rows and test rows."""
@@ -96,7 +99,10 @@ def _prepare(config: DataConfig, rows: Splits, own_system: str | None) -> Datase
 def _jsonl(config: DataConfig) -> Splits:
     column = config.prompt_column
     chats = tuple(form.columns[0] for form in FORMS if form.to_chat) if column == DataConfig.prompt_column else ()
-    return _read_rows(config, [(column, *chats)], JSONL, lambda record, where: _prompt_row(record, column, where))
+    find = lambda record: None if column in record else find_chat_form(record)  # noqa: E731
+    return _read_rows(
+        config, [(column, *chats)], JSONL, lambda record, where: _prompt_row(record, column, where), find=find
+    )
 
 
 def _with_answers(rows: Splits) -> Splits:
@@ -112,7 +118,8 @@ def _gsm8k_examples(config: SFTDataConfig) -> Splits:
 
 def _jsonl_examples(config: SFTDataConfig) -> Splits:
     names = config.prompt_column, config.completion_column
-    return _read_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names))
+    find = lambda record: PAIR if all(name in record for name in names) else find_form(record)  # noqa: E731
+    return _read_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names), find=find)
 
 
 def _no_examples(config: SFTDataConfig) -> Splits:
@@ -140,10 +147,15 @@ def _read_rows(
     wanted: str,
     row: Callable[[Row, str], Row],
     hub_config: str | None = None,
+    find: Callable[[Row], Form | None] | None = None,
 ) -> Splits:
-    """Return the records at `config.path` as rows; without test records the last tenth is the test set."""
+    """Return the records at `config.path` as rows; without test records the last tenth is the test set. Log which
+    forms `find` finds in the training records.
+    """
     train, test = readers.read_records(config, columns, wanted, hub_config)
     rows = _convert_records(train, row)
+    if find is not None:
+        log.info(f"{train.name}: {format_counts(map(find, train.records))}")
     if test is not None:
         return rows, _convert_records(test, row)
     count = max(1, len(rows) // 10)

@@ -173,10 +173,14 @@ class Run(ABC, Generic[RecipeT]):
 
     @classmethod
     def _load_inputs(cls, recipe: RecipeT) -> tuple[Dataset, Mesh | None]:
-        """Return data and mesh; what is wrong with them is found before a folder is made."""
+        """Return data and mesh, and show the forms of the rows; what is wrong with them is found before a folder is
+        made.
+        """
         distributed.refuse_differences("recipe", lambda: to_yaml(recipe), "the same command for all")
         mesh = mesh_from_config(recipe.model.mesh)
-        return cls.load_data(recipe), mesh
+        show = echo if distributed.is_first() else _show_nothing
+        with show_log(info=show, warning=show):
+            return cls.load_data(recipe), mesh
 
     @classmethod
     def _execute(
@@ -326,6 +330,10 @@ class Run(ABC, Generic[RecipeT]):
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, those before a resume included."""
         return time.monotonic() - self.started
+
+
+def _show_nothing(text: str) -> None:
+    """Show nothing: the first process shows it for all."""
 
 
 def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:

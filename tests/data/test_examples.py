@@ -69,6 +69,12 @@ def test_columns_and_arrays_are_taken_too() -> None:
         ({"prompt": "a"}, "no column 'completion'"),
         ({"prompt": "a", "completions": "b"}, "did you mean 'completions'?"),
         ({"question": "a", "answer": "b"}, "no column 'prompt'"),
+        ({"question": "a", "answer": "b"}, "its columns are 'question', 'answer'"),
+        (
+            {"x" * 10**6: 1, **dict.fromkeys("abcdefghij")},
+            f"its columns are '{'x' * 40}', 'a', 'b', 'c', 'd', 'e', 'f', 'g', …",
+        ),
+        ({}, "its columns are none"),
         ({}, "prompt and completion; or messages; or conversations; or instruction and output; or text"),
         ("a text", "is a str"),
         ({"prompt": "a", "completion": "  "}, "the completion is '  '"),
@@ -119,6 +125,16 @@ def test_one_table_of_forms_serves_errors_help_and_docs(capsys: pytest.CaptureFi
     ]
     for named, form in zip(columns, FORMS, strict=True):
         assert re.search(rf"^  {named} +{re.escape(form.description)}$", shown, re.M)
+
+
+def test_the_rows_on_the_page_are_read_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("One row of each form:")[2]
+    (block, *_) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(block, {})
+    said = capsys.readouterr().out.splitlines()
+    assert said == re.findall(r"^print\(.*\)  # (.*)$", block, re.M)
+    assert len(said) == 2
+    assert all(re.search(rf'"{name}":', block) for form in FORMS for name in form.columns)
 
 
 def test_nothing_else_lists_the_forms() -> None:

@@ -21,6 +21,8 @@ from covey.config import recipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, load_examples, readers
 from covey.errors import DataError
+from covey.run.rl import RLRun
+from covey.run.sft import SFTRun
 
 HEADER = "question,answer\n"
 PROBLEMS = [
@@ -112,6 +114,19 @@ def test_chats_in_files_are_learnt_or_asked(tmp_path: Path, row: dict[str, Any],
         assert [row["level"] for row in data.test] == [1]
 
 
+def test_a_run_tells_the_forms_of_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([*CHATS, *CHATS[1:2], {"prompt": "2+2?"}, {"prompt": "held out"}]))
+    RLRun._load_inputs(recipe.Recipe(data=DataConfig(task="jsonl", path=str(tmp_path / "a.json")), rewards=()))
+    said = "1 rows as chat (messages), 2 as ShareGPT (conversations), 1 as Alpaca (instruction, output), 2 as prompt"
+    assert f"a.json: {said}\n" in capsys.readouterr().out.replace("\n  ", " ")
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "a"}, {"asked": "b", "given": "c"}] * 2))
+    learnt = recipe.SFTRecipe(
+        data=SFTDataConfig(path=str(tmp_path / "b.json"), prompt_column="asked", completion_column="given")
+    )
+    SFTRun._load_inputs(learnt)
+    assert "b.json: 2 rows as text, 2 as prompt and completion\n" in capsys.readouterr().out.replace("\n  ", " ")
+
+
 def test_json_lines_under_the_name_of_a_list_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.json"))).train == [{"prompt": "a"}]
@@ -125,7 +140,8 @@ FILE_MISTAKES = {
     "another column": (
         "a.json",
         b'[{"promt": "a"}]',
-        "entry 1: has no column 'prompt'\n  wanted: one of: prompt, messages",
+        "entry 1: has no column 'prompt'; its columns are 'promt'\n"
+        "  wanted: prompt; or messages; or conversations; or instruction and output\n",
     ),
     "too deep": ("a.json", b"[" * 100_000, "is not JSON"),
     "no Parquet": ("a.parquet", b"PAR1 and nothing else PAR1", "is no Parquet file"),

@@ -187,7 +187,7 @@ REFUSED = {
     "a path": ("train.jsonl", "one text"),
     "a number": (3, "int"),
     "None": (None, "NoneType"),
-    "no prompt column": ([{"promt": "a"}], "item 0.*no prompt[\\s\\S]*did you mean 'promt'"),
+    "no prompt column": ([{"promt": "a"}], "item 0.*no prompt; the columns are 'promt'\n[\\s\\S]*did you mean 'promt'"),
     "splits": ({"train": [], "test": []}, "several splits[\\s\\S]*data\\['train'\\]"),
     "ragged columns": ({"prompt": ["a", "b"], "answer": ["1"]}, "'answer' has 1 entries and 'prompt' has 2"),
     "a prompt for a column": ({"prompt": "a"}, "column 'prompt' is a str"),
