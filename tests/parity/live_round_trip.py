@@ -46,7 +46,7 @@ from covey.models.loading.peft import load_adapter  # noqa: E402
 from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402
-from covey.train.trainer import Part, Trainer  # noqa: E402
+from covey.train.trainer import MicroBatch, Trainer  # noqa: E402
 from covey.types import Completion, FinishReason, Group  # noqa: E402
 
 LIMIT = 1e-4
@@ -121,7 +121,7 @@ def trained(base: Decoder) -> Decoder:
     rows = pack([Group("", prompt, (completion,)) for prompt, completion in texts], 64)
     trainer = Trainer(with_lora(base, LoRAConfig(rank=4, alpha=8.0)), optax.adam(2e-2), supervised_loss)
     for _ in range(3):
-        trainer.update([Part(rows, float(rows.scored.sum()))])
+        trainer.update([MicroBatch(rows, float(rows.scored.sum()))])
     return nnx.merge(trainer.graph, trainer.params)
 
 
