@@ -9,14 +9,21 @@ class RopeScaling:
     """Scaling of the rotary frequencies.
 
     `linear` divides all of them by `factor` (Chen et al., 2023); `llama3` keeps the high frequencies and interpolates
-    between `low_freq_factor` and `high_freq_factor` (Llama 3.1 release).
+    between `low_freq_factor` and `high_freq_factor` (Llama 3.1 release); `yarn` keeps the pairs that turn more than
+    `beta_fast` times in `original_max_positions`, divides those that turn less than `beta_slow` times, and interpolates
+    linearly between these pairs, whose numbers are made whole by `truncate` (Peng et al., 2023).
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Factor on cosines and sines, so that scores have its square: 0.1 ln(factor) + 1 in the paper of YaRN."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class ModelConfig:
     """RoPE base of the layers with a window (Gemma 3)."""
     local_rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies of the layers with a window (Gemma 3)."""
+    rope_layers: tuple[bool, ...] | None = None
+    """Whether each layer rotates queries and keys; None means all do (SmolLM3 leaves some out)."""
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the number of inputs and outputs of each projection of a layer, by name."""
@@ -89,3 +98,9 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Return the sliding window of `layer`, or None when it has full attention."""
         return self.windows[layer] if self.windows else None
+    def rotates_otherwise(self, layer: int) -> bool:
+        """Return True if `layer` does not rotate by `rope_theta`: it has the local base, or does not rotate at all."""
+        if self.rope_layers is not None:
+            return not self.rope_layers[layer]
+        return self.local_rope_theta is not None and self.window(layer) is not None
+

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
-from covey.models.config import ModelConfig
+from covey.models.config import ModelConfig, RopeScaling
 from covey.models.layer_loop import save_all_but_selected, scan_layers
 from covey.models.layers import (
     MLP,
@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
         for layers in self.layer_runs():
             graph = nnx.split(next(iter(layers.values())))[0]
             for index, layer in layers.items():
-                x, new = run(graph, nnx.split(layer)[1], x, cache[index], c.window(index))
+                x, new = run(graph, nnx.split(layer)[1], x, cache[index], c.window(index), c.rotates_otherwise(index))
                 caches.append(new)
         return self.norm(x), caches
 
@@ -180,11 +180,17 @@ class Decoder(nnx.Module):
         return self._shard_rows(self.norm(x) if self.config.embed_norm else x)
 
     def _rope_tables(self, positions: Int[Array, "B T"]) -> list[Rope]:
-        """Return the rotary tables of the layers with full attention, and of those with a window."""
+        """Return the rotary tables of most layers, and of those that rotate otherwise."""
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
-        frequencies = [rope_frequencies(c.head_dim, *base) for base in bases]
-        return [rope_tables(positions, -frequency if c.rope_backwards else frequency) for frequency in frequencies]
+        tables = [self._rope_table(positions, theta, scaling) for theta, scaling in bases]
+        still = rope_tables(positions, jnp.zeros(c.head_dim // 2))
+        return tables if c.rope_layers is None else [tables[0], still]
+
+    def _rope_table(self, positions: Int[Array, "B T"], theta: float, scaling: RopeScaling | None) -> Rope:
+        frequencies = rope_frequencies(self.config.head_dim, theta, scaling)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        return rope_tables(positions, -frequencies if self.config.rope_backwards else frequencies, factor)
 
     def _shard_rows(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Constrain `x` to be sharded by rows over the mesh of the weights, if there is one: otherwise the compiler may
@@ -200,14 +206,14 @@ class Decoder(nnx.Module):
         return sharded
 
     def _layer_traced_once(self, ropes: list[Rope], attend: Attend) -> Any:
-        """Return a layer as a function of its graph, weights, input, cache and window. It is traced and lowered once
-        for all layers that are alike; XLA copies it to each call before it optimizes the program.
+        """Return a layer as a function of its graph, weights, input and cache, of its window, and of whether it rotates
+        otherwise. It is traced and lowered once for all layers that are alike; XLA copies it to each call before it
+        optimizes the program.
         """
 
-        @partial(jax.jit, static_argnums=(0, 4))
-        def run(graph: Any, state: Any, x: Array, cache: Any, window: int | None) -> tuple[Array, Any]:
-            rope = ropes[self.config.local_rope_theta is not None and window is not None]
-            x, new = nnx.merge(graph, state)(x, rope, attend, cache, window)
+        @partial(jax.jit, static_argnums=(0, 4, 5))
+        def run(graph: Any, state: Any, x: Array, cache: Any, window: int | None, otherwise: bool) -> tuple[Array, Any]:
+            x, new = nnx.merge(graph, state)(x, ropes[otherwise], attend, cache, window)
             return self._shard_rows(x), new
 
         return run
@@ -221,18 +227,18 @@ class Decoder(nnx.Module):
         graph, states = nnx.split(next(iter(layers.values())))[0], [nnx.split(layer)[1] for layer in layers.values()]
         c = self.config
         windows = [c.window(i) for i in layers]
-        local = jnp.array([c.local_rope_theta is not None and w is not None for w in windows])
+        otherwise = jnp.array([c.rotates_otherwise(i) for i in layers])
         window_sizes = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
 
         def step(x: Array, state: Any, numbers: tuple[Array, Array]) -> Array:
-            is_local, window = numbers
-            rope = jax.tree.map(lambda wide, near: jnp.where(is_local, near, wide), *ropes)
+            otherwise, window = numbers
+            rope = jax.tree.map(lambda most, other: jnp.where(otherwise, other, most), *ropes)
             layer = nnx.merge(graph, state)
             out, _ = layer(save_product(x), rope, attend, None, None if c.windows is None else window)
             return self._shard_rows(out)
 
         policy = REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected
-        return scan_layers(step, x, states, (local, window_sizes), platform=self.platform, policy=policy)
+        return scan_layers(step, x, states, (otherwise, window_sizes), platform=self.platform, policy=policy)
 
 
 def head_logits(

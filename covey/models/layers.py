@@ -4,6 +4,7 @@ Products accumulate in float32 whatever their operands' type, in the forward and
 other way, CPU upcasts whole bfloat16 weights. Norms and rotations run in float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -302,20 +303,38 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(head_dim, theta, scaling)
+        return frequency * (kept + (1 - kept) / scaling.factor)
     turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequency * (blend + (1 - blend) / scaling.factor)
 
 
+def _yarn_kept(head_dim: int, theta: float, scaling: RopeScaling) -> Float[Array, "half"]:
+    """Return how much of each pair's frequency YaRN keeps: 1 up to one pair, 0 from another on, a line between."""
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, head_dim - 1.0)
+    line = (jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / (last - first or 0.001)
+    return 1 - jnp.clip(line, 0.0, 1.0)
+
+
 Rope = tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]
 """Cosines and sines of every position, broadcast over heads."""
 
 
-def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"]) -> Rope:
-    """Return cosine and sine of position × frequency."""
+def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"], factor: float = 1.0) -> Rope:
+    """Return cosine and sine of position × frequency, both multiplied by `factor`."""
     angle = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def rotate(x: Float[Array, "B T N W"], rope: Rope, platform: str = "cpu") -> Array:

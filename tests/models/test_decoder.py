@@ -31,6 +31,10 @@ NANOCHAT = dataclasses.replace(
     PLAIN, activation="relu2", gated_mlp=False, qk_norm=True, norm_scales=False, embed_norm=True, rope_backwards=True,
     final_softcap=4.0,
 )  # fmt: skip
+OLMO2 = dataclasses.replace(
+    PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True, rope_layers=(True, False),
+    rope_scaling=RopeScaling("yarn", 4.0, original_max_positions=64, attention_factor=1.1),
+)  # fmt: skip
 TIME = 16
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, TIME))
 POSITIONS = np.broadcast_to(np.arange(TIME), (2, TIME))
@@ -107,7 +111,7 @@ def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
 @pytest.mark.slow
 def test_neither_the_loop_nor_recomputation_changes_values_or_gradients(remat: bool) -> None:
     """With every switch of the families on, and adapters."""
-    for config in (EVERYTHING, NANOCHAT):
+    for config in (EVERYTHING, NANOCHAT, OLMO2):
         same(values_and_gradients(build(config, True, remat=remat)), values_and_gradients(build(config, True), False))
 
 
@@ -234,7 +238,9 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [PLAIN, EVERYTHING, NANOCHAT], ids=["plain", "every switch", "nanochat"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, EVERYTHING, NANOCHAT, OLMO2], ids=["plain", "every switch", "nanochat", "olmo2"]
+)
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.slow
 def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, looped: bool) -> None:

@@ -11,7 +11,8 @@ NULLABLE = (
     "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "rope_theta", "rope_local_base_freq",
     "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor", "rope_parameters", "rope_scaling",
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "hidden_act", "hidden_activation",
-    "layer_types", "full_attention", "sliding_attention", "rope_type", "type",
+    "layer_types", "no_rope_layers", "full_attention", "sliding_attention", "rope_type", "type",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
 """Fields that may be null, which means the same as absent."""
 
@@ -29,6 +30,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     kinds = config.get("layer_types")
     if kinds is not None and len(kinds) != layers:
         raise WeightsError(f"layer_types has {len(kinds)} entries", want=f"one a layer: {layers}", where=where)
+    marks = config.get("no_rope_layers")
+    if marks is not None and len(marks) < (layers or 0):
+        raise WeightsError(f"no_rope_layers has {len(marks)} entries", want=f"one a layer: {layers}", where=where)
     if config.get("rope_theta", 0) is None and not config.get("rope_parameters"):
         raise WeightsError("rope_theta is None", want="a finite number above 0", where=where)
 
@@ -86,13 +90,14 @@ def _is_layer_types(value: Any) -> bool:
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", NUM_LAYERS, "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "sliding_window", "sliding_window_pattern",
-    "original_max_position_embeddings",
+    "no_rope_layer_interval", "original_max_position_embeddings",
 )  # fmt: skip
 _NUMBERS = (
-    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "rms_norm_eps", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
 )  # fmt: skip
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_YARN_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate")
 _OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 _TEXTS = ("hidden_act", "hidden_activation", "rope_type", "type")
 
@@ -100,9 +105,17 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (_is_count, "a whole number from 1 to 2147483647")),
     "max_window_layers": (lambda value: _is_count(value, 0), "a whole number from 0 to 2147483647"),
     **dict.fromkeys(_NUMBERS, (_is_number, "a finite number above 0")),
+    "rope_theta": (lambda value: _is_number(value) and value > 1, "a finite number above 1"),
+    **dict.fromkeys(
+        _YARN_NUMBERS, (lambda value: _is_number(value) and 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6")
+    ),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     **dict.fromkeys(_OBJECTS, (lambda value: isinstance(value, Mapping), "an object")),
     **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "text")),
+    "no_rope_layers": (
+        lambda value: isinstance(value, list) and all(mark in (0, 1) for mark in value),
+        "a list of 0 and 1",
+    ),
     "layer_types": (
         lambda value: (
             isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
