@@ -57,12 +57,16 @@ class ModelConfig:
     """Apply an RMS norm to each query and key head before the rotation (Qwen3, Gemma 3). nanochat applies it after the
     rotation, which is the same for a norm without scales: a rotation keeps lengths.
     """
+    qk_norm_whole: bool = False
+    """Apply the norm of queries and keys to all heads together, with a scale for each number (OLMo 2)."""
     norm_scales: bool = True
     """Give norms a learnt scale (nanochat's have none)."""
     embed_norm: bool = False
     """Apply a norm between the embedding and the first layer (nanochat)."""
+    pre_norms: bool = True
+    """Apply norms before attention and MLP (OLMo 2 does not)."""
     post_norms: bool = False
-    """Apply norms after attention and MLP, before the residual sum (Gemma)."""
+    """Apply norms after attention and MLP, before the residual sum (Gemma, OLMo 2)."""
     norm_offset: float = 0.0
     """Number added to every norm scale: 1 for Gemma."""
     embed_scale: float = 1.0
@@ -75,12 +79,12 @@ class ModelConfig:
     """Sliding window of each layer in tokens; None means full attention."""
     rope_backwards: bool = False
     """Rotate by negative angles (nanochat)."""
+    rope_layers: tuple[bool, ...] | None = None
+    """Whether each layer rotates queries and keys; None means all do (SmolLM3 leaves some out)."""
     local_rope_theta: float | None = None
     """RoPE base of the layers with a window (Gemma 3)."""
     local_rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies of the layers with a window (Gemma 3)."""
-    rope_layers: tuple[bool, ...] | None = None
-    """Whether each layer rotates queries and keys; None means all do (SmolLM3 leaves some out)."""
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the number of inputs and outputs of each projection of a layer, by name."""
@@ -95,12 +99,12 @@ class ModelConfig:
         }
         return shapes | ({"gate_proj": (self.hidden_size, self.intermediate_size)} if self.gated_mlp else {})
 
-    def window(self, layer: int) -> int | None:
-        """Return the sliding window of `layer`, or None when it has full attention."""
-        return self.windows[layer] if self.windows else None
     def rotates_otherwise(self, layer: int) -> bool:
         """Return True if `layer` does not rotate by `rope_theta`: it has the local base, or does not rotate at all."""
         if self.rope_layers is not None:
             return not self.rope_layers[layer]
         return self.local_rope_theta is not None and self.window(layer) is not None
 
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of `layer`, or None when it has full attention."""
+        return self.windows[layer] if self.windows else None

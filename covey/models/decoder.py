@@ -64,21 +64,25 @@ class Attention(nnx.Module):
         self.k_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.v_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        norm = partial(RMSNorm, c, c.head_dim, param_dtype)
-        self.q_norm: RMSNorm | None = norm() if c.qk_norm else None
-        self.k_norm: RMSNorm | None = norm() if c.qk_norm else None
+        heads = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
+        norms = [RMSNorm(c, number * c.head_dim, param_dtype) if c.qk_norm else None for number in heads]
+        self.q_norm, self.k_norm = norms
         self.config = config
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
         q, k, v = apply_together((self.q_proj, self.k_proj, self.v_proj), x, c.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normalise(self.q_norm, q), self._normalise(self.k_norm, k)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         q, k = (rotate(heads, rope, self.q_proj.platform) for heads in (q, k))
         q = q * jnp.asarray(scale, x.dtype)
         mixed, cache = attend(q, k, v, cache, window=window, softcap=c.attn_softcap)
         return self.o_proj.from_heads(mixed), cache
+
+    def _normalise(self, norm: RMSNorm, heads: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
+        whole = self.config.qk_norm_whole
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape) if whole else norm(heads)
 
 
 class Layer(nnx.Module):
@@ -86,17 +90,22 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         norm = partial(RMSNorm, config, config.hidden_size, param_dtype)
-        self.attn_norm, self.mlp_norm = norm(), norm()
+        self.attn_norm: RMSNorm | None = norm() if config.pre_norms else None
+        self.mlp_norm: RMSNorm | None = norm() if config.pre_norms else None
         self.post_attn_norm: RMSNorm | None = norm() if config.post_norms else None
         self.post_mlp_norm: RMSNorm | None = norm() if config.post_norms else None
         self.attn = Attention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
-        mixed, cache = self.attn(self.attn_norm(x), rope, attend, cache, window)
-        x = x + (mixed if self.post_attn_norm is None else self.post_attn_norm(mixed))
-        out = self.mlp(self.mlp_norm(x))
-        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out)), cache
+        mixed, cache = self.attn(_apply_norm(self.attn_norm, x), rope, attend, cache, window)
+        x = x + _apply_norm(self.post_attn_norm, mixed)
+        out = self.mlp(_apply_norm(self.mlp_norm, x))
+        return x + _apply_norm(self.post_mlp_norm, out), cache
+
+
+def _apply_norm(norm: RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):

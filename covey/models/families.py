@@ -102,7 +102,8 @@ def write_config(config: ModelConfig) -> Fields:
 
 def parameter_paths(config: ModelConfig) -> list[str]:
     """Return the dotted paths of all parameters of the decoder that `config` describes."""
-    norms = ["attn_norm", "mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
+    norms = ["attn_norm", "mlp_norm"] if config.pre_norms else []
+    norms += ["post_attn_norm", "post_mlp_norm"] if config.post_norms else []
     norms += ["attn.q_norm", "attn.k_norm"] if config.qk_norm else []
     layer = [f"{norm}.scale" for norm in norms if config.norm_scales]
     layer += [f"attn.{name}.kernel" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
