@@ -4,12 +4,14 @@ A family is a row of `FAMILIES`: a reader from the checkpoint's config.json to `
 `hf_config`), and a name table from our parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and
 export use the same table.
 
-Our kernels are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed, nothing else is. Norm
-scales stay as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
+Our kernels are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed, nothing else is. Paths of
+one name share a tensor, whose rows are theirs in the order of `parameter_paths` (Phi-3's q, k and v). Norm scales stay
+as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,24 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
 
 def convert_layout(path: str, tensor: np.ndarray) -> np.ndarray:
     """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
+def shared_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return our path → first row and end of its part of the checkpoint's tensor, for kernels that share one."""
+    shapes = config.projection_shapes()
+    rows: dict[str, tuple[int, int]] = {}
+    for paths in _paths_by_tensor(config).values():
+        if len(paths) > 1:
+            ends = accumulate(shapes[path.split(".")[-2]][1] for path in paths)
+            rows |= dict(zip(paths, pairwise([0, *ends]), strict=True))
+    return rows
+
+
+def _paths_by_tensor(config: ModelConfig) -> dict[str, list[str]]:
+    paths: dict[str, list[str]] = {}
+    for path, name in tensor_names(config).items():
+        paths.setdefault(name, []).append(path)
+    return paths
+
+
     return tensor.T if path.endswith(".kernel") else tensor
 
 

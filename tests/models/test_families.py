@@ -322,3 +322,17 @@ def test_orient_is_its_own_inverse():
     kernel = np.arange(6).reshape(2, 3)
     for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
         np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)
+def test_projections_that_share_a_tensor_are_its_rows() -> None:
+    config = families.read_config(MODELS["phi3"]["config"])
+    rows = families.shared_rows(config)
+    first = {path.removeprefix("layers.0."): span for path, span in rows.items() if path.startswith("layers.0.")}
+    assert first == {
+        "attn.q_proj.kernel": (0, 32),
+        "attn.k_proj.kernel": (32, 48),
+        "attn.v_proj.kernel": (48, 64),
+        "mlp.gate_proj.kernel": (0, 48),
+        "mlp.up_proj.kernel": (48, 96),
+    }
+    assert families.shared_rows(families.read_config(LLAMA)) == {}
+
+

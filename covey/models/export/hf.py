@@ -6,6 +6,7 @@ If the model was loaded from such a folder, the folder's config and tokenizer fi
 
 import shutil
 from collections.abc import Iterator
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from covey.models.export.files import (
 )
 from covey.models.loading import weights
 from covey.models.loading.hf_config import Fields
+from covey.models.loading.text_part import is_whole
 from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000
@@ -69,27 +71,40 @@ def write_hf(
 
 
 def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int) -> None:
-    names, sizes_by_path = families.tensor_names(model.config), parameter_sizes(model, dtype)
-    shards = list(_split_shards(sizes_by_path, shard_size))
+    sizes = _tensor_sizes(model, dtype)
+    shards = list(_split_shards(sizes, shard_size))
     files = [_file_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    arrays = export_parameters(model, dtype)
+    tensors = _named_tensors(model, dtype)
     for file, shard in zip(files, shards, strict=True):
-        tensors: dict[str, np.ndarray] = {}
-        for _ in shard:
-            path, array = next(arrays)
-            tensors[names[path]] = families.convert_layout(path, array)
-        write_safetensors(folder / file, tensors)
+        write_safetensors(folder / file, dict(islice(tensors, len(shard))))
     if len(files) > 1:
-        file_of = {names[path]: file for file, shard in zip(files, shards, strict=True) for path in shard}
-        index = {"metadata": {"total_size": sum(sizes_by_path.values())}, "weight_map": file_of}
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def _split_shards(sizes_by_path: dict[str, int], limit: int) -> Iterator[list[str]]:
-    """Split the names, in their order, into runs of at most `most` bytes."""
+def _named_tensors(model: Decoder, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of each tensor of the checkpoint; the parameters that share one are adjacent."""
+    names = families.tensor_names(model.config)
+    for name, group in groupby(export_parameters(model, dtype), lambda item: names[item[0]]):
+        parts = [families.convert_layout(path, array) for path, array in group]
+        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        del parts  # free them before the next is made
+
+
+def _tensor_sizes(model: Decoder, dtype: str) -> dict[str, int]:
+    """Return the bytes of each tensor of the checkpoint, in the order of `_named_tensors`."""
+    names, sizes = families.tensor_names(model.config), dict[str, int]()
+    for path, size in parameter_sizes(model, dtype).items():
+        sizes[names[path]] = sizes.get(names[path], 0) + size
+    return sizes
+
+
+def _split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+    """Split the names, in their order, into runs of at most `limit` bytes."""
     shard: list[str] = []
     remaining = limit
-    for name, size in sizes_by_path.items():
+    for name, size in sizes.items():
         if shard and size > remaining:
             yield shard
             shard, remaining = [], limit
@@ -109,7 +124,7 @@ def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: st
     """Return the source's own config if it describes this model, else a newly written one."""
     if source is not None:
         config = read_json(source / "config.json")
-        if families.read_config(config) == model.config:
+        if not is_whole(config) and families.read_config(config) == model.config:
             return dict(config) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     return families.write_config(model.config) | _special_token_ids(tokenizer) | {"dtype": dtype}
 

@@ -9,19 +9,25 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare_logits, new_folder, write_json, write_safetensors
-from covey.models.layers import LoRA
+from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
 
+Parts = list[Linear]
+"""The projections that are one module in Hugging Face's model: one, or Phi-3's three of q, k and v."""
 
-def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: str = "") -> Difference:
+
+def write_peft(
+    model: Decoder, vocabulary: int, out: Path, *, base: str, inside: str = "model", card: str = ""
+) -> Difference:
     """Write the adapters of `model`, in float32.
 
     Args:
         vocabulary: number of tokens that the comparison may use.
         out: the folder, new or empty.
         base: name of the base model in adapter_config.json: a repository, or the name of a local one.
+        inside: module of the decoder in the base: `text_part.MODULE` where the base is a model with images.
         card: text of README.md.
 
     Returns:
@@ -31,13 +37,13 @@ def write_peft(model: Decoder, vocabulary: int, out: Path, *, base: str, card: s
         CoveyError: `out` is in use, or cannot be written.
         WeightsError: the model has no adapters, or what was written differs from them.
     """
-    named = families.projection_names(model.config)
-    loras = {named[path]: linear.lora for path, linear in projections(model).items() if linear.lora is not None}
-    if not loras:
+    modules = {module.replace("model", inside, 1): parts for module, parts in _modules(model).items()}
+    adapted = {module: parts for module, parts in modules.items() if _loras(parts)}
+    if not adapted:
         raise no_adapters_error()
     with new_folder(out, card) as folder:
-        write_json(folder / CONFIG_FILE, _config(loras, list(named.values()), base))
-        write_safetensors(folder / TENSORS_FILE, _tensors(loras))
+        write_json(folder / CONFIG_FILE, _config(adapted, _target_modules(list(adapted), list(modules), inside), base))
+        write_safetensors(folder / TENSORS_FILE, _tensors(adapted))
         return compare_logits(model, load_adapter(without_lora(model), folder), vocabulary, "float32", out)
 
 
@@ -50,37 +56,73 @@ def no_adapters_error() -> WeightsError:
     )
 
 
-def _config(loras: dict[str, LoRA], every: list[str], base: str) -> Fields:
-    first = next(iter(loras.values()))
-    rank = first.a.shape[1]
-    assert {(lora.a.shape[1], lora.scale) for lora in loras.values()} == {(rank, first.scale)}, "one rank and scale"
+def _modules(model: Decoder) -> dict[str, Parts]:
+    """Return Hugging Face's module → the projections that it is."""
+    modules: dict[str, Parts] = {}
+    linears = projections(model)
+    for path, module in families.projection_names(model.config).items():
+        modules.setdefault(module, []).append(linears[path])
+    return modules
+
+
+def _loras(parts: Parts) -> list[LoRA]:
+    return [linear.lora for linear in parts if linear.lora is not None]
+
+
+def _config(adapted: dict[str, Parts], targets: list[str] | str, base: str) -> Fields:
+    loras = [lora for parts in adapted.values() for lora in _loras(parts)]
+    rank, scale = loras[0].a.shape[1], loras[0].scale
+    assert {(lora.a.shape[1], lora.scale) for lora in loras} == {(rank, scale)}, "one rank and scale"
+    ranks = {module: rank * len(_loras(parts)) for module, parts in adapted.items() if len(_loras(parts)) > 1}
+    patterns = {"rank_pattern": ranks, "alpha_pattern": {module: scale * wide for module, wide in ranks.items()}}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": first.scale * rank,
-        "lora_dropout": first.dropout,
-        "target_modules": _target_modules(list(loras), every),
+        "lora_alpha": scale * rank,
+        "lora_dropout": loras[0].dropout,
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
-    }
+    } | (patterns if ranks else {})
 
 
-def _target_modules(adapted: list[str], every: list[str]) -> list[str] | str:
-    """Return names if each is adapted in every layer; else a regular expression that matches exactly these modules."""
+def _target_modules(adapted: list[str], every: list[str], inside: str) -> list[str] | str:
+    """Return names if each is adapted in every layer; else a regular expression that matches exactly these modules. A
+    model with images has modules of the same names in other parts.
+    """
     names = sorted({module.rsplit(".", 1)[-1] for module in adapted})
     if len(adapted) == sum(module.rsplit(".", 1)[-1] in names for module in every):
-        return names
+        return names if inside == "model" else rf"{re.escape(inside)}\..*\.({'|'.join(names)})"
     return "|".join(map(re.escape, adapted))
 
 
-def _tensors(loras: dict[str, LoRA]) -> dict[str, np.ndarray]:
+def _tensors(adapted: dict[str, Parts]) -> dict[str, np.ndarray]:
     """Return the adapters under PEFT's names and in its layout: A [rank, in], B [out, rank]."""
     return {
-        f"{NAME_PREFIX}{module}.lora_{side}.weight": np.asarray(matrix[...]).T
-        for module, lora in loras.items()
-        for side, matrix in (("A", lora.a), ("B", lora.b))
+        f"{NAME_PREFIX}{module}.lora_{side}.weight": matrix
+        for module, parts in adapted.items()
+        for side, matrix in (("A", _narrowing(parts)), ("B", _widening(parts)))
     }
+
+
+def _narrowing(parts: Parts) -> np.ndarray:
+    """Return A: the rows of one adapter of the module below those of the other."""
+    return np.concatenate([np.asarray(lora.a[...]).T for lora in _loras(parts)])
+
+
+def _widening(parts: Parts) -> np.ndarray:
+    """Return B: blocks on a diagonal, one for each part of the module; a part without an adapter has rows of zeros."""
+    rank = _loras(parts)[0].a.shape[1]
+    b = np.zeros((sum(linear.shape[1] for linear in parts), rank * len(_loras(parts))), np.float32)
+    row, column = 0, 0
+    for linear in parts:
+        end = row + linear.shape[1]
+        if linear.lora is not None:
+            b[row:end, column : column + rank] = np.asarray(linear.lora.b[...]).T
+            column += rank
+        row = end
+    return b

@@ -7,7 +7,7 @@ the config gives the scale, and unsupported settings in it are refused by name. 
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from flax import nnx
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.layers import LoRA
+from covey.models.layers import Linear, LoRA
+from covey.models.loading.text_part import text_name
 from covey.models.loading.weights import open_safetensors, read_float
 from covey.models.lora import projections
 from covey.text.tokenizer import read_json
@@ -41,24 +42,56 @@ def load_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
             this model.
     """
     folder = Path(folder).expanduser()
-    config = _check_config(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
-    pairs = _read_matrices(folder, {theirs: ours for ours, theirs in families.projection_names(base.config).items()})
+    modules = _paths_by_module(base)
+    config = _check_config(read_json(folder / CONFIG_FILE), modules, str(folder / CONFIG_FILE))
+    pairs = _read_matrices(folder, modules)
     model = nnx.merge(*nnx.split(base))
     linears = projections(model)
-    for number, (path, (a, b)) in enumerate(sorted(pairs.items())):
-        (n_in, n_out), rank = linears[path].kernel.shape, config["r"]
-        if a.shape != (n_in, rank) or b.shape != (rank, n_out):
-            raise WeightsError(
-                f"the adapter of {path} has shapes {a.T.shape} and {b.T.shape}",
-                want=f"({rank}, {n_in}) and ({n_out}, {rank})",
-                fix="the adapter belongs to another model",
-                where=str(folder),
-            )
-        lora = linears[path].lora = LoRA(n_in, n_out, rank, 0.0, rngs=nnx.Rngs(0))
-        lora.a[...], lora.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
-        lora.scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    for module, (a, b) in pairs.items():
+        _check_shapes(modules[module], linears, a, b, _module_value(config, "r", module), str(folder))
+    parts, module_of = families.shared_rows(base.config), families.projection_names(base.config)
+    for number, path in enumerate(sorted(path for module in pairs for path in modules[module])):
+        a, b = pairs[module_of[path]]
+        start, end = parts.get(f"{path}.kernel", (0, b.shape[1]))
+        lora = linears[path].lora = _lora(a, b[:, start:end], config, module_of[path])
         lora.dropout, lora.noise = dropout, (seed, number)
     return model
+
+
+def _paths_by_module(base: Decoder) -> dict[str, list[str]]:
+    """Return Hugging Face's module → our projections that it is: one, or Phi-3's three of q, k and v."""
+    modules: dict[str, list[str]] = {}
+    for path, module in families.projection_names(base.config).items():
+        modules.setdefault(module, []).append(path)
+    return modules
+
+
+def _check_shapes(
+    paths: list[str], linears: Mapping[str, Linear], a: np.ndarray, b: np.ndarray, rank: int, where: str
+) -> None:
+    n_in, n_out = linears[paths[0]].shape[0], sum(linears[path].shape[1] for path in paths)
+    if a.shape != (n_in, rank) or b.shape != (rank, n_out):
+        raise WeightsError(
+            f"the adapter of {', '.join(paths)} has shapes {a.T.shape} and {b.T.shape}",
+            want=f"({rank}, {n_in}) and ({n_out}, {rank})",
+            fix="the adapter belongs to another model",
+            where=where,
+        )
+
+
+def _lora(a: np.ndarray, b: np.ndarray, config: Mapping[str, Any], module: str) -> LoRA:
+    """Return the adapter of one projection; those that are one module have the same A."""
+    rank, alpha = _module_value(config, "r", module), _module_value(config, "lora_alpha", module)
+    lora = LoRA(len(a), b.shape[1], rank, 0.0, rngs=nnx.Rngs(0))
+    lora.a[...], lora.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    lora.scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    return lora
+
+
+def _module_value(config: Mapping[str, Any], name: str, module: str) -> Any:
+    """Return the rank or alpha of a module."""
+    pattern: Mapping[str, Any] = config.get(PATTERNS[name]) or {}
+    return pattern.get(module, config[name])
 
 
 def adapter_digest(folder: str | Path) -> str:
@@ -67,21 +100,30 @@ def adapter_digest(folder: str | Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _check_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return `config` if it describes plain LoRA; refuse it otherwise."""
+def _check_config(config: Mapping[str, Any], modules: Iterable[str], where: str) -> Mapping[str, Any]:
+    """Return `config` if it describes plain LoRA; refuse it otherwise. A pattern may name only whole `modules`."""
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"peft_type {config.get('peft_type')!r} is not supported", want="LORA", where=where)
     for name in ("r", "lora_alpha"):
         if not isinstance(config.get(name), int | float) or config[name] <= 0:
             raise WeightsError(f"{name} is {config.get(name)!r}", want="a number above 0", where=where)
     for name, value in config.items():
-        if name not in KNOWN_FIELDS and value and value not in PLAIN_VALUES.get(name, ()):
+        known = name in KNOWN_FIELDS or _is_plain_pattern(name, value, modules)
+        if not known and value and value not in PLAIN_VALUES.get(name, ()):
             raise WeightsError(f"{name}: {value!r} is not supported", want="plain LoRA", where=where)
     return config
 
 
-def _read_matrices(folder: Path, ours: Mapping[str, str]) -> dict[str, Matrices]:
-    """Return the two matrices of each adapted projection, in our layout, by our path."""
+def _is_plain_pattern(name: str, value: Any, modules: Iterable[str]) -> bool:
+    """Return True for ranks or alphas of whole modules. PEFT has regular expressions in their place."""
+    if name not in PATTERNS.values() or not isinstance(value, dict):
+        return False
+    kind = int if name == PATTERNS["r"] else int | float
+    return all(module in modules and isinstance(x, kind) and 0 < x < 2**31 for module, x in value.items())
+
+
+def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Matrices]:
+    """Return the two matrices of each adapted module, in our layout."""
     if not (folder / TENSORS_FILE).is_file():
         fix = "save it again with safetensors: model.save_pretrained(folder)"
         raise WeightsError(f"no {TENSORS_FILE} in this folder", fix=fix, where=str(folder))
@@ -89,19 +131,21 @@ def _read_matrices(folder: Path, ours: Mapping[str, str]) -> dict[str, Matrices]
     with open_safetensors(folder / TENSORS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
             match = re.fullmatch(rf"{re.escape(NAME_PREFIX)}(.+)\.lora_([AB])\.weight", name)
-            if match is None or match[1] not in ours:
+            module = None if match is None else text_name(match[1])
+            if match is None or module is None or module not in ours:
                 raise WeightsError(
                     f"{name} adapts nothing that this model has",
                     want=f"adapters of projections, such as {NAME_PREFIX}{min(ours)}.lora_A.weight",
                     where=str(folder),
                 )
-            found.setdefault(ours[match[1]], {})[match[2]] = read_float(file, name, folder).T
-    for path, pair in found.items():
+            found.setdefault(module, {})[match[2]] = read_float(file, name, folder).T
+    for module, pair in found.items():
         if len(pair) < 2:
-            raise WeightsError(f"the adapter of {path} has no lora_{'B' if 'A' in pair else 'A'}", where=str(folder))
+            lacks, paths = "B" if "A" in pair else "A", ", ".join(ours[module])
+            raise WeightsError(f"the adapter of {paths} has no lora_{lacks}", where=str(folder))
     if not found:
         raise WeightsError(f"{TENSORS_FILE} holds no adapter", where=str(folder))
-    return {path: (pair["A"], pair["B"]) for path, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
 KNOWN_FIELDS = {
@@ -111,5 +155,7 @@ KNOWN_FIELDS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
+PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
+"""Field → the one with its values for some modules."""
 PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
 """Field → values that mean plain LoRA, besides null, false and empty ones."""

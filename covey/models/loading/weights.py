@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from covey.models.abstract import abstract_decoder
 from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.loading import config_fields, sources
+from covey.models.loading import config_fields, sources, text_part
 from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX, ScratchCheckpoint
@@ -220,7 +220,9 @@ class FolderCheckpoint:
         self.tokenizer = Tokenizer.from_folder(folder)
 
     def _read_config(self, where: str) -> ModelConfig:
-        described = read_json(self.folder / "config.json")
+        whole = read_json(self.folder / "config.json")
+        described = text_part.text_config(whole, where)
+        self._name_of = text_part.text_name if text_part.is_whole(whole) else str
         if described.get("model_type") in tuple(families.FAMILIES):
             config_fields.check_config(described, where)
             with self._open_tensors() as holders:
@@ -232,7 +234,7 @@ class FolderCheckpoint:
         with self._open_tensors() as holders:
             if families.SCORE_TENSOR not in holders:
                 return None
-            shape = holders[families.SCORE_TENSOR].get_slice(families.SCORE_TENSOR).get_shape()
+            shape = holders[families.SCORE_TENSOR].shape
         if len(shape) != 2:
             raise WeightsError(f"{families.SCORE_TENSOR} has shape {shape}", want="[labels, D]", where=str(self.folder))
         return int(shape[0])
@@ -242,21 +244,47 @@ class FolderCheckpoint:
         with self._open_tensors() as holders:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
             families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
+            parts = families.shared_rows(self.config)
+            self._check_shared_rows(parts, wanted, holders)
             for path, name in wanted.items():
-                yield path, families.convert_layout(path, read_float(holders[name], name, self.folder))
+                tensor = read_float(*holders[name], self.folder, parts.get(path))
+                yield path, families.convert_layout(path, tensor)
+
+    def _check_shared_rows(
+        self, parts: Mapping[str, tuple[int, int]], names: Mapping[str, str], holders: Mapping[str, "_Holder"]
+    ) -> None:
+        """Refuse a tensor of several projections that has more or fewer rows than they have."""
+        for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
+            shape = holders[name].shape
+            if shape[:1] != [rows]:
+                raise WeightsError(f"{name} has shape {shape}", want=f"{rows} rows", where=str(self.folder))
 
     @contextmanager
-    def _open_tensors(self) -> Iterator[Mapping[str, Any]]:
-        """Yield tensor name → the open file that holds it."""
+    def _open_tensors(self) -> Iterator[Mapping[str, "_Holder"]]:
+        """Yield tensor name in the text model → the open file that holds it, and its name there."""
         with ExitStack() as stack:
             files = [
                 stack.enter_context(open_safetensors(self.folder / name)) for name in _safetensors_names(self.folder)
             ]
-            yield {tensor: file for file in files for tensor in file.keys()}  # noqa: SIM118
+            stored = [_Holder(file, name) for file in files for name in file.keys()]  # noqa: SIM118
+            yield {name: holder for holder in stored if (name := self._name_of(holder.name)) is not None}
 
     def _ignored(self, name: str) -> bool:
         """Return True for a tensor that the model does not need: a copy of a tied head, or derived from the config."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
+
+
+class _Holder(NamedTuple):
+    """An open safetensors file, and the name of a tensor in it."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the tensor."""
+        shape: list[int] = self.file.get_slice(self.name).get_shape()
+        return shape
 
 
 def _safetensors_names(folder: Path) -> list[str]:
@@ -302,16 +330,17 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
-def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
-    """Read one tensor, in the file's type.
+def read_float(file: Any, name: str, folder: Path, rows: tuple[int, int] | None = None) -> np.ndarray:
+    """Read one tensor, or only its rows from one to the other, in the file's type.
 
     Raises:
         WeightsError: it does not hold floating-point numbers.
     """
-    kind = file.get_slice(name).get_dtype()
+    stored = file.get_slice(name)
+    kind = stored.get_dtype()
     if kind not in FLOAT_TYPES:
         raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
-    tensor: np.ndarray = file.get_tensor(name)
+    tensor: np.ndarray = file.get_tensor(name) if rows is None else stored[rows[0] : rows[1]]
     return tensor
 
 
