@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
-from covey.models.loading.rope_config import read_rope_scaling, rope_settings, write_rope_scaling
+from covey.models.loading.rope_config import read_rope_scaling, rope_kind, rope_settings, write_rope_scaling
 
 Config = Mapping[str, Any]
 """A config.json as read."""
@@ -47,6 +47,46 @@ def read_llama(c: Config) -> ModelConfig:
     """Read Llama 1 to 3, SmolLM2, and other models of type llama."""
     _refuse_switches(c, "attention_bias", "mlp_bias")
     return _read_common(c)
+
+
+def read_mistral(c: Config) -> ModelConfig:
+    """Read Mistral: all layers have the window, which an absent key sets to 4096 and null removes."""
+    c = {"num_key_value_heads": 8, "sliding_window": 4096, **c}
+    return _read_common(c, windows=_one_window(c))
+
+
+def read_phi3(c: Config) -> ModelConfig:
+    """Read Phi-3 and Phi-4 with plain rotary positions; all layers have the window, if there is one.
+
+    `longrope` is refused: it rotates a text otherwise once the text is longer than a limit, so that what was cached
+    for its beginning is wrong. transformers reads `su` and `yarn` of this family as the same.
+    """
+    kind = rope_kind(rope_settings(c) or c.get("rope_scaling") or {})
+    if kind != "default":
+        raise WeightsError(
+            f"RoPE scaling {kind!r} is not supported for phi3",
+            want="a model with plain rotary positions",
+            fix="Phi-3 models for 4k tokens have them: Phi-3-mini-4k-instruct",
+        )
+    return _read_common(c, windows=_one_window(c))
+
+
+def read_olmo2(c: Config) -> ModelConfig:
+    """Read OLMo 2."""
+    _refuse_switches(c, "attention_bias")
+    return _read_common(c, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
+
+
+def read_smollm3(c: Config) -> ModelConfig:
+    """Read SmolLM3: every fourth layer does not rotate, or those that `no_rope_layers` marks with 0."""
+    _refuse_switches(c, "attention_bias", "mlp_bias")
+    c = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, **c}
+    layers, every = range(c["num_hidden_layers"]), c.get("no_rope_layer_interval", 4)
+    marks = c.get("no_rope_layers")
+    rotates = [(i + 1) % every != 0 for i in layers] if marks is None else [bool(marks[i]) for i in layers]
+    windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
+    default = ["sliding_attention" if windowed and not rotates[i] else "full_attention" for i in layers]
+    return _read_common(c, rope_layers=tuple(rotates), windows=_layer_windows(c, default))
 
 
 def read_qwen2(c: Config) -> ModelConfig:
@@ -141,6 +181,14 @@ def _layer_windows(c: Config, default: list[str]) -> tuple[int | None, ...] | No
 
 
 def _activation(c: Config) -> str:
+def _one_window(c: Config) -> tuple[int, ...] | None:
+    """Return the window that all layers share. A family with one has no types of layers."""
+    layers, window = c["num_hidden_layers"], c.get("sliding_window")
+    if any((kind == "sliding_attention") != (window is not None) for kind in c.get("layer_types") or ()):
+        raise WeightsError(f"layer_types are not supported for {c['model_type']}", want="the same type for all layers")
+    return None if window is None else (window,) * layers
+
+
     name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if name not in ACTIVATIONS:
         raise WeightsError(f"activation {name!r} is not supported", want="one of: " + ", ".join(ACTIVATIONS))
@@ -162,6 +210,24 @@ def write_llama(c: ModelConfig) -> Fields:
 
 
 def write_qwen2(c: ModelConfig) -> Fields:
+def write_mistral(c: ModelConfig) -> Fields:
+    return _write_common(c) | {"sliding_window": _write_layer_types(c)["sliding_window"]}
+
+
+def write_phi3(c: ModelConfig) -> Fields:
+    return write_mistral(c)
+
+
+def write_olmo2(c: ModelConfig) -> Fields:
+    return _write_common(c) | {"attention_bias": False}
+
+
+def write_smollm3(c: ModelConfig) -> Fields:
+    rotates = c.rope_layers or (True,) * c.num_layers
+    own = {"no_rope_layers": list(map(int, rotates)), "use_sliding_window": c.windows is not None}
+    return write_llama(c) | _write_layer_types(c) | own
+
+
     windowed = c.windows is not None
     own = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else c.num_layers}
     return _write_common(c) | _write_layer_types(c) | own
