@@ -20,6 +20,7 @@ from covey.errors import WeightsError
 from covey.models.config import ModelConfig
 from covey.models.loading import hf_config
 from covey.models.loading.hf_config import Config, Fields
+from covey.models.loading.text_part import TEXT_PARTS, text_config
 
 SCORE_TENSOR = "score.weight"
 """Name of the tensor of a classification head."""
@@ -52,11 +53,12 @@ class Family:
 
 
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
-    """Convert a config.json to our `ModelConfig`.
+    """Convert a config.json to our `ModelConfig`; of a model with images, that of its text part.
 
     Raises:
         WeightsError: the family is unknown, a field is missing, or a setting is not supported.
     """
+    config = text_config(config, where)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise _unknown_family(kind, config, where)
@@ -75,7 +77,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
     elif str(inner.get("model_type")) in FAMILIES:
         why = f": its text model alone, {inner['model_type']!r}, is"
         fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
-    known = "one of: " + ", ".join(sorted(FAMILIES))
+    known = "one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
     return WeightsError(f"model_type {kind!r} is not supported{why}", want=known, fix=fix, where=where)
 
 
@@ -137,8 +139,6 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
     return {path: table.name(path) for path in parameter_paths(config)} | top
 
 
-def convert_layout(path: str, tensor: np.ndarray) -> np.ndarray:
-    """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
 def shared_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return our path → first row and end of its part of the checkpoint's tensor, for kernels that share one."""
     shapes = config.projection_shapes()
@@ -157,6 +157,8 @@ def _paths_by_tensor(config: ModelConfig) -> dict[str, list[str]]:
     return paths
 
 
+def convert_layout(path: str, tensor: np.ndarray) -> np.ndarray:
+    """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
     return tensor.T if path.endswith(".kernel") else tensor
 
 
@@ -220,8 +222,6 @@ _GEMMA_NORMS = {
 }
 _GEMMA_NAMES = NameTable("model.layers.{}.", _ATTENTION | _GEMMA_NORMS, _TOP)
 
-_NANOCHAT_MLP = {"mlp.up_proj.kernel": "mlp.fc1.weight", "mlp.down_proj.kernel": "mlp.fc2.weight"}
-_NANOCHAT_NAMES = NameTable("model.layers.{}.", _ATTENTION | _NANOCHAT_MLP, _TOP)
 _POST_NORMS = {name: theirs for name, theirs in _GEMMA_NORMS.items() if name.startswith("post_")}
 _OLMO2_NAMES = NameTable("model.layers.{}.", _ATTENTION | _POST_NORMS, _TOP)
 
@@ -229,15 +229,17 @@ _FUSED = dict.fromkeys(("attn.q_proj.kernel", "attn.k_proj.kernel", "attn.v_proj
 _FUSED |= dict.fromkeys(("mlp.gate_proj.kernel", "mlp.up_proj.kernel"), "mlp.gate_up_proj.weight")
 _PHI3_NAMES = NameTable("model.layers.{}.", {**_LLAMA_NAMES.layer, **_FUSED}, _TOP)
 
+_NANOCHAT_MLP = {"mlp.up_proj.kernel": "mlp.fc1.weight", "mlp.down_proj.kernel": "mlp.fc2.weight"}
+_NANOCHAT_NAMES = NameTable("model.layers.{}.", _ATTENTION | _NANOCHAT_MLP, _TOP)
 
 FAMILIES = {
     "llama": Family(hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"),
-    "qwen2": Family(hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
-    "qwen3": Family(hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
     "mistral": Family(hf_config.read_mistral, hf_config.write_mistral, _LLAMA_NAMES, "MistralForCausalLM"),
     "phi3": Family(hf_config.read_phi3, hf_config.write_phi3, _PHI3_NAMES, "Phi3ForCausalLM"),
     "olmo2": Family(hf_config.read_olmo2, hf_config.write_olmo2, _OLMO2_NAMES, "Olmo2ForCausalLM"),
     "smollm3": Family(hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
+    "qwen2": Family(hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
+    "qwen3": Family(hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
     "gemma2": Family(hf_config.read_gemma2, hf_config.write_gemma2, _GEMMA_NAMES, "Gemma2ForCausalLM"),
     "gemma3_text": Family(hf_config.read_gemma3, hf_config.write_gemma3, _GEMMA_NAMES, "Gemma3ForCausalLM"),
     "nanochat": Family(hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"),

@@ -9,9 +9,10 @@ from covey.display import echo, show_log
 from covey.errors import WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
+from covey.models.loading import text_part
 from covey.run.load_model import open_model
 from covey.run.model_card import History, model_card
-from covey.text.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer, read_json
 
 
 def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int) -> None:
@@ -46,7 +47,9 @@ def _write(
 ) -> formats.Difference:
     card = model_card(history, "transformers" if kind == "hf" else kind)
     if kind == "peft":
-        return formats.write_peft(model, tokenizer.vocab_size, out, base=_base(history), card=card)
+        return formats.write_peft(
+            model, tokenizer.vocab_size, out, base=_base(history), inside=_module(history), card=card
+        )
     if kind == "gguf":
         return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card)
     folder = history.folder()
@@ -66,6 +69,13 @@ def _check_adapters(history: History, source: str, out: Path) -> None:
             fix=f"export base and adapters merged: covey export {shlex.quote(source)} --out {shlex.quote(str(out))}",
             where=source,
         )
+
+
+def _module(history: History) -> str:
+    """Return the module of the base that is our decoder: in a model with images it is a part."""
+    folder = history.folder()
+    whole = folder is not None and text_part.is_whole(read_json(folder / "config.json"))
+    return text_part.MODULE if whole else "model"
 
 
 def _base(history: History) -> str:

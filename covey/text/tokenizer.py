@@ -87,7 +87,10 @@ class Tokenizer:
         folder = Path(folder)
         inner = _read_inner(folder / "tokenizer.json")
         settings = read_json(folder / "tokenizer_config.json", missing={})
-        configs = [read_json(folder / name, missing={}) for name in ("generation_config.json", "config.json")]
+        names = ("generation_config.json", "config.json")
+        configs: list[Mapping[str, Any]] = [read_json(folder / name, missing={}) for name in names]
+        part = configs[-1].get("text_config")  # of a model that also reads images
+        configs += [part] if isinstance(part, Mapping) else []
         bos, eos, pad = (_special_id(inner, settings, configs, role) for role in ("bos", "eos", "pad"))
         stops = [i for c in configs for i in _valid_ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
         if not stops:

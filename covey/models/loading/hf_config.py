@@ -115,10 +115,11 @@ def read_gemma2(c: Config) -> ModelConfig:
 
 
 def read_gemma3(c: Config) -> ModelConfig:
-    """Read text-only Gemma 3.
+    """Read Gemma 3's text model. Where it is part of a larger one, checkpoints leave out most fields.
 
     `attn_logit_softcapping` is ignored: transformers, the reference, reads it but applies no cap to the scores.
     """
+    c = {**GEMMA3_DEFAULTS, **c}
     every = c.get("sliding_window_pattern", 6)
     default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])]
     return _read_gemma(
@@ -180,7 +181,6 @@ def _layer_windows(c: Config, default: list[str]) -> tuple[int | None, ...] | No
     return tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _activation(c: Config) -> str:
 def _one_window(c: Config) -> tuple[int, ...] | None:
     """Return the window that all layers share. A family with one has no types of layers."""
     layers, window = c["num_hidden_layers"], c.get("sliding_window")
@@ -189,6 +189,7 @@ def _one_window(c: Config) -> tuple[int, ...] | None:
     return None if window is None else (window,) * layers
 
 
+def _activation(c: Config) -> str:
     name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if name not in ACTIVATIONS:
         raise WeightsError(f"activation {name!r} is not supported", want="one of: " + ", ".join(ACTIVATIONS))
@@ -209,7 +210,6 @@ def write_llama(c: ModelConfig) -> Fields:
     return _write_common(c) | {"attention_bias": False, "mlp_bias": False}
 
 
-def write_qwen2(c: ModelConfig) -> Fields:
 def write_mistral(c: ModelConfig) -> Fields:
     return _write_common(c) | {"sliding_window": _write_layer_types(c)["sliding_window"]}
 
@@ -228,6 +228,7 @@ def write_smollm3(c: ModelConfig) -> Fields:
     return write_llama(c) | _write_layer_types(c) | own
 
 
+def write_qwen2(c: ModelConfig) -> Fields:
     windowed = c.windows is not None
     own = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else c.num_layers}
     return _write_common(c) | _write_layer_types(c) | own
@@ -297,5 +298,18 @@ def _write_layer_types(c: ModelConfig) -> Fields:
         "sliding_window": next((window for window in windows if window is not None), None),
     }
 
+
+GEMMA3_DEFAULTS: Config = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+"""Field → transformers' default, for the fields that Gemma 3 checkpoints leave out."""
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
