@@ -5,6 +5,7 @@ That transformers and PEFT read them too is shown live, by tests/parity/live_rou
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from covey.models.export import files, hf, write_gguf, write_hf, write_peft
 from covey.models.loading import weights
 from covey.models.loading.gguf import PRE_TOKENIZERS
 from covey.models.loading.peft import load_adapter
+from covey.models.loading.text_part import MODULE, text_name
 from covey.models.lora import merge_lora, projections, with_lora
 from covey.parallel import flatten
 from covey.text.tokenizer import Tokenizer
@@ -82,7 +84,8 @@ def test_what_is_read_back_is_the_model_bit_for_bit(name: str, golden_folder: Fo
         equal(again.model, merge_lora(model))
         assert again.config == loaded.config
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "plain", source=folder)
-    assert written(tmp_path / "plain").keys() == MODELS[name]["shapes"].keys()
+    theirs = {text_name(tensor) for tensor in MODELS[name]["shapes"]} - {None}
+    assert written(tmp_path / "plain").keys() == theirs
     ours = files.causal_logits(weights.load(tmp_path / "plain").model, golden["tokens"])
     np.testing.assert_allclose(ours, golden[name], atol=1e-4)
 
@@ -260,6 +263,38 @@ def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.LoadedModel,
     targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
     assert targets == r"model\.layers\.0\.mlp\.up_proj|model\.layers\.1\.self_attn\.q_proj"
     equal(load_adapter(tiny.model, out), model)
+
+
+@pytest.mark.parametrize("targets", [("qkv_proj", "gate_up_proj"), ("k_proj", "up_proj")])
+def test_adapters_of_projections_in_one_module_are_one_adapter(
+    golden_folder: Folder, out: Path, targets: tuple[str, ...]
+) -> None:
+    base = weights.load(golden_folder("phi3")).model
+    model = adapted(base, targets=targets)
+    assert write_peft(model, 64, out, base="x").max_difference < 1e-5
+    config, held = json.loads((out / "adapter_config.json").read_text()), written(out)
+    parts = "qkv_proj" in targets
+    module = "model.layers.1.self_attn.qkv_proj"
+    assert config.get("rank_pattern", {}).get(module) == (9 if parts else None)
+    assert config.get("alpha_pattern", {}).get(module) == (15.0 if parts else None)
+    b = held[f"base_model.model.{module}.lora_B.weight"]
+    assert b.shape == (64, 9 if parts else 3)
+    assert not b[48:].any() or parts  # v has no adapter of its own
+    assert config["target_modules"] == ["gate_up_proj", "qkv_proj"]
+    again = projections(load_adapter(base, out))["layers.1.attn.k_proj"].lora
+    assert again is not None
+    assert again.b.shape == (b.shape[1], 16)
+
+
+def test_adapters_of_the_text_part_have_the_names_of_the_whole(golden_folder: Folder, out: Path) -> None:
+    base = weights.load(golden_folder("gemma3")).model
+    model = adapted(base)
+    write_peft(model, 64, out, base="x", inside=MODULE)
+    assert all(name.startswith(f"base_model.model.{MODULE}.layers.") for name in written(out))
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert re.fullmatch(targets, f"{MODULE}.layers.1.self_attn.q_proj")
+    assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    equal(load_adapter(base, out), model)
 
 
 def test_a_model_without_adapters_has_none_to_export(tiny: weights.LoadedModel, out: Path) -> None:

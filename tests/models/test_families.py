@@ -4,6 +4,7 @@ in rows, sampled with a cache.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from covey.config.schema import RolloutConfig
 from covey.errors import WeightsError
 from covey.losses.logprobs import token_logps
 from covey.models import families
-from covey.models.config import RopeScaling
+from covey.models.config import ModelConfig, RopeScaling
 from covey.models.loading import weights
+from covey.models.loading.text_part import text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
@@ -74,7 +76,7 @@ def completion(tokens: list[int]) -> Completion:
     return Completion(np.array(tokens, np.int32), none, none, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name or "yarn" in name])
 @pytest.mark.slow
 def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     name: str, golden_folder: Callable[[str], Path], logits: Logits
@@ -103,7 +105,8 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
 def test_every_tensor_has_a_place_and_every_place_a_tensor(name: str):
     config = families.read_config(MODELS[name]["config"])
     table = families.tensor_names(config)
-    assert sorted(table.values()) == sorted(MODELS[name]["shapes"])
+    theirs = [text_name(name) for name in MODELS[name]["shapes"]]
+    assert set(table.values()) == {name for name in theirs if name is not None}
     assert sorted(table) == sorted(families.parameter_paths(config))
 
 
@@ -162,6 +165,7 @@ def test_the_rotary_base_is_the_checkpoints(fields: dict, theta: float):
     assert families.read_config(llama(**fields)).rope_theta == theta
 
 
+YARN = RopeScaling("yarn", 4.0, original_max_positions=64, attention_factor=0.1 * math.log(4.0) + 1)
 LLAMA3 = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
@@ -177,6 +181,13 @@ LLAMA3 = {
         ({"rope_scaling": LLAMA3}, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeScaling("linear", 2.0)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, YARN),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64}, YARN),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}, YARN),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0.5, "beta_fast": None, "truncate": False}},
+            RopeScaling("yarn", 0.5, original_max_positions=256, truncate=False),
+        ),
         ({"rope_scaling": {"rope_type": "default"}}, None),
         ({}, None),
     ],
@@ -189,12 +200,30 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
     ("fields", "says"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"model_type": "qwen4"}, "wanted: one of: gemma2, gemma3_text, llama"),
+        ({"model_type": "qwen4"}, "wanted: one of: gemma2, gemma3, gemma3_text, llama"),
         ({"model_type": "qwen2_moe", "num_experts": 4}, "'qwen2_moe' is not supported: mixtures of experts are not"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "'mixtral' is not supported: mixtures of experts are not"),
         (
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-            "its text model alone, 'gemma3_text', is",
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+            "its text model alone, 'mistral', is",
+        ),
+        ({"model_type": "gemma3"}, "'text_config' is missing"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "in text_config is 'llama'"),
+        (
+            {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+            "tie_word_embeddings is True, and False in text_config",
+        ),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types are not supported for mistral"),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias: True is not supported for olmo2"),
+        ({"model_type": "smollm3", "mlp_bias": True}, "mlp_bias: True is not supported for smollm3"),
+        *(
+            ({"model_type": "phi3", "rope_scaling": {"type": kind}}, f"RoPE scaling '{kind}' is not supported for phi3")
+            for kind in ("longrope", "su", "yarn", "linear")
+        ),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "on part of each head"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters and rope_scaling contradict each other",
         ),
         (
             {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
@@ -202,7 +231,7 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
         ),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, "mixtures of experts are not"),
         ({"model_type": "nanochat", "attention_bias": True}, "attention_bias: True is not supported for nanochat"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "on part of each head"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
@@ -259,6 +288,44 @@ def test_another_family_is_not_taken_for_a_mistyped_one(kind: str | None) -> Non
 def test_defaults_of_older_configs():
     config = families.read_config(llama(num_key_value_heads=None, tie_word_embeddings=None))
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 8, False)
+
+
+def family(model_type: str, **fields: object) -> ModelConfig:
+    """The model that a config of this family describes which leaves out what LLAMA does not have."""
+    return families.read_config(
+        llama(num_key_value_heads=None, tie_word_embeddings=None) | {"model_type": model_type} | fields
+    )
+
+
+def test_fields_that_are_left_out_have_the_defaults_of_transformers() -> None:
+    mistral = family("mistral", num_attention_heads=8)
+    assert (mistral.num_kv_heads, mistral.windows, mistral.tie_embeddings) == (8, (4096, 4096), False)
+    assert family("mistral", num_attention_heads=8, sliding_window=None).windows is None
+    assert family("phi3").windows is None
+    small = family("smollm3", num_hidden_layers=4)
+    assert (small.rope_layers, small.rope_theta) == ((True, True, True, False), 2e6)
+    assert (small.num_kv_heads, small.tie_embeddings, small.windows) == (4, True, None)
+    windowed = family("smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=7)
+    assert (windowed.rope_layers, windowed.windows) == ((False, True), (7, None))
+
+
+def test_the_text_part_of_a_checkpoint_on_the_hub_leaves_out_most_fields() -> None:
+    """That of gemma-3-4b-it, of which config.json has these."""
+    part = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = families.read_config({"model_type": "gemma3", "text_config": part, "vision_config": {}})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert (config.rope_theta, config.local_rope_theta, config.norm_eps) == (1e6, 1e4, 1e-6)
+    assert (config.rope_scaling, config.local_rope_scaling) == (RopeScaling("linear", 8.0), None)
+    assert (config.activation, config.query_scale, config.tie_embeddings) == ("gelu_tanh", 1 / 16, True)
+    assert config.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
+    assert config.family == "gemma3_text"
 
 
 def test_qwen2_windows_start_at_max_window_layers():
@@ -318,10 +385,6 @@ def test_projections_have_both_names() -> None:
     assert families.projection_names(own)["layers.0.mlp.up_proj"] == "model.layers.0.mlp.up_proj"
 
 
-def test_orient_is_its_own_inverse():
-    kernel = np.arange(6).reshape(2, 3)
-    for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
-        np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)
 def test_projections_that_share_a_tensor_are_its_rows() -> None:
     config = families.read_config(MODELS["phi3"]["config"])
     rows = families.shared_rows(config)
@@ -336,3 +399,7 @@ def test_projections_that_share_a_tensor_are_its_rows() -> None:
     assert families.shared_rows(families.read_config(LLAMA)) == {}
 
 
+def test_orient_is_its_own_inverse():
+    kernel = np.arange(6).reshape(2, 3)
+    for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
+        np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)

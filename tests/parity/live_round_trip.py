@@ -43,6 +43,7 @@ from covey.models.export.files import causal_logits  # noqa: E402
 from covey.models.loading import weights  # noqa: E402
 from covey.models.loading.gguf import PRE_TOKENIZERS  # noqa: E402
 from covey.models.loading.peft import load_adapter  # noqa: E402
+from covey.models.loading.text_part import MODULE  # noqa: E402
 from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402
@@ -69,13 +70,12 @@ def apart(ours: np.ndarray, others: np.ndarray) -> float:
 
 def source(name: str, folder: Path) -> Path:
     """The family's tiny model as transformers saves it, with a tokenizer of 64 words."""
-    fields = make_golden.SMALL | make_golden.FAMILIES[name]
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = make_golden.config_of(name)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for key, value in model.state_dict().items():
         value.copy_(torch.from_numpy(make_golden.weight(key, tuple(value.shape))))
     model.save_pretrained(folder)
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(fields["vocab_size"])}, unk_token="w0")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(make_golden.SMALL["vocab_size"])}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), eos_token="w1").save_pretrained(folder)
     return folder
 
@@ -97,16 +97,17 @@ def round_trips(name: str, room: Path) -> Iterator[Result]:
         wide = without_windows(loaded.model)
         write_hf(wide, loaded.tokenizer, room / "wide")
         yield "hf, no windows", apart(causal_logits(wide, tokens()), theirs(load_theirs(room / "wide")))
-    yield from adapters(loaded, folder, room)
-    yield "from peft", from_peft(loaded.model, folder, room)
+    yield from adapters(name, loaded, folder, room)
+    yield "from peft", from_peft(name, loaded.model, folder, room)
 
 
-def adapters(loaded: Any, folder: Path, room: Path) -> Iterator[Result]:
+def adapters(name: str, loaded: Any, folder: Path, room: Path) -> Iterator[Result]:
     model = trained(loaded.model)
     ours = causal_logits(model, tokens())
     assert np.abs(ours - causal_logits(loaded.model, tokens())).max() > 0.1, "three steps that change nothing"
     yield "merged, ours", apart(causal_logits(merge_lora(model), tokens()), ours)
-    write_peft(model, 64, room / "peft", base=str(folder))
+    inside = MODULE if name == "gemma3" else "model"
+    write_peft(model, 64, room / "peft", base=str(folder), inside=inside)
     yield "peft", apart(ours, theirs(peft.PeftModel.from_pretrained(load_theirs(folder), room / "peft")))
     write_hf(model, loaded.tokenizer, room / "merged", source=folder)
     yield "merged, hf", apart(ours, theirs(load_theirs(room / "merged")))
@@ -125,9 +126,10 @@ def trained(base: Decoder) -> Decoder:
     return nnx.merge(trainer.graph, trainer.params)
 
 
-def from_peft(base: Decoder, folder: Path, room: Path) -> float:
+def from_peft(name: str, base: Decoder, folder: Path, room: Path) -> float:
     """Rank-stabilised adapters, all their numbers random, on two projections."""
-    config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", DOWN[base.config.family]])
+    targets = TARGETS.get(name.partition("-")[0], ["q_proj", "down_proj"])
+    config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=targets)
     adapted = peft.get_peft_model(load_theirs(folder), config)
     torch.manual_seed(0)
     for key, value in adapted.state_dict().items():
@@ -186,7 +188,12 @@ def same_tokens(ours: Any, folder: Path) -> None:
     assert (other.eos_token_id, other.bos_token_id) == (ours.eos_id, ours.bos_id)
 
 
-DOWN = dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "gemma3_text"), "down_proj") | {"nanochat": "fc2"}
+TARGETS: dict[str, Any] = {
+    "nanochat": ["q_proj", "fc2"],
+    "phi3": ["qkv_proj", "gate_up_proj"],
+    "gemma3": r".*language_model.*\.(q_proj|down_proj)",
+}
+"""Modules that an adapter of PEFT is on, where they are not q_proj and down_proj."""
 
 
 def main() -> int:

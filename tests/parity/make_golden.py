@@ -90,6 +90,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     },
+    "qwen3-yarn": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
     "qwen2": {"model_type": "qwen2", "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
     "qwen2-untied": {
         "model_type": "qwen2",
@@ -101,6 +107,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
     },
     "qwen3": {"model_type": "qwen3", "rope_theta": 1_000_000.0, "head_dim": 16},
+    "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": 5},
+    "mistral-wide": {"model_type": "mistral", "sliding_window": None},
+    "phi3": {"model_type": "phi3", "sliding_window": 5},
+    "phi3-wide": {"model_type": "phi3", "sliding_window": None},
+    "olmo2": {"model_type": "olmo2", "rope_theta": 500_000.0},
+    "olmo2-yarn": {
+        "model_type": "olmo2",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 3.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+    },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]},
+    "smollm3-windows": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "tie_word_embeddings": False,
+    },
     "gemma2": {
         "model_type": "gemma2",
         "head_dim": 16,
@@ -130,6 +164,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         },
     },
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 4,
+            "patch_size": 2,
+        },
+        "mm_tokens_per_image": 4,
+    },
     "nanochat": {"model_type": "nanochat", "final_logit_softcapping": 3.0, "rms_norm_eps": 1e-6},
 }
 SMALL = {
@@ -148,6 +203,16 @@ SMALL = {
 }
 
 
+def config_of(name: str) -> Any:
+    """The config of a tiny model; a model with images has the small sizes in its text part."""
+    fields = dict(FAMILIES[name])
+    if "text_config" in fields:
+        fields |= {"text_config": SMALL | fields["text_config"], "dtype": "float32"}
+    else:
+        fields = SMALL | fields
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 weights that follow from the tensor's name: large enough that every part of the model matters."""
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
@@ -161,9 +226,8 @@ def families() -> None:
     described, logits = {}, {"tokens": tokens.astype(np.int32)}
     given = inputs()
     dump("inputs.json", given)
-    for name, settings in FAMILIES.items():
-        fields = SMALL | settings
-        config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
+    for name in FAMILIES:
+        config = config_of(name)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         state = {
             k: v for k, v in model.state_dict().items() if not (config.tie_word_embeddings and k == "lm_head.weight")

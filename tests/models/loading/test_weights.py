@@ -313,3 +313,36 @@ def test_smollm2_greedy_text_is_that_of_transformers(smollm2: weights.LoadedMode
         np.testing.assert_array_equal(likeliest[len(tokens) - 1 : -1], expected)
         assert smollm2.tokenizer.decode(expected, skip_special=False) == str(golden["texts"][n])
         assert len(expected) == 32 or expected[-1] in smollm2.tokenizer.stop_ids
+
+
+# --- tensors that are several parameters, and parameters that are part of a larger model
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+def test_a_tensor_of_several_projections_is_split(golden_folder: Callable[[str], Path], kind: type) -> None:
+    folder = golden_folder("phi3")
+    held = {name: tensor.astype(kind) for name, tensor in merged(folder).items()}
+    rewrite(folder, **held)
+    attn = weights.load(folder, param_dtype=np.dtype(kind).name).model.layers[1].attn
+    whole = held["model.layers.1.self_attn.qkv_proj.weight"].T
+    kernels = [np.asarray(linear.kernel[...]) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
+    np.testing.assert_array_equal(np.concatenate(kernels, axis=1), whole)
+
+
+@pytest.mark.parametrize("rows", [63, 65])
+def test_a_shared_tensor_with_other_rows_is_refused(golden_folder: Callable[[str], Path], rows: int) -> None:
+    folder, name = golden_folder("phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(folder, **{name: np.zeros((rows, 32), np.float32)})
+    with pytest.raises(WeightsError, match=rf"qkv_proj\.weight has shape \[{rows}, 32\]\n  wanted: 64 rows"):
+        weights.load(folder)
+
+
+def test_the_text_part_is_read_under_the_names_of_the_hub_too(golden_folder: Callable[[str], Path]) -> None:
+    """There all of it lies under `language_model`, and images have tensors of other names."""
+    folder = golden_folder("gemma3")
+    newer, tensors = weights.load(folder).model, merged(folder)
+    older = {name.replace("model.language_model.", "language_model.model."): x for name, x in tensors.items()}
+    older = {name.replace("model.vision_tower.", "vision_tower.vision_model."): x for name, x in older.items()}
+    assert not older.keys() & {name for name in tensors if name.startswith("model.language_model.")}
+    safetensors.numpy.save_file(older, folder / "model.safetensors")
+    assert_equal_state(weights.load(folder).model, newer)
