@@ -64,7 +64,6 @@ LISTED_COMMANDS = {
 
 LISTED_BLOCKS = {
     ("README.md", "[   0.0s] loading smollm2-135m"): "output",
-    ("docs/add-a-model.md", "AutoModelForImageTextToText"): PEER,
     ("docs/add-a-model.md", "def read_qwen3(c: Config)"): FRAGMENT,
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",

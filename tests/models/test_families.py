@@ -19,6 +19,7 @@ from covey.losses.logprobs import token_logps
 from covey.models import families
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.loading import weights
+from covey.models.loading.config_fields import check_config
 from covey.models.loading.text_part import text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Request, Sampler
@@ -403,3 +404,20 @@ def test_orient_is_its_own_inverse():
     kernel = np.arange(6).reshape(2, 3)
     for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
         np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta is 1.0\n  wanted: a finite number above 1"),
+        ({"rope_scaling": {"beta_fast": 1e299}}, r"rope_scaling\.beta_fast is 1e\+299\n  wanted: a number from 1e-6"),
+        ({"rope_scaling": {"truncate": 1}}, r"rope_scaling\.truncate is 1\n  wanted: true or false"),
+        ({"no_rope_layers": [0, 2]}, "no_rope_layers is .*\n  wanted: a list of 0 and 1"),
+        ({"no_rope_layers": [1]}, "no_rope_layers has 1 entries\n  wanted: one a layer: 2"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    ],
+)
+def test_a_field_of_a_wrong_range_is_refused_before_it_is_used(fields: dict, says: str) -> None:
+    """YaRN divides by the logarithm of the base, and the interval divides the number of a layer."""
+    with pytest.raises(WeightsError, match=says):
+        check_config(llama(**fields), "config.json")

@@ -276,7 +276,8 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
 def test_an_unknown_family_names_the_known_ones(folder: Path):
     config(folder, model_type="rwkv")
     with pytest.raises(
-        WeightsError, match=r"'rwkv' is not supported\n.*gemma2, gemma3_text, llama, nanochat, qwen2, qwen3"
+        WeightsError,
+        match=r"'rwkv' is not supported\n.*gemma2, gemma3, gemma3_text, llama, mistral, nanochat, olmo2, phi3, qwen2",
     ):
         weights.load(folder)
 
