@@ -78,6 +78,7 @@ LISTED_BLOCKS = {
     ("docs/grpo-in-one-file.md", "def grpo_step("): "tests/test_one_file.py executes the file",
     ("docs/measurements.md", "preferred_element_type"): "two lines of a remark on what XLA compiles, without imports",
     ("docs/quickstart.md", "format_accuracy 59.0%"): "output",
+    ("docs/quickstart.md", "zero std"): "output",
     ("docs/scaling.md", "#SBATCH"): "a job file; tests/launch/test_jobs.py checks those that are written",
     ("docs/scaling.md", "devices[4:8]"): "needs eight devices; tests/rl/test_cluster.py has roles on separate meshes",
 }

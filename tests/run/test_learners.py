@@ -32,6 +32,7 @@ from covey.errors import RecipeError, ResumeError, Stopped
 from covey.models.loading.weights import load
 from covey.report.run_data import read_run
 from covey.rl import grpo
+from covey.run.signals import SignalHandler
 from covey.train.history import History
 from covey.train.loop import StepRecord
 from covey.train.run_files import METRICS, REPORT, SAMPLES
@@ -159,6 +160,18 @@ def test_what_is_in_the_way_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="already made 3 steps"):
         one.train(ROWS, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_second_signal_ends_the_run_and_not_the_script() -> None:
+    def interrupted_twice() -> None:
+        with SignalHandler(second_ends_process=False) as signals, signals.deferring():
+            signal.raise_signal(signal.SIGINT)
+            assert signals.requested() == "SIGINT"
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the second signal has not ended the run")
+
+    with pytest.raises(Stopped):
+        interrupted_twice()
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
