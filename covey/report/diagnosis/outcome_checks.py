@@ -13,7 +13,7 @@ from covey.report.diagnosis.signal_checks import TREND_ROWS
 EVAL_ERRORS = 3.0
 """Number of standard errors by which the held-out accuracy has fallen from its best."""
 EVAL_LOSS_RISE, EVAL_LOSS_NATS = 0.05, 0.02
-"""Relative and absolute rise of the held-out loss above its lowest that is overfitting."""
+"""Rise of the held-out loss above its lowest that is overfitting: relative to it and to the fall before; in nats."""
 
 
 def opposed_parts(history: History) -> tuple[str, str] | None:
@@ -60,9 +60,9 @@ def overfitting_of_loss(history: History) -> str:
     if len(found) < 3:
         return ""
     (best_step, best), (last_step, last) = min(found, key=lambda one: one[1]), found[-1]
-    rise = max(EVAL_LOSS_RISE * best, EVAL_LOSS_NATS)
+    rise = max(EVAL_LOSS_RISE * best, EVAL_LOSS_RISE * (found[0][1] - best), EVAL_LOSS_NATS)
     training = change(history, "loss")
-    if last - best < rise or training is None or training.difference >= 0:
+    if min(last, found[-2][1]) - best < rise or training is None or training.difference >= 0:
         return ""
     at = int((history.steps <= best_step).sum())
     then, now = level(history, "loss", max(0, at - history.window), at), training.late

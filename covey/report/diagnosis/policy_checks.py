@@ -31,13 +31,15 @@ JUMP = 0.3
 """Rise of the share of completions cut off that counts as a jump."""
 LENGTH_JUMP, ENTROPY_LOW, ENTROPY_HIGH, SPIKE = 1.5, 0.3, 2.0, 10.0
 """Factors that count as a jump: of the mean length, of the entropy downwards and upwards, of the gradient norm."""
-LOSS_RISE = 0.1
-"""Share of the lowest loss by which the loss has risen for good."""
+LOSS_RISE, LOSS_TWICE = 0.1, 2.0
+"""Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
+much the loss fluctuates."""
 COLLAPSED, STUCK = 0.2, 0.5
 """Share of its first value to which the entropy falls in a collapse, and share of the spread of completions that is
 still there between groups."""
-KL_HIGH, KL_GROWTH = 1.0, 2.0
-"""KL in nats per token from which it has run away, and its growth since the middle of the run."""
+KL_HIGH, KL_GROWTH, KL_FAR = 1.0, 2.0, 3.0
+"""KL in nats per token from which it has run away if it has grown by this factor since the middle of the run, and KL
+from which it has in any case."""
 BONUS_RISE = 1.5
 """Factor by which the entropy rises under a bonus that is too large."""
 CLIPPED = 0.2
@@ -97,8 +99,11 @@ def rate_too_high_for_loss(history: History) -> str:
     lowest = min(earlier_levels(history, "loss"), key=lambda one: one.mean, default=None)
     if len(history) < TREND_ROWS or late is None or lowest is None or not math.isfinite(loss[0]):
         return ""
+    first = level(history, "loss", 0, 1)
+    if first and first.mean > 0 and late.mean - 2 * late.error >= LOSS_TWICE * first.mean:
+        return f"the loss rose {Change(first, late).text()}, at a learning rate of {_rate(history):.3g}"
     found = Change(lowest, late)
-    margin = max(LOSS_RISE * abs(lowest.mean), LOSS_RISE * float(loss[0]) * 0.5)
+    margin = max(LOSS_RISE * abs(lowest.mean), LOSS_RISE / 2 * float(loss[0]))
     if found.difference <= margin or found.errors < FALL_ERRORS:
         return ""
     return f"the loss rose {found.text()}, at a learning rate of {_rate(history):.3g}"
@@ -117,12 +122,12 @@ def entropy_collapse(history: History) -> str:
 
 
 def kl_runaway(history: History) -> str:
-    """Find that the KL to the reference is high and still grows, while the reward does not rise with it."""
+    """Find that the KL to the reference is high and still grows, or is very high."""
     n, window = len(history), history.window
     late, middle = recent(history, "kl"), level(history, "kl", max(0, n // 2 - window), max(1, n // 2))
     if n < TREND_ROWS or late is None or middle is None:
         return ""
-    if late.mean < KL_HIGH or late.mean < KL_GROWTH * abs(middle.mean):
+    if late.mean < KL_HIGH or (late.mean < KL_GROWTH * abs(middle.mean) and late.mean < KL_FAR):
         return ""
     return f"the KL grew {Change(middle, late).text()} nats per token{_and_reward(history)}"
 
@@ -211,7 +216,7 @@ def _since_first(history: History, name: str) -> Change | None:
 
 def _still(history: History, name: str) -> bool:
     found = change(history, name)
-    return found is None or abs(found.difference) <= max(STILL * abs(found.early.mean), 2 * found.early.error)
+    return found is None or abs(found.difference) <= STILL * abs(found.early.mean)
 
 
 def _rate(history: History) -> float:

@@ -49,7 +49,6 @@ class Rule(NamedTuple):
 
 SPOILED = (
     "answers cut off",
-    "samples too similar",
     "reward never reached",
     "groups too small",
     "entropy collapse",
@@ -94,9 +93,8 @@ RULES = (
         "The reward is the same for every completion, so nothing is learnt",
         f"every completion of every step has one reward that is not 0, over {signal.MIN_ROWS} steps or more",
         signal.constant_reward,
-        "rewards: see in samples.jsonl whether the completions deserve the same reward. If not, correct the function; "
-        "if "
-        "so, use easier or harder prompts (data)",
+        "rewards: see in samples.jsonl whether the completions deserve the same reward. If not, correct the "
+        "function; if so, use easier or harder prompts (data)",
         ("rewards", "data.path"),
         explains=("samples too similar", "groups too small", "entropy collapse", "learning rate too low"),
     ),
@@ -122,20 +120,27 @@ RULES = (
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
+        "samples too similar",
+        "The completions of a group are too similar",
+        f"groups have at most {signal.FEW_DISTINCT} different completions on average, in the first step, {FIRST} and "
+        f"{LAST}; fewer than {signal.MOST_CUT:.0%} of the completions of the first step are cut off; and {NO_RISE}",
+        signal.too_similar,
+        "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p",
+        ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
+        explains=("learning rate too high", "groups too small", "entropy collapse", "learning rate too low"),
+    ),
+    Rule(
         "learning rate too high",
         "The learning rate is too high",
         f"over {LAST} the reward is lower than at its best by {FALL_ERRORS:g} standard errors and {MIN_FALL:.0%} of "
-        "the "
-        f"spread of single completions; or {NO_RISE} and two of these jumped, the entropy among them: completions cut "
-        "off "
-        f"by {policy.JUMP:.0%}, mean length by a factor of {policy.LENGTH_JUMP}, entropy to {policy.ENTROPY_LOW} or "
-        f"{policy.ENTROPY_HIGH:g} times its first value, KL to {policy.KL_HIGH:g} nat per token, gradient norm to "
-        f"{policy.SPIKE:g} times its first value",
+        f"the spread of single completions; or {NO_RISE} and two of these jumped, the entropy among them: completions "
+        f"cut off by {policy.JUMP:.0%}, mean length by a factor of {policy.LENGTH_JUMP}, entropy to "
+        f"{policy.ENTROPY_LOW} or {policy.ENTROPY_HIGH:g} times its first value, KL to {policy.KL_HIGH:g} nat per "
+        f"token, gradient norm to {policy.SPIKE:g} times its first value",
         policy.rate_too_high,
         "lower training.actor_optimizer.learning_rate by a factor of 3 to 10, and start again or from an earlier "
-        "checkpoint; then more training.actor_optimizer.warmup_ratio, a lower training.actor_optimizer.max_grad_norm, "
-        "a "
-        "higher grpo.beta",
+        "checkpoint; then more training.actor_optimizer.warmup_ratio, a lower "
+        "training.actor_optimizer.max_grad_norm, a higher grpo.beta",
         (
             "training.actor_optimizer.learning_rate",
             "training.actor_optimizer.warmup_ratio",
@@ -147,13 +152,12 @@ RULES = (
     Rule(
         "learning rate too high",
         "The learning rate is too high",
-        f"over {LAST} the loss is above its lowest level by {policy.LOSS_RISE:.0%} of that, {policy.LOSS_RISE / 2:.0%} "
-        "of "
-        f"the first loss, and {FALL_ERRORS:g} standard errors",
+        f"over {LAST} the loss is above its lowest level by {policy.LOSS_RISE:.0%} of that, "
+        f"{policy.LOSS_RISE / 2:.0%} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
+        f"{policy.LOSS_TWICE:g} times the first loss",
         policy.rate_too_high_for_loss,
         "lower training.optimizer.learning_rate by a factor of 3 to 10; then more training.optimizer.warmup_ratio, a "
-        "lower "
-        "training.optimizer.max_grad_norm",
+        "lower training.optimizer.max_grad_norm",
         (
             "training.optimizer.learning_rate",
             "training.optimizer.warmup_ratio",
@@ -163,27 +167,32 @@ RULES = (
         explains=("overfitting", "learning rate too low"),
     ),
     Rule(
+        "KL runaway",
+        "The policy runs away from the reference",
+        f"over {LAST} the KL is at least {policy.KL_HIGH:g} nat per token and {policy.KL_GROWTH:g} times that of the "
+        f"middle of the run, or at least {policy.KL_FAR:g} nats per token",
+        policy.kl_runaway,
+        "raise grpo.beta, or set grpo.kl_target; then lower training.actor_optimizer.learning_rate, "
+        "training.actor_optimizer.max_grad_norm or grpo.epsilon",
+        (
+            "grpo.beta",
+            "grpo.kl_target",
+            "training.actor_optimizer.learning_rate",
+            "training.actor_optimizer.max_grad_norm",
+            "grpo.epsilon",
+        ),
+        explains=("answers cut off", "entropy collapse", "length without reward", "updates beyond the clip range"),
+    ),
+    Rule(
         "answers cut off",
         "Answers are cut off",
         f"over {LAST} at least {signal.MOST_CUT:.0%} of the completions are cut at rollout.max_new_tokens, at least "
-        "70% of "
-        f"the share of {FIRST}, and {NO_RISE}",
+        f"70% of the share of {FIRST}, and {NO_RISE}",
         signal.answers_cut,
         "raise rollout.max_new_tokens; or ask for shorter answers, with grpo.overlong_buffer; grpo.mask_truncated "
-        "leaves "
-        "cut completions out of the loss",
+        "leaves cut completions out of the loss",
         ("rollout.max_new_tokens", "grpo.overlong_buffer", "grpo.mask_truncated"),
         explains=("reward never reached", "groups too small", "length without reward", "learning rate too low"),
-    ),
-    Rule(
-        "samples too similar",
-        "The completions of a group are too similar",
-        f"groups have at most {signal.FEW_DISTINCT} different completions on average, over {FIRST} and {LAST}, and "
-        f"{NO_RISE}",
-        signal.too_similar,
-        "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p",
-        ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
-        explains=("groups too small", "entropy collapse", "learning rate too low"),
     ),
     Rule(
         "reward never reached",
@@ -197,28 +206,10 @@ RULES = (
         explains=("groups too small", "entropy collapse", "learning rate too low"),
     ),
     Rule(
-        "KL runaway",
-        "The policy runs away from the reference",
-        f"over {LAST} the KL is at least {policy.KL_HIGH:g} nat per token, and {policy.KL_GROWTH:g} times that of the "
-        "middle of the run",
-        policy.kl_runaway,
-        "raise grpo.beta, or set grpo.kl_target; then lower training.actor_optimizer.learning_rate, "
-        "training.actor_optimizer.max_grad_norm or grpo.epsilon",
-        (
-            "grpo.beta",
-            "grpo.kl_target",
-            "training.actor_optimizer.learning_rate",
-            "training.actor_optimizer.max_grad_norm",
-            "grpo.epsilon",
-        ),
-        explains=("entropy collapse", "length without reward", "updates beyond the clip range"),
-    ),
-    Rule(
         "entropy collapse",
         "The entropy has collapsed",
         f"over {LAST} the entropy is at most {policy.COLLAPSED:.0%} of that of {FIRST}, {signal.MOST_TIED:.0%} of the "
-        "groups "
-        f"have equal rewards, and groups differ by {policy.STUCK:.0%} of the spread of completions or more",
+        f"groups have equal rewards, and groups differ by {policy.STUCK:.0%} of the spread of completions or more",
         policy.entropy_collapse,
         "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p; grpo.epsilon_high above "
         "grpo.epsilon; a small grpo.entropy_bonus; grpo.max_sampling_rounds; a lower learning rate",
@@ -241,16 +232,14 @@ RULES = (
         f"{NO_RISE}; {signal.MOST_TIED_SMALL:.0%} for groups of at most {signal.SMALL}, after {signal.LONG_ROWS} steps",
         signal.too_few_signals,
         "raise grpo.num_generations; replace such groups with grpo.max_sampling_rounds; easier prompts (data); a "
-        "reward "
-        "with more steps (rewards)",
+        "reward with more steps (rewards)",
         ("grpo.num_generations", "grpo.max_sampling_rounds", "data.path", "rewards"),
     ),
     Rule(
         "possible reward hacking",
         "One part of the reward climbs while another falls (possible reward hacking)",
         f"one reward function has risen by {GAIN_ERRORS:g} standard errors and another has fallen by {FALL_ERRORS:g}, "
-        "both "
-        f"by {MIN_FALL:.0%} of their spread over completions",
+        f"both by {MIN_FALL:.0%} of their spread over completions",
         outcome.hacked_parts,
         "read the samples; then correct the rewards, or their grpo.reward_weights; a higher grpo.beta",
         ("rewards", "grpo.reward_weights", "grpo.beta"),
@@ -260,8 +249,7 @@ RULES = (
         "possible reward hacking",
         "The reward climbs while the held-out accuracy falls (possible reward hacking)",
         f"the held-out accuracy is {outcome.EVAL_ERRORS:g} standard errors below its best, and the reward has risen, "
-        "in "
-        "training and on held-out prompts",
+        "in training and on held-out prompts",
         outcome.hacked_reward,
         "read the samples; then correct the rewards, so that they ask for what evaluation.accuracy measures",
         ("rewards", "evaluation.accuracy"),
@@ -269,8 +257,8 @@ RULES = (
     Rule(
         "overfitting",
         "Held-out results fall while training rewards rise (overfitting)",
-        f"the held-out accuracy is {outcome.EVAL_ERRORS:g} standard errors below its best, and the training reward has "
-        "risen",
+        f"the held-out accuracy is {outcome.EVAL_ERRORS:g} standard errors below its best, and the training reward "
+        "has risen",
         outcome.overfitting,
         "more or other prompts (data); fewer training.max_steps; training.keep_best eval/accuracy; a higher grpo.beta",
         ("data.path", "training.max_steps", "training.keep_best", "grpo.beta"),
@@ -279,11 +267,10 @@ RULES = (
         "overfitting",
         "The held-out loss rises while the training loss falls (overfitting)",
         f"the last held-out loss is above the lowest by {outcome.EVAL_LOSS_RISE:.0%} and {outcome.EVAL_LOSS_NATS} "
-        "nats, and "
-        "the training loss has fallen since",
+        "nats, and the training loss has fallen since",
         outcome.overfitting_of_loss,
-        "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a lower "
-        "training.optimizer.learning_rate, more training.optimizer.weight_decay",
+        "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a "
+        "lower training.optimizer.learning_rate, more training.optimizer.weight_decay",
         (
             "training.max_steps",
             "training.num_epochs",
@@ -309,16 +296,14 @@ RULES = (
         f"over {LAST} at least {policy.CLIPPED:.0%} of the tokens are clipped, for ratios of single tokens",
         policy.beyond_the_clip,
         "lower training.actor_optimizer.learning_rate; fewer grpo.num_iterations; or grpo.algorithm cispo or sapo, "
-        "which do "
-        "not set gradients to 0",
+        "which do not set gradients to 0",
         ("training.actor_optimizer.learning_rate", "grpo.num_iterations", "grpo.algorithm"),
     ),
     Rule(
         "learning rate too low",
         "The learning rate is too low",
         f"after {signal.LONG_ROWS} steps or more neither the reward nor, by {policy.STILL:.0%}, entropy and length "
-        "have "
-        f"changed, although groups have a signal; the reward is known to {policy.POWER:.0%} of the spread of "
+        f"have changed, although groups have a signal; the reward is known to {policy.POWER:.0%} of the spread of "
         "completions",
         policy.rate_too_low,
         "raise training.actor_optimizer.learning_rate by a factor of 3 to 10; lower grpo.beta if it is above 0.1",
@@ -348,9 +333,8 @@ RULES = (
     Rule(
         "prompts too easy",
         "The prompts are too easy",
-        f"at least {signal.MOST_TIED:.0%} of the groups have equal rewards, {NO_RISE}, and it is {signal.EASY:g} times "
-        "the "
-        "spread of completions (of rewards 0 and 1, 80% are 1)",
+        f"at least {signal.MOST_TIED:.0%} of the groups have equal rewards, {NO_RISE}, and it is {signal.EASY:g} "
+        "times the spread of completions (of rewards 0 and 1, 80% are 1)",
         signal.too_easy,
         "harder prompts (data); grpo.max_sampling_rounds replaces groups that are all right",
         ("data.path", "grpo.max_sampling_rounds"),

@@ -113,13 +113,14 @@ def too_hot(history: History) -> str:
 
 
 def too_similar(history: History) -> str:
-    """Find that the completions of a group are nearly all the same text since the first steps."""
+    """Find that the completions of a group are nearly all the same text, since before the first update."""
     size, name = history.group_size, "completions/distinct_ratio"
-    first, now = level(history, name, 0, history.window), recent(history, name)
-    if len(history) < MIN_ROWS or size < 2 or first is None or now is None or improved(history):
+    untrained, first, now = level(history, name, 0, 1), level(history, name, 0, history.window), recent(history, name)
+    if len(history) < MIN_ROWS or size < 2 or not (untrained and first and now) or improved(history):
         return ""
-    if max(first.mean, now.mean) * size > FEW_DISTINCT:
-        return ""
+    cut = level(history, "completions/clipped_ratio", 0, 1)
+    if max(untrained.mean, first.mean, now.mean) * size > FEW_DISTINCT or (cut and cut.mean >= MOST_CUT):
+        return ""  # completions of a few tokens are alike for lack of room
     return f"a group of {size} completions had {now.mean * size:.3g} different texts on average in {now.span}"
 
 
