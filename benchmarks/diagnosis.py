@@ -1,9 +1,10 @@
 """`python -m benchmarks.diagnosis FOLDER`: broken and healthy runs on purpose, and what the diagnosis says of each.
 
 A model of 100,000 weights is taught to reverse strings of digits, and is then trained further in many ways: some with
-one setting that cannot work, some sound. Every run is made by `covey.run`, as the command makes it. Half of the runs
-served to set the thresholds of `covey.report.diagnosis`, the other half to judge them. Runs that are in FOLDER already
-are not made again. Told at the end: a table of the runs with the first finding of each, and how many were right.
+one setting that cannot work, some sound. Every run is made by `covey.run`, as the command makes it. The runs of the
+half "set" served to set the thresholds of `covey.report.diagnosis`, those of "judge" to judge them, and those of
+"fresh" were made when all thresholds were set. Runs that are in FOLDER already are not made again. Told at the end: a
+table of the runs with the first finding of each, and how many were right.
 """
 
 import argparse
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     Attributes:
         name: name of its folder.
         cause: names of the rules of which one has to be the first finding; none for a healthy run.
-        half: "set" if the run served to set thresholds, "judge" if it judges them.
+        half: "set" if the run served to set thresholds, "judge" if it judges them, "fresh" if it was made later.
         settings: what differs from the common recipe.
         method: "rl" or "sft".
     """
@@ -220,6 +221,22 @@ CASES = (
         (f"{SFT_LR}=1e-1", "training.max_steps=60", f"model.source=FOLDER/{BASE}", "seed=1"), "sft",
     ),
     Case("sft-rate-small", ("learning rate too low",), "judge", (f"{SFT_LR}=1e-6", "training.max_steps=60"), "sft"),
+    Case("rate-lora", ("learning rate too high",), "fresh", ("model.lora.rank=8", f"{LR}=3e-1", "seed=13")),
+    Case("rate-small-rloo", ("learning rate too low",), "fresh", (f"{LR}=1e-6", "grpo.algorithm=rloo", "seed=14")),
+    Case("cut-dapo", ("answers cut off",), "fresh", ("rollout.max_new_tokens=2", "grpo.algorithm=dapo", "seed=15")),
+    Case(
+        "hack-short", ("possible reward hacking",), "fresh",
+        ("rewards=[arithmetic_answer,benchmarks.diagnosis:short]", "grpo.reward_weights=[1,3]", f"{LR}=3e-3"),
+    ),
+    Case(
+        "bonus-3", ("entropy bonus too large",), "fresh",
+        ("grpo.entropy_bonus=2", "grpo.algorithm=dr_grpo", "training.max_steps=20", "seed=17"),
+    ),
+    # meant as a sound run: the diagnosis showed that its reward does not see digits behind the right ones
+    Case(
+        "weak-close", ("possible reward hacking",), "fresh",
+        (f"model.source=FOLDER/{WEAK}", "rewards=benchmarks.diagnosis:close", "seed=25"),
+    ),
     # --- sound ones
     Case("grpo", (), "set", ()),
     Case("grpo-seed", (), "judge", ("seed=5",)),
@@ -238,6 +255,11 @@ CASES = (
     Case("beta", (), "judge", ("grpo.beta=0.04", "seed=3")),
     Case("iterations", (), "judge", ("grpo.num_iterations=2", "grpo.algorithm=cispo", f"{LR}=5e-4", "seed=4")),
     Case("short", (), "judge", ("training.max_steps=12", "seed=6")),
+    Case("bnpo", (), "fresh", ("grpo.algorithm=bnpo", "seed=21", f"{LR}=2e-3")),
+    Case("sapo", (), "fresh", ("grpo.algorithm=sapo", "grpo.num_iterations=2", "seed=22")),
+    Case("cispo", (), "fresh", ("grpo.algorithm=cispo", "grpo.num_iterations=2", f"{LR}=5e-4", "seed=23")),
+    Case("warm", (), "fresh", ("rollout.temperature=1.3", "grpo.num_generations=16", "seed=24")),
+    Case("sft-long", (), "fresh", ("training.max_steps=200", f"{SFT_LR}=1e-3", "seed=26"), "sft"),
     Case("sft", (), "set", ("training.max_steps=120",), "sft"),
     Case("sft-seed", (), "judge", ("training.max_steps=80", "seed=1", f"{SFT_LR}=2e-3"), "sft"),
 )  # fmt: skip

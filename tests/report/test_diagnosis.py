@@ -161,8 +161,8 @@ NOTED: dict[str, tuple[History, History]] = {
         history(reward=0.95 + wobble(0.01), frac_reward_zero_std=0.79, reward_std=0.2),
     ),
     "part of the reward never reached": (
-        history(rewards__a__mean=0.0, rewards__a__std=0.0),
-        history(rewards__a__mean=step(0.0, 0.1, N - 1), rewards__a__std=0.0),
+        history(rewards__a__mean=0.0, rewards__a__std=0.0, rewards__b__mean=0.5, rewards__b__std=0.4),
+        history(rewards__a__mean=step(0.0, 0.1, N - 1), rewards__a__std=0.0, rewards__b__mean=0.5, rewards__b__std=0.4),
     ),
     "probability removed by truncation": (history(sampling__mass_kept=0.69), history(sampling__mass_kept=0.71)),
 }
@@ -227,7 +227,7 @@ def test_what_a_high_rate_did_is_told_with_it_and_not_as_causes_of_its_own() -> 
     (finding,) = diagnose(spoiled)
     assert finding.rule == "learning rate too high"
     assert "training.actor_optimizer.learning_rate" in finding.setting
-    assert "the mean reward fell 0.6 (steps 1 to 3) → 0 (steps 31 to 40)" in finding.evidence
+    assert "the mean reward fell 0.6 (step 1) → 0 (steps 31 to 40)" in finding.evidence
     for consequence in ("Answers are cut off", "entropy 1 (step 1) → 0.01", "KL 30 nats"):
         assert consequence in finding.evidence
 
@@ -236,6 +236,13 @@ def test_a_reward_of_0_is_explained_by_answers_that_were_all_cut() -> None:
     nothing: dict[str, Values] = {"reward": 0.0, "reward_error": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
     assert names(history(completions__clipped_ratio=1.0, **nothing)) == ["answers cut off"]
     assert names(history(completions__clipped_ratio=0.4, **nothing)) == ["reward never reached"]
+
+
+def test_a_penalty_for_long_answers_is_no_reward() -> None:
+    nothing: dict[str, Values] = {"rewards__a__mean": 0.0, "rewards__a__std": 0.0}
+    shorter: dict[str, Values] = {"reward": ramp(-1.0, 0.0), "rewards__overlong__mean": ramp(-1.0, 0.0)}
+    (finding,) = diagnose(history(**nothing, **shorter))
+    assert finding.rule == "reward never reached"
 
 
 def test_a_high_rate_is_seen_where_there_was_no_reward_to_lose() -> None:
@@ -261,15 +268,17 @@ def test_with_a_critic_equal_rewards_in_a_group_are_no_problem() -> None:
 def test_hacking_comes_with_samples_to_read(tmp_path: Path) -> None:
     found = EDGES["possible reward hacking"][0]
     rows = [
-        {"step": s, "group": 0, "sample": i, "prompt": "2+2=", "text": f"{s} {i}\x1b", "rewards": {"a": i / 8, "b": 1}}
+        {"step": s, "group": g, "sample": i, "prompt": f"{g}+2=", "text": f"{i}\x1b",
+         "rewards": {"a": i / 8, "b": g / 9}}
         for s in (1, 39, 40)
+        for g in range(4)
         for i in range(8)
     ]  # fmt: skip
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "[]\nnothing\n")
     (finding, *_) = diagnose(replace(found, samples=tmp_path / "samples.jsonl"))
     assert len(finding.samples) == 5
-    assert finding.samples[0] == "step 39, group 0, sample 0 (a 0, b 1): 2+2= → 39 0\\x1b"
-    assert {line.split(",")[0] for line in finding.samples} == {"step 39", "step 40"}
+    assert finding.samples[0] == "step 39, group 3, sample 0 (a 0, b 0.333): 3+2= → 0\\x1b"
+    assert finding.samples[1].startswith("step 40, group 3, sample 0")
     assert diagnose(replace(found, samples=tmp_path / "none"))[0].samples == ()
 
 

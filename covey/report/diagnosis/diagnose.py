@@ -76,7 +76,14 @@ def _without_problem(history: History) -> Finding:
     moved = change(history, name)
     seen = f"the mean {name} went {moved.text()}" if moved else f"{name} was not measured"
     better = improved(history) if name == "reward" else moved is not None and moved.difference < 0
+    rules = [rule for rule in RULES if history.method in rule.methods]
     if better or n < LONG_ROWS:
-        return Finding("Nothing wrong was found", f"none of {len(RULES)} rules is met", seen, "", level=NOTE)
+        return Finding(
+            "Nothing wrong was found",
+            f"none of the {len(rules)} rules for this method of training is met",
+            seen,
+            "",
+            level=NOTE,
+        )
     advice = "train longer, or compare runs with another learning rate"
     return Finding(f"The {name} did not improve, and no rule says why", "", seen, advice, level=NOTE)

@@ -153,16 +153,17 @@ def improved(history: History) -> bool:
 
 
 def fall(history: History, name: str = "reward") -> Change | None:
-    """Return the fall of `name` from its best earlier level to the last window; None if it has not fallen.
+    """Return the largest fall of `name` from an earlier level to the last window; None if it has not fallen.
 
-    A fall is at least 4 standard errors and 30 % of the spread of completions.
+    A fall is at least 4 standard errors and 30 % of the spread of completions, from the level that shows it best.
     """
     late = recent(history, name)
     found = [] if late is None else [Change(early, late) for early in earlier_levels(history, name)]
-    best = min(found, key=lambda one: one.errors, default=None)
-    if best is None or best.errors > -FALL_ERRORS or -best.difference < MIN_FALL * spread(history, name):
+    least = MIN_FALL * spread(history, name)
+    falls = [one for one in found if one.errors <= -FALL_ERRORS and -one.difference >= least]
+    if not falls or min(found, key=lambda one: one.errors) not in falls:
         return None
-    return best
+    return min(falls, key=lambda one: one.difference)
 
 
 def earlier_levels(history: History, name: str) -> Iterator[Level]:

@@ -12,7 +12,7 @@ from covey.report.diagnosis import policy_checks as policy
 from covey.report.diagnosis import signal_checks as signal
 from covey.report.diagnosis.finding import NOTE, PROBLEM
 from covey.report.diagnosis.history import History
-from covey.report.diagnosis.levels import FALL_ERRORS, GAIN_ERRORS, MIN_FALL
+from covey.report.diagnosis.levels import FALL_ERRORS, GAIN_ERRORS, MIN_FALL, percent
 
 BOTH, RL, SFT = ("rl", "sft"), ("rl",), ("sft",)
 LAST, FIRST = "the last quarter of the steps", "the first quarter"
@@ -101,8 +101,8 @@ RULES = (
     Rule(
         "temperature too high",
         "The sampling temperature is too high",
-        f"rollout.temperature is above 1, {NO_RISE}, and it is less than {signal.HOT_SHARE:.0%} of the reward of the "
-        f"evaluation before training (3 standard errors); or rollout.temperature is at least {signal.HOT:g} and "
+        f"rollout.temperature is above 1, {NO_RISE}, and it is less than {percent(signal.HOT_SHARE)} of the reward of "
+        f"the evaluation before training (3 standard errors); or rollout.temperature is at least {signal.HOT:g} and "
         f"{NO_RISE}",
         signal.too_hot,
         "lower rollout.temperature, towards 1 or below",
@@ -123,7 +123,8 @@ RULES = (
         "samples too similar",
         "The completions of a group are too similar",
         f"groups have at most {signal.FEW_DISTINCT} different completions on average, in the first step, {FIRST} and "
-        f"{LAST}; fewer than {signal.MOST_CUT:.0%} of the completions of the first step are cut off; and {NO_RISE}",
+        f"{LAST}; fewer than {percent(signal.MOST_CUT)} of the completions of the first step are cut off; and "
+        f"{NO_RISE}",
         signal.too_similar,
         "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p",
         ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
@@ -132,9 +133,9 @@ RULES = (
     Rule(
         "learning rate too high",
         "The learning rate is too high",
-        f"over {LAST} the reward is lower than at its best by {FALL_ERRORS:g} standard errors and {MIN_FALL:.0%} of "
-        f"the spread of single completions; or {NO_RISE} and two of these jumped, the entropy among them: completions "
-        f"cut off by {policy.JUMP:.0%}, mean length by a factor of {policy.LENGTH_JUMP}, entropy to "
+        f"over {LAST} the reward is lower than at its best by {FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} "
+        f"of the spread of single completions; or {NO_RISE} and two of these jumped, the entropy among them: "
+        f"completions cut off by {percent(policy.JUMP)}, mean length by a factor of {policy.LENGTH_JUMP}, entropy to "
         f"{policy.ENTROPY_LOW} or {policy.ENTROPY_HIGH:g} times its first value, KL to {policy.KL_HIGH:g} nat per "
         f"token, gradient norm to {policy.SPIKE:g} times its first value",
         policy.rate_too_high,
@@ -152,8 +153,8 @@ RULES = (
     Rule(
         "learning rate too high",
         "The learning rate is too high",
-        f"over {LAST} the loss is above its lowest level by {policy.LOSS_RISE:.0%} of that, "
-        f"{policy.LOSS_RISE / 2:.0%} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
+        f"over {LAST} the loss is above its lowest level by {percent(policy.LOSS_RISE)} of that, "
+        f"{percent(policy.LOSS_RISE / 2)} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
         f"{policy.LOSS_TWICE:g} times the first loss",
         policy.rate_too_high_for_loss,
         "lower training.optimizer.learning_rate by a factor of 3 to 10; then more training.optimizer.warmup_ratio, a "
@@ -186,8 +187,8 @@ RULES = (
     Rule(
         "answers cut off",
         "Answers are cut off",
-        f"over {LAST} at least {signal.MOST_CUT:.0%} of the completions are cut at rollout.max_new_tokens, at least "
-        f"70% of the share of {FIRST}, and {NO_RISE}",
+        f"over {LAST} at least {percent(signal.MOST_CUT)} of the completions are cut at rollout.max_new_tokens, at "
+        f"least 70% of the share of {FIRST}, and {NO_RISE}",
         signal.answers_cut,
         "raise rollout.max_new_tokens; or ask for shorter answers, with grpo.overlong_buffer; grpo.mask_truncated "
         "leaves cut completions out of the loss",
@@ -197,19 +198,20 @@ RULES = (
     Rule(
         "reward never reached",
         "The reward was never reached",
-        f"every completion has the reward 0, over {signal.MIN_ROWS} steps and {signal.MIN_UNREWARDED} completions or "
-        "more",
+        f"every completion has the reward 0, apart from a penalty by grpo.overlong_buffer, over {signal.MIN_ROWS} "
+        f"steps and {signal.MIN_UNREWARDED} completions or more",
         signal.never_rewarded,
         "easier prompts (data), or a reward with steps on the way (rewards); more samples (grpo.num_generations); or "
         "supervised training first",
         ("data.path", "rewards", "grpo.num_generations"),
-        explains=("groups too small", "entropy collapse", "learning rate too low"),
+        explains=("groups too small", "entropy collapse", "learning rate too low", "part of the reward never reached"),
     ),
     Rule(
         "entropy collapse",
         "The entropy has collapsed",
-        f"over {LAST} the entropy is at most {policy.COLLAPSED:.0%} of that of {FIRST}, {signal.MOST_TIED:.0%} of the "
-        f"groups have equal rewards, and groups differ by {policy.STUCK:.0%} of the spread of completions or more",
+        f"over {LAST} the entropy is at most {percent(policy.COLLAPSED)} of that of {FIRST}, "
+        f"{percent(signal.MOST_TIED)} of the groups have equal rewards, and groups differ by {percent(policy.STUCK)} "
+        "of the spread of completions or more",
         policy.entropy_collapse,
         "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p; grpo.epsilon_high above "
         "grpo.epsilon; a small grpo.entropy_bonus; grpo.max_sampling_rounds; a lower learning rate",
@@ -228,8 +230,9 @@ RULES = (
     Rule(
         "groups too small",
         "Few groups have a signal",
-        f"at least {signal.MOST_TIED:.0%} of the groups have equal rewards, over {LAST} and over the whole run, and "
-        f"{NO_RISE}; {signal.MOST_TIED_SMALL:.0%} for groups of at most {signal.SMALL}, after {signal.LONG_ROWS} steps",
+        f"at least {percent(signal.MOST_TIED)} of the groups have equal rewards, over {LAST} and over the whole run, "
+        f"and {NO_RISE}; {percent(signal.MOST_TIED_SMALL)} for groups of at most {signal.SMALL}, after "
+        f"{signal.LONG_ROWS} steps",
         signal.too_few_signals,
         "raise grpo.num_generations; replace such groups with grpo.max_sampling_rounds; easier prompts (data); a "
         "reward with more steps (rewards)",
@@ -239,7 +242,7 @@ RULES = (
         "possible reward hacking",
         "One part of the reward climbs while another falls (possible reward hacking)",
         f"one reward function has risen by {GAIN_ERRORS:g} standard errors and another has fallen by {FALL_ERRORS:g}, "
-        f"both by {MIN_FALL:.0%} of their spread over completions",
+        f"both by {percent(MIN_FALL)} of their spread over completions",
         outcome.hacked_parts,
         "read the samples; then correct the rewards, or their grpo.reward_weights; a higher grpo.beta",
         ("rewards", "grpo.reward_weights", "grpo.beta"),
@@ -266,8 +269,8 @@ RULES = (
     Rule(
         "overfitting",
         "The held-out loss rises while the training loss falls (overfitting)",
-        f"the last held-out loss is above the lowest by {outcome.EVAL_LOSS_RISE:.0%} and {outcome.EVAL_LOSS_NATS} "
-        "nats, and the training loss has fallen since",
+        f"the last held-out loss is above the lowest by {percent(outcome.EVAL_LOSS_RISE)} and "
+        f"{outcome.EVAL_LOSS_NATS} nats, and the training loss has fallen since",
         outcome.overfitting_of_loss,
         "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a "
         "lower training.optimizer.learning_rate, more training.optimizer.weight_decay",
@@ -293,7 +296,7 @@ RULES = (
     Rule(
         "updates beyond the clip range",
         "Many tokens are clipped",
-        f"over {LAST} at least {policy.CLIPPED:.0%} of the tokens are clipped, for ratios of single tokens",
+        f"over {LAST} at least {percent(policy.CLIPPED)} of the tokens are clipped, for ratios of single tokens",
         policy.beyond_the_clip,
         "lower training.actor_optimizer.learning_rate; fewer grpo.num_iterations; or grpo.algorithm cispo or sapo, "
         "which do not set gradients to 0",
@@ -302,9 +305,9 @@ RULES = (
     Rule(
         "learning rate too low",
         "The learning rate is too low",
-        f"after {signal.LONG_ROWS} steps or more neither the reward nor, by {policy.STILL:.0%}, entropy and length "
-        f"have changed, although groups have a signal; the reward is known to {policy.POWER:.0%} of the spread of "
-        "completions",
+        f"after {signal.LONG_ROWS} steps or more neither the reward nor, by {percent(policy.STILL)}, entropy and "
+        f"length have changed, although groups have a signal; the reward is known to {percent(policy.POWER)} of the "
+        "spread of completions",
         policy.rate_too_low,
         "raise training.actor_optimizer.learning_rate by a factor of 3 to 10; lower grpo.beta if it is above 0.1",
         ("training.actor_optimizer.learning_rate", "grpo.beta"),
@@ -313,7 +316,7 @@ RULES = (
     Rule(
         "learning rate too low",
         "The learning rate is too low",
-        f"after {signal.LONG_ROWS} steps or more the loss has changed by less than {policy.FLAT_LOSS:.0%}",
+        f"after {signal.LONG_ROWS} steps or more the loss has changed by less than {percent(policy.FLAT_LOSS)}",
         policy.rate_too_low_for_loss,
         "raise training.optimizer.learning_rate by a factor of 3 to 10",
         ("training.optimizer.learning_rate",),
@@ -333,8 +336,8 @@ RULES = (
     Rule(
         "prompts too easy",
         "The prompts are too easy",
-        f"at least {signal.MOST_TIED:.0%} of the groups have equal rewards, {NO_RISE}, and it is {signal.EASY:g} "
-        "times the spread of completions (of rewards 0 and 1, 80% are 1)",
+        f"at least {percent(signal.MOST_TIED)} of the groups have equal rewards, {NO_RISE}, and it is {signal.EASY:g} "
+        "times the spread of completions (of rewards 0 and 1, 80 % are 1)",
         signal.too_easy,
         "harder prompts (data); grpo.max_sampling_rounds replaces groups that are all right",
         ("data.path", "grpo.max_sampling_rounds"),
@@ -353,7 +356,7 @@ RULES = (
     Rule(
         "probability removed by truncation",
         "Truncation removes much of what the policy would sample",
-        f"over {LAST} at most {signal.LEAST_KEPT:.0%} of the probability is kept by top-k, top-p and min-p",
+        f"over {LAST} at most {percent(signal.LEAST_KEPT)} of the probability is kept by top-k, top-p and min-p",
         signal.much_removed,
         "loosen rollout.top_k, rollout.top_p and rollout.min_p, or accept that training is that much off-policy",
         ("rollout.top_k", "rollout.top_p", "rollout.min_p"),

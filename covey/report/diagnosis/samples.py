@@ -21,17 +21,14 @@ _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 
 def samples_to_read(history: History, high: str = "", low: str = "") -> list[str]:
     """Return lines with the completions of the last window in which the reward function `high` gave most and `low`
-    least; without names, those with the highest reward.
+    least; without names, those with the highest reward. There is at most one of each group.
     """
-    found: list[tuple[float, str]] = []
-    texts: set[str] = set()
+    best: dict[tuple[object, object], tuple[float, str]] = {}
     for row in _recent_rows(history):
-        text, score = str(row.get("text", "")), _score(row, high, low)
-        if score is None or text in texts or (len(found) == COUNT and score <= found[-1][0]):
-            continue
-        texts.add(text)
-        found = sorted([*found, (score, _line(row))], key=lambda one: -one[0])[:COUNT]
-    return [line for _, line in found]
+        group, score = (row["step"], str(row.get("group"))), _score(row, high, low)
+        if score is not None and (group not in best or score > best[group][0]):
+            best[group] = score, _line(row)
+    return [line for _, line in sorted(best.values(), key=lambda one: -one[0])[:COUNT]]
 
 
 def _recent_rows(history: History) -> Iterator[Row]:

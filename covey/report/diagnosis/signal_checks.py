@@ -51,8 +51,9 @@ def constant_reward(history: History) -> str:
 
 
 def never_rewarded(history: History) -> str:
-    """Find that every completion had the reward 0."""
-    if _only_reward(history) != 0:
+    """Find that every completion had the reward 0, a penalty for long answers aside."""
+    functions = history.functions()
+    if _only_reward(history) != 0 and not (functions and len(_unrewarded(history)) == len(functions)):
         return ""
     rows, samples = len(history), len(history) * history.samples_per_step
     if samples and samples < MIN_UNREWARDED:
@@ -60,22 +61,13 @@ def never_rewarded(history: History) -> str:
     cut = level(history, "completions/clipped_ratio", 0, rows)
     so_far = f"none of {samples} completions in {rows} steps" if samples else f"no completion in {rows} steps"
     likely = f"; the success rate is below {percent(3 / samples)} (95 % confidence)" if samples else ""
-    return f"{so_far} had a reward other than 0{likely}" + (
-        f"; {percent(cut.mean)} of them were cut off" if cut and cut.mean else ""
-    )
+    cut_off = f"; {percent(cut.mean)} of them were cut off" if cut and cut.mean else ""
+    return f"{so_far} had a reward other than 0{likely}{cut_off}"
 
 
 def part_never_rewarded(history: History) -> str:
     """Find reward functions that gave 0 to every completion while the reward varied."""
-    if len(history) < MIN_ROWS or _only_reward(history) is not None:
-        return ""
-    parts = [
-        name
-        for name in history.functions()
-        if history.has(f"rewards/{name}/mean")
-        and all_zero(history.column(f"rewards/{name}/mean"))
-        and all_zero(history.column(f"rewards/{name}/std"))
-    ]
+    parts = [] if _only_reward(history) is not None else _unrewarded(history)
     return f"0 for every completion in all {len(history)} steps: {', '.join(parts)}" if parts else ""
 
 
@@ -146,6 +138,19 @@ def level_mean(history: History, name: str) -> float:
     """Return the mean of `name` over the whole run; 0 if it was not measured."""
     found = level(history, name, 0, len(history))
     return 0.0 if found is None else found.mean
+
+
+def _unrewarded(history: History) -> list[str]:
+    """Return the reward functions that gave 0 to every completion; none if the run is too short."""
+    if len(history) < MIN_ROWS:
+        return []
+    return [
+        name
+        for name in history.functions()
+        if history.has(f"rewards/{name}/mean")
+        and all_zero(history.column(f"rewards/{name}/mean"))
+        and all_zero(history.column(f"rewards/{name}/std"))
+    ]
 
 
 def _only_reward(history: History) -> float | None:
