@@ -11,7 +11,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from covey import __version__
 from covey.cli import help
 from covey.cli.checks import check_run, check_source, has_checkpoint, new_run_folder, reserve_run_folder, resume_command
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT, ReportOptions
+from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
 from covey.display import printable
@@ -126,18 +127,18 @@ def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
     if "--resume" in flags:
         if names:
             raise CoveyError(f"--resume RUN and the recipe {names[0]}", fix="leave it out: a run keeps its recipe")
-        return partial(_resume, kind, flags["--resume"], _tokens(pair for pair in pairs if pair[0] != "--resume"))
+        return partial(_resume, kind, flags["--resume"], join_pairs(pair for pair in pairs if pair[0] != "--resume"))
     if not names:
         usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
-        raise CoveyError("no recipe is given to train", want=usage, fix=_built_in(kind))
-    return partial(_train, recipe.load(names[0], _tokens(pairs), kind))
+        raise CoveyError("no recipe is given to train", want=usage, fix=list_recipes(kind))
+    return partial(_train, recipe.load(names[0], join_pairs(pairs), kind))
 
 
 def evaluate(words: Sequence[str]) -> Action:
     """Parse `covey eval RUN_OR_MODEL [--recipe NAME] [settings]`."""
-    (source,), pairs = _exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
+    (source,), pairs = split_exactly(1, words, "covey eval RUN_OR_MODEL [--recipe NAME]")
     chosen = dict(pairs).get("--recipe")
-    tokens = _tokens(pair for pair in pairs if pair[0] != "--recipe")
+    tokens = join_pairs(pair for pair in pairs if pair[0] != "--recipe")
     settings = recipe.load_any(chosen, tokens) if chosen else None
     return partial(_evaluate, source, settings, tokens)
 
@@ -152,21 +153,21 @@ def rollout(words: Sequence[str]) -> Action:
 
 def generate(words: Sequence[str]) -> Action:
     """Parse `covey generate RUN_OR_MODEL "prompt" [settings]`."""
-    (source, prompt), pairs = _exactly(2, words, 'covey generate RUN_OR_MODEL "PROMPT"')
+    (source, prompt), pairs = split_exactly(2, words, 'covey generate RUN_OR_MODEL "PROMPT"')
     return partial(_generate, source, prompt, _options(GenerateOptions, source, pairs))
 
 
 def chat(words: Sequence[str]) -> Action:
     """Parse `covey chat RUN_OR_MODEL [settings]`."""
-    (source,), pairs = _exactly(1, words, "covey chat RUN_OR_MODEL")
+    (source,), pairs = split_exactly(1, words, "covey chat RUN_OR_MODEL")
     return partial(_chat, source, _options(ChatOptions, source, pairs))
 
 
 def export(words: Sequence[str]) -> Action:
     """Parse `covey export RUN_OR_MODEL --out FOLDER [settings]`."""
     usage = "covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf]"
-    (source,), pairs = _exactly(1, words, usage)
-    options = strict_yaml.build(ExportOptions, apply(ExportOptions, strict_yaml.Item({}, source), _tokens(pairs)))
+    (source,), pairs = split_exactly(1, words, usage)
+    options = strict_yaml.build(ExportOptions, apply(ExportOptions, strict_yaml.Item({}, source), join_pairs(pairs)))
     if options.out is None:
         raise CoveyError("no folder is given to export to", want=usage)
     if options.format == "peft" and options.dtype:
@@ -178,22 +179,14 @@ def plan(words: Sequence[str]) -> Action:
     """Parse `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [settings]`."""
     from covey.plan.machines import parse_target  # late, here and below: no other command needs it
 
-    switches = {"--json", "--here"} & set(words)
-    usage = "covey plan NAME_OR_YAML [--on MACHINE]"
-    (source,), pairs = _exactly(1, [word for word in words if word not in switches], usage)
-    own = {name: value for name, value in pairs if name in ("--on", "--prompt-tokens", "--completion-tokens")}
-    tokens = _tokens(pair for pair in pairs if pair[0] not in own)
-    lengths = tuple(_count(own, name) for name in ("--prompt-tokens", "--completion-tokens"))
+    switches, words = take_switches(words, ("--json", "--here"))
+    (source,), pairs = split_exactly(1, words, "covey plan NAME_OR_YAML [--on MACHINE]")
+    own, pairs = take_options(pairs, ("--on", "--prompt-tokens", "--completion-tokens"))
+    tokens = join_pairs(pairs)
+    lengths = tuple(parse_count(own, name) for name in ("--prompt-tokens", "--completion-tokens"))
     target = parse_target(own.get("--on", "cpu"))
     settings = recipe.load_any(source, tokens)
     return partial(_plan, source, settings, tokens, target, lengths, switches)
-
-
-def _count(options: dict[str, str], name: str) -> int | None:
-    value = options.get(name)
-    if value is not None and not (value.isascii() and value.isdigit() and int(value)):
-        raise CoveyError(f"{name} is {value!r}", want="a whole number from 1 up")
-    return None if value is None else int(value)
 
 
 def report(words: Sequence[str]) -> Action:
@@ -201,7 +194,7 @@ def report(words: Sequence[str]) -> Action:
     runs, pairs = split(words, len(words))
     if not runs:
         raise CoveyError("no run is given to report on", want="covey report RUN [RUN ...] [--out FILE]")
-    options = apply(ReportOptions, strict_yaml.Item({}, "covey report"), _tokens(pairs))
+    options = apply(ReportOptions, strict_yaml.Item({}, "covey report"), join_pairs(pairs))
     return partial(_report, [Path(run) for run in runs], strict_yaml.build(ReportOptions, options).out)
 
 
@@ -233,7 +226,7 @@ def recipes(words: Sequence[str]) -> Action:
 
 def doctor(words: Sequence[str]) -> Action:
     """Parse `covey doctor`."""
-    _exactly(0, words, "covey doctor")
+    split_exactly(0, words, "covey doctor")
 
     from covey.cli import doctor  # late: no other command needs it
 
@@ -296,7 +289,7 @@ def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, to
     check_source(source)
     if settings is None and not recipe.is_run(source):
         raise CoveyError(
-            f"no recipe is given to evaluate {source} on", want="covey eval MODEL --recipe NAME", fix=_built_in()
+            f"no recipe is given to evaluate {source} on", want="covey eval MODEL --recipe NAME", fix=list_recipes()
         )
     settings = settings or recipe.load_any(source, tokens)
     check_run(settings)
@@ -372,23 +365,8 @@ def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]])
     item = strict_yaml.Item({}, source)
     if recipe.is_run(source):
         item = recipe.section_of(source, "rollout")
-    item = apply(cls, item, _tokens(pairs), recipe.HIDDEN)
+    item = apply(cls, item, join_pairs(pairs), recipe.HIDDEN)
     return strict_yaml.build(cls, item)
-
-
-def _exactly(count: int, words: Sequence[str], usage: str) -> tuple[list[str], list[tuple[str, str]]]:
-    found, pairs = split(words, count)
-    if len(found) < count:
-        raise CoveyError("an argument is missing", want=usage)
-    return found, pairs
-
-
-def _tokens(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"{flag}={value}" for flag, value in pairs]
-
-
-def _built_in(kind: type[recipe.AnyRecipe] = recipe.AnyRecipe) -> str:
-    return "built-in recipes: " + ", ".join(recipe.names(kind))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
