@@ -18,7 +18,12 @@ class CoveyError(ValueError):
         want: what would be valid.
         fix: how to fix it.
         where: `file`, `file:line` or a dotted recipe key.
+
+    Attributes:
+        problems: the errors that this one reports together; empty if it reports one problem.
     """
+
+    problems: Sequence["CoveyError"] = ()
 
     def __init__(self, what: str, *, want: str = "", fix: str = "", where: str = ""):
         self.what, self.want, self.fix, self.where = what, want, fix, where
@@ -87,4 +92,6 @@ def raise_together(problems: Sequence[RecipeError]) -> None:
     if problems:
         many = len(problems) > MAX_LISTED
         count = f"more than {MAX_LISTED} problems; the first of them:" if many else f"{len(problems)} problems"
-        raise RecipeError("\n".join([count, *map(str, problems[:MAX_LISTED])]))
+        together = RecipeError("\n".join([count, *map(str, problems[:MAX_LISTED])]))
+        together.problems = problems[:MAX_LISTED]
+        raise together

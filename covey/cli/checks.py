@@ -1,8 +1,10 @@
 """Check what can be checked before JAX is imported: paths, names of reward functions, a run folder that is taken."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from covey.config import strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
@@ -11,41 +13,79 @@ from covey.config.schema.data import FROM_PYTHON
 from covey.errors import CoveyError, DataError, WeightsError
 
 
+class Check(NamedTuple):
+    """One check of a recipe: what it looks at, and a function that raises `CoveyError` if that is wrong."""
+
+    subject: str
+    run: Callable[[], object]
+
+
 def check_run(recipe: Recipe | SFTRecipe) -> None:
     """Refuse a recipe whose model, data or reward functions do not exist.
 
     Raises:
         CoveyError: the subclass that fits.
     """
-    check_source(recipe.model.source)
-    if (adapter := recipe.model.adapter) and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+    for check in checks_of(recipe):
+        check.run()
+
+
+def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
+    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first."""
+    yield Check("model", partial(check_source, recipe.model.source))
+    if recipe.model.adapter:
+        yield Check("adapter", partial(_check_adapter, recipe.model.adapter))
+    for key, path in (("data.path", recipe.data.path), ("data.test_path", recipe.data.test_path)):
+        if path and not path.startswith(HUBS):
+            yield Check("data", partial(_check_path, key, path))
+    if isinstance(recipe, Recipe):
+        yield from _stage_checks(recipe)
+    for name in dict.fromkeys(reward_names(recipe)):
+        yield Check("rewards", partial(_check_reward, name))
+
+
+def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return the names of the functions that train and that judge the held-out completions."""
+    judges = recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format
+    return [*(recipe.rewards if isinstance(recipe, Recipe) else ()), *filter(None, judges)]
+
+
+def _check_adapter(adapter: str) -> None:
+    if not (Path(adapter).expanduser() / "adapter_config.json").is_file():
         raise WeightsError(
             "no adapter_config.json here", want="--model.adapter FOLDER, as PEFT saves it", where=adapter
         )
-    for key, path in (("data.path", recipe.data.path), ("data.test_path", recipe.data.test_path)):
-        if path and not path.startswith(HUBS) and not Path(path).expanduser().exists():
-            raise DataError(f"{key}: there is no {path}", fix=f"--{key.replace('_', '-')} PATH")
-
-    rewards = _check_stages(recipe) if isinstance(recipe, Recipe) else ()
-
-    from covey.rewards.registry import resolve  # late: it needs NumPy, and the checks above do not
-
-    evaluation = recipe.evaluation
-    for name in filter(None, (*rewards, evaluation.accuracy, evaluation.partial, evaluation.format)):
-        resolve(name)
 
 
-def _check_stages(recipe: Recipe) -> tuple[str, ...]:
-    """Check the settings that only an RL run has; return the names of its reward functions."""
+def _check_path(key: str, path: str) -> None:
+    if not Path(path).expanduser().exists():
+        raise DataError(f"{key}: there is no {path}", fix=f"--{key.replace('_', '-')} PATH")
+
+
+def _check_reward(name: str) -> None:
+    from covey.rewards.registry import resolve  # late: it needs NumPy, and the checks before do not
+
+    resolve(name)
+
+
+def _stage_checks(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of settings that only an RL run has."""
+    for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
+        if source:
+            yield Check(role, partial(_check_model, source))
+    yield Check("training", partial(_check_stages, recipe))
+
+
+def _check_model(source: str) -> None:
     from covey.models.loading import sources  # late, here and below: importing it takes as long as reading a recipe
 
-    for source in filter(None, (recipe.critic, recipe.reward_model)):
-        sources.check_source(source)
+    sources.check_source(source)
 
+
+def _check_stages(recipe: Recipe) -> None:
     from covey.rl.microbatch import stage_sizes  # late: it needs NumPy
 
     stage_sizes(recipe.training, recipe.grpo.num_generations)
-    return recipe.rewards
 
 
 def check_source(source: str) -> None:

@@ -24,6 +24,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey generate RUN_OR_MODEL "PROMPT"
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
+  covey validate NAME_OR_YAML    check a recipe, its data and its rewards, without running it
   covey plan NAME_OR_YAML        what a run needs, on this or another machine
   covey launch PLACE ... train   train with several processes, here or on a cluster
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
@@ -125,6 +126,21 @@ examples
   covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
   covey export runs/gsm8k-smollm2-1 --out adapter --format peft
   covey export smollm2-135m --out for-llama-cpp --format gguf
+"""
+
+VALIDATE = """\
+covey validate NAME_OR_YAML [--json] [--setting value ...]
+
+Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
+columns of local data, the reward functions, the run folder. It lists all mistakes; the exit code is 2 if there is one.
+
+  --json                   the same as one line of JSON
+
+examples
+  covey validate mine.yaml
+  covey validate gsm8k-smollm2 --data.path FOLDER --json
+
+The settings are those of covey train and covey sft.
 """
 
 PLAN = """\
@@ -323,6 +339,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "generate": (GENERATE, GenerateOptions),
     "chat": (CHAT, ChatOptions),
     "export": (EXPORT, ExportOptions),
+    "validate": (VALIDATE, None),
     "plan": (PLAN, None),
     "report": (REPORT, ReportOptions),
     "watch": (WATCH, None),

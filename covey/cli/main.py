@@ -224,6 +224,13 @@ def recipes(words: Sequence[str]) -> Action:
     return help.show_recipes
 
 
+def validate(words: Sequence[str]) -> Action:
+    """Parse `covey validate NAME_OR_YAML [--json] [settings]`."""
+    from covey.cli import validate  # late: no other command needs it
+
+    return validate.parse(words)
+
+
 def doctor(words: Sequence[str]) -> Action:
     """Parse `covey doctor`."""
     split_exactly(0, words, "covey doctor")
@@ -377,6 +384,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "generate": generate,
     "chat": chat,
     "export": export,
+    "validate": validate,
     "plan": plan,
     "report": report,
     "watch": watch,

@@ -1,0 +1,112 @@
+"""Implement `covey validate`: every check of a recipe that needs neither a model nor JAX.
+
+A run makes the same checks before it starts and stops at the first mistake; this command makes all of them and lists
+every mistake. Data in local files are read in full, so that a malformed line or a missing column is found.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from covey.cli.checks import checks_of, new_run_folder, reward_names
+from covey.cli.words import join_pairs, list_recipes, split_exactly, take_switches
+from covey.config import recipe
+from covey.config.schema import HUBS
+from covey.display import echo
+from covey.errors import CoveyError
+
+USAGE = "covey validate NAME_OR_YAML [--json] [--setting value ...]"
+
+
+def parse(words: Sequence[str]) -> Callable[[], int]:
+    """Parse `covey validate NAME_OR_YAML [--json] [settings]`."""
+    switches, words = take_switches(words, ("--json",))
+    if not words:
+        raise CoveyError("no recipe is given to validate", want=USAGE, fix=list_recipes())
+    (source,), pairs = split_exactly(1, words, USAGE)
+    return partial(validate, source, join_pairs(pairs), bool(switches))
+
+
+def validate(source: str, settings: Sequence[str], as_json: bool = False) -> int:
+    """Check the recipe at `source` and print what was found; return the exit code: 0, or 2 if something is wrong."""
+    found: dict[str, str] = {}
+    problems: list[CoveyError] = []
+    try:
+        checked = recipe.load_any(source, settings)
+    except CoveyError as error:
+        problems += error.problems or [error]
+    else:
+        found["settings"] = f"{checked.name}, for {recipe.COMMANDS[checked.method]}"
+        problems += _run_checks(checked, found)
+    _print_json(source, found, problems) if as_json else _print(found, problems)
+    return 2 if problems else 0
+
+
+def _run_checks(checked: recipe.Recipe | recipe.SFTRecipe, found: dict[str, str]) -> Iterator[CoveyError]:
+    """Make every check; record in `found` what is right, by subject, and yield what is wrong."""
+    wrong = set()
+    for check in checks_of(checked):
+        try:
+            check.run()
+        except CoveyError as error:
+            wrong.add(check.subject)
+            yield error
+    found |= {subject: text for subject, text in _describe(checked).items() if text and subject not in wrong}
+    read = partial(_check_data, checked, "rewards" not in wrong)
+    for subject, describe in (("data", read), ("run folder", partial(_folder, checked))):
+        try:
+            if subject not in wrong:
+                found[subject] = describe()
+        except CoveyError as error:
+            yield error
+
+
+def _describe(checked: recipe.Recipe | recipe.SFTRecipe) -> dict[str, str]:
+    names = dict.fromkeys(reward_names(checked))
+    return {"model": checked.model.source, "adapter": checked.model.adapter or "", "rewards": ", ".join(names)}
+
+
+def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool) -> str:
+    """Read the data if they are local and return a description.
+
+    Args:
+        with_rewards: whether the reward functions exist, so that the columns they need are checked too.
+
+    Raises:
+        CoveyError: the data cannot be read, or lack a column that a reward function needs.
+    """
+    from covey.data import sources  # late, here and below: they need NumPy
+
+    if (checked.data.path or "").startswith(HUBS):
+        return f"{checked.data.path}, which is not read here"
+    if isinstance(checked, recipe.Recipe):
+        data, trains, judged = sources.load(checked.data), checked.rewards, True
+    else:
+        data, trains, judged = sources.load_examples(checked.data), (), bool(checked.evaluation.answers)
+    if with_rewards:
+        from covey.rewards import check_columns
+
+        check_columns(trains, data.train)
+        check_columns(reward_names(checked) if judged else (), data.test)
+    columns = dict.fromkeys(name for row in data.train for name in row)
+    shown = f"{checked.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
+    return f"{shown}; columns {', '.join(columns)}"
+
+
+def _folder(checked: recipe.Recipe | recipe.SFTRecipe) -> str:
+    return str(new_run_folder(checked))
+
+
+def _print(found: dict[str, str], problems: Sequence[CoveyError]) -> None:
+    for subject, text in found.items():
+        echo(f"ok    {subject:<10} {text}")
+    for problem in problems:
+        echo(str(problem), keep="\n", file=sys.stderr)
+
+
+def _print_json(source: str, found: dict[str, str], problems: Sequence[CoveyError]) -> None:
+    listed = [{name: getattr(one, name) for name in ("what", "want", "fix", "where")} for one in problems]
+    result: dict[str, Any] = {"recipe": source, "valid": not problems, "found": found, "problems": listed}
+    echo(json.dumps(result))

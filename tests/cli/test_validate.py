@@ -1,0 +1,91 @@
+"""`covey validate`: all mistakes of a recipe at once, without JAX."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cli import main as cli
+from covey.config import recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a file of prompts, whose column `answer` reward functions of GSM8K need."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("bare.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    return tmp_path
+
+
+def validate(capsys: Any, *words: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["validate", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_built_in_recipes_are_valid(name: str, capsys: Any) -> None:
+    words = NEEDED.get(name, "").split()
+    code, found = validate(capsys, name, *words)
+    assert (code, found["recipe"], found["valid"], found["problems"]) == (0, name, True, [])
+    assert {"settings", "model", "data", "run folder"} <= set(found["found"])
+
+
+NEEDED = {
+    "arithmetic-tiny": "--model.source smollm2-135m",
+    "gsm8k-nanochat": "--model.source smollm2-135m",
+    "gsm8k-smollm2": "--data.task jsonl --data.path rows.jsonl",
+    "sft-smollm2": "--data.path rows.jsonl --data.completion-column answer",
+}
+"""What a recipe needs that is not on every machine: the run of another recipe, a checkpoint, a file."""
+
+
+def test_all_mistakes_are_listed_together(capsys: Any) -> None:
+    Path("mine.yaml").write_text("rewards: [frst_letter, exact_answr]\nmodel: {source: ./nowhere}\nseed: 1\n")
+    code, found = validate(capsys, "mine.yaml", "--data.task", "jsonl", "--data.path", "nowhere.jsonl")
+    assert (code, found["valid"]) == (2, False)
+    assert [one["what"] for one in found["problems"]] == [
+        "no checkpoint called './nowhere': neither a known name nor a path",
+        "data.path: there is no nowhere.jsonl",
+        "there is no reward function 'frst_letter'",
+        "there is no reward function 'exact_answr'",
+    ]
+    assert set(found["found"]) == {"settings", "run folder"}
+
+
+def test_mistakes_in_the_file_have_their_lines(capsys: Any) -> None:
+    Path("mine.yaml").write_text("reward: [first_letter]\nseed: x\n")
+    code, found = validate(capsys, "mine.yaml")
+    assert (code, [one["where"] for one in found["problems"]]) == (2, ["mine.yaml:1", "mine.yaml:2"])
+
+
+def test_lines_and_columns_of_the_data_are_read(capsys: Any) -> None:
+    words = ("gsm8k-smollm2", "--data.task", "jsonl", "--data.path")
+    assert validate(capsys, *words, "rows.jsonl")[0] == 0
+    code, found = validate(capsys, *words, "bare.jsonl")
+    assert (code, "asks for 'answer'" in found["problems"][0]["what"]) == (2, True)
+    with Path("rows.jsonl").open("a") as file:
+        file.write('{"prompt": "x"\n')
+    assert validate(capsys, *words, "rows.jsonl")[1]["problems"][0]["where"] == "rows.jsonl:21"
+
+
+def test_mistakes_go_to_standard_error_and_the_rest_is_shown(capsys: Any) -> None:
+    Path("runs/taken").mkdir(parents=True)
+    Path("runs/taken/file\x1b[2J").touch()
+    assert cli.main(["validate", "quickstart", "--out", "runs/taken"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[1] == "ok    model      smollm2-135m"
+    assert "runs/taken: this folder is not empty" in shown.err
+    assert not Path("runs/quickstart-1").exists()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys; from covey.cli.main import main; main(['validate', 'quickstart']); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("False\n")
