@@ -36,7 +36,7 @@ covey COMMAND --help says more. Start with: covey train quickstart
 """
 
 TRAIN = """\
-covey train NAME_OR_YAML [--setting value ...]
+covey train NAME_OR_YAML [--dry-run] [--setting value ...]
 covey train --resume RUN [--setting value ...]
 
 Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
@@ -44,15 +44,19 @@ Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.be
 and the end of a name is enough where only one setting ends so. Beside --resume the settings change the run's recipe,
 as far as it stays the same run; --max-steps trains a finished one longer.
 
+With --dry-run nothing is written and no update is made: it shows every setting with its origin, the first prompt and
+its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON.
+
 examples
   covey train quickstart
+  covey train quickstart --dry-run
   covey train quickstart --max-steps 20 --seed 1 --out runs/longer
   covey train gsm8k-smollm2 --data.path FOLDER --lora.rank 16
   covey recipes quickstart > mine.yaml && covey train mine.yaml
 """
 
 SFT = """\
-covey sft NAME_OR_YAML [--setting value ...]
+covey sft NAME_OR_YAML [--dry-run] [--setting value ...]
 covey sft --resume RUN [--setting value ...]
 
 Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.

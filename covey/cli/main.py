@@ -121,7 +121,14 @@ def parse(words: Sequence[str]) -> Action:
 
 
 def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
-    """Parse `covey train` or `covey sft`: NAME_OR_YAML [settings], or --resume RUN [settings]."""
+    """Parse `covey train` or `covey sft`: NAME_OR_YAML [--dry-run] [settings], or --resume RUN [settings]."""
+    switches, words = take_switches(words, ("--dry-run", "--json"))
+    if "--dry-run" in switches:
+        from covey.cli import dry_run  # late: a run does not need it
+
+        return dry_run.parse(kind, words, "--json" in switches)
+    if switches:
+        raise CoveyError("--json without --dry-run", fix="leave it out: a run writes metrics.jsonl and summary.json")
     names, pairs = split(words, 1)
     flags = dict(pairs)
     if "--resume" in flags:

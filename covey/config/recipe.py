@@ -181,6 +181,14 @@ def is_from_python(recipe: AnyRecipe) -> bool:
     return isinstance(recipe, Recipe | SFTRecipe) and recipe.data.task == FROM_PYTHON
 
 
+def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Return where each setting that `overrides` or the recipe at `source` set is written, by dotted name: the flag of
+    the command line, or file and line.
+    """
+    text, name = _text(source)
+    return strict_yaml.places(apply(_kind(text, name), strict_yaml.read(text, name), overrides, HIDDEN))
+
+
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Return the class of the recipe at `source`; only its `method` is read."""
     return _kind(*_text(source))

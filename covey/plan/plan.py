@@ -118,7 +118,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     made = programs_of(recipe, place)
     largest = _programs_run(recipe, made)
     compiled = _compile(largest, target, isinstance(place, Mesh), tell)
-    residents = residents_of(nnx.state(made.model), largest, _has_reference(recipe))
+    residents = _residents(recipe, made)
     process = resident() if target.platform == "cpu" else 0
     tell("counting")
     machine = _machine_of(target, _compute_dtype(recipe, target), mesh_size(recipe.model.mesh))
@@ -139,11 +139,26 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, place, tell))
 
 
+def held_arrays(recipe: Recipe | SFTRecipe, target: Target) -> tuple[Residents, Sequence[str]]:
+    """Return the arrays that a device holds in a run of `recipe`, and what is not counted. No program is compiled, so
+    that the temporary memory of the programs, which comes on top, is not known.
+
+    Raises:
+        CoveyError: as for `make_plan`.
+    """
+    made = programs_of(recipe, place_on(target, recipe.model.mesh))
+    return _residents(recipe, made), _left_out(recipe)
+
+
 def programs_of(recipe: Recipe | SFTRecipe, place: Mesh | jax.Device) -> RLPrograms | SFTPrograms:
     """Return the programs of a recipe on these devices."""
     if isinstance(recipe, SFTRecipe):
         return supervised_programs(recipe, place, TOTAL_STEPS)
     return policy_programs(recipe, place, TOTAL_STEPS)
+
+
+def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Residents:
+    return residents_of(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe))
 
 
 def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> list[Program]:
@@ -168,7 +183,7 @@ def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, place: Mesh | ja
         changed = load(settings)
         made = programs_of(changed, place)
         largest = _programs_run(changed, made)
-        residents = residents_of(nnx.state(made.model), largest, _has_reference(changed))
+        residents = _residents(changed, made)
         tell(f"trying {' '.join(settings)}")
         floor = plan.process + sum(residents.always.values())
         if floor > plan.machine.memory:  # no program can fit

@@ -1,0 +1,129 @@
+"""Preview of a run without its weights: its first prompt and that prompt's tokens, number of steps, tokens of a step,
+and the files that it writes. Data are read and fitted as the run does it; of the model only the header and the
+tokenizer are read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.data import ExampleLoader, PromptLoader
+from covey.models.config import ModelConfig
+from covey.report import REPORT
+from covey.run.folder import CHECKPOINTS, RECIPE
+from covey.run.inference import fit_to_recipe
+from covey.run.programs import abstract_source
+from covey.run.rl import RLRun
+from covey.run.sft import HELD_OUT, SFTRun
+from covey.run.watchdog import HEARTBEAT
+from covey.sampling.lengths import check_length, check_positions
+from covey.sft.batch import encode_example, fit
+from covey.text.tokenizer import Tokenizer
+from covey.train.loop import total_steps
+from covey.train.metrics import METRICS, SAMPLES, SUMMARY
+from covey.types import Prompt
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Description of a run before it starts.
+
+    Attributes:
+        prompt: the first prompt of the first step as the model gets it.
+        tokens: token ids of this prompt.
+        completion: the completion to learn after it; None in reinforcement learning.
+        rows: number of training rows that are used.
+        held_out: number of held-out rows.
+        unfit: number of rows that were too long, by what is done with them: dropped or truncated.
+        steps: optimizer updates of the whole run.
+        budget: tokens and completions of one step, by what they are.
+        files: names of the files and folders in the run folder at the end.
+    """
+
+    prompt: str
+    tokens: Sequence[int]
+    completion: str | None
+    rows: int
+    held_out: int
+    unfit: Mapping[str, int]
+    steps: int
+    budget: Mapping[str, int]
+    files: Sequence[str]
+
+
+def preview(recipe: Recipe | SFTRecipe) -> Preview:
+    """Return the preview of a run of `recipe`.
+
+    Raises:
+        CoveyError: the data or the model are not there, or a prompt or an example is too long.
+    """
+    model, tokenizer = abstract_source(recipe.model, recipe.seed, jax.default_backend())
+    describe = _describe_rl if isinstance(recipe, Recipe) else _describe_sft
+    return describe(recipe, model.config, tokenizer)  # type: ignore[arg-type]  # each gets its own kind
+
+
+def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
+    check_positions(recipe.rollout, model.max_positions)
+    data, training = RLRun.load_data(recipe), recipe.training
+    fitted = fit_to_recipe(data.train, tokenizer, recipe)
+    loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
+    lengths = [len(tokenizer.encode_prompt(row["prompt"])) for row in loader.rows]
+    for number, length in enumerate(lengths):
+        check_length(length, recipe.rollout, f"row {number} of the training data")
+    prompts = training.prompts_per_step
+    completions = prompts * recipe.grpo.num_generations
+    budget = {
+        "prompts": prompts,
+        "completions": completions,
+        "prompt tokens, mean": round(prompts * float(np.mean(lengths))),
+        "completion tokens, at most": completions * recipe.rollout.max_new_tokens,
+    }
+    first = next(loader)[0]["prompt"]
+    steps = total_steps(training, len(loader), recipe.grpo.num_iterations)
+    unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated}
+    rendered = _render(tokenizer, first), tokenizer.encode_prompt(first).tolist(), None
+    files = (METRICS, SAMPLES, *_evaluation_files(recipe))
+    return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, _files(files))
+
+
+def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
+    data, training = SFTRun.load_data(recipe), recipe.training
+    fitted = fit(data.train, tokenizer, training, model.max_positions, "training data")
+    fit(data.test, tokenizer, training, model.max_positions, HELD_OUT)
+    loader = ExampleLoader(fitted.examples, training.batch_size, seed=recipe.seed)
+    encode = partial(encode_example, tokenizer=tokenizer, completion_only=training.completion_only)
+    lengths = [sum(map(len, encode(row))) for row in loader.rows]
+    budget = {
+        "examples": training.batch_size,
+        "tokens, mean": round(training.batch_size * float(np.mean(lengths))),
+        "tokens, at most": training.batch_size * min(training.max_length, model.max_positions),
+    }
+    first = next(loader)[0]
+    rendered = _render(tokenizer, first["prompt"]), encode(first)[0].tolist(), str(first["completion"])
+    unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated}
+    steps = total_steps(training, len(loader))
+    files = _files((METRICS, *_evaluation_files(recipe)))
+    return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, files)
+
+
+def _render(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.render(prompt)
+
+
+def _evaluation_files(recipe: Recipe | SFTRecipe) -> list[str]:
+    others = ("-standard", "-liberal") if recipe.evaluation.preset == "all" and isinstance(recipe, Recipe) else ()
+    return [f"{name}{preset}.jsonl" for name in ("before", "after") for preset in ("", *others)]
+
+
+def _files(written: Sequence[str]) -> list[str]:
+    return [RECIPE, *written, SUMMARY, REPORT, HEARTBEAT, f"{CHECKPOINTS}/"]
+
+
+def preview_to_json(found: Preview) -> dict[str, Any]:
+    """Return a preview as JSON-serialisable values."""
+    return vars(found) | {"tokens": list(found.tokens), "unfit": dict(found.unfit), "budget": dict(found.budget)}
