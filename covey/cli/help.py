@@ -2,16 +2,10 @@
 
 import textwrap
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
 
+from covey.cli import settings_help
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, ReportOptions
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, defaults, describe, without_check
-from covey.config.explanations import explanations
-
-if TYPE_CHECKING:
-    from rich.console import Console  # late in what follows: mistakes are answered without it
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
@@ -32,7 +26,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey doctor                   what this machine has, and what is missing
 
-covey COMMAND --help says more. Start with: covey train quickstart
+covey COMMAND --help says more, covey --help grpo lists the settings of a section. Start with: covey train quickstart
 """
 
 TRAIN = """\
@@ -42,7 +36,8 @@ covey train --resume RUN [--setting value ...]
 Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
 Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
 and the end of a name is enough where only one setting ends so. Beside --resume the settings change the run's recipe,
-as far as it stays the same run; --max-steps trains a finished one longer.
+as far as it stays the same run; --max-steps trains a finished one longer. --help grpo lists the settings of a section,
+--help beta explains one, and --help all lists all.
 
 With --dry-run nothing is written and no update is made: it shows every setting with its origin, the first prompt and
 its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON.
@@ -254,17 +249,31 @@ and how to get what is missing.
 
 
 def show(command: str, words: Sequence[str] = ()) -> None:
-    """Print the help of `command`, with the values of a built-in recipe if `words` names one."""
-    from rich.console import Console
+    """Print the help of `command`.
 
+    Args:
+        words: the other words of the command line: a built-in recipe, whose values are shown; after --help a topic,
+            which is a section, a setting, or `all`.
+
+    Raises:
+        CoveyError: there is no such topic.
+    """
     text, settings = PAGES[command]
-    print(_with_forms(text) if command == "sft" else text, end="")
+    choices = recipe.names(settings) if settings and issubclass(settings, recipe.AnyRecipe) else []
+    named = next((word for word in words if word in choices), "")
+    topic = _topic(words, choices) if choices else ""
+    if not topic:
+        print(_with_forms(text) if command == "sft" else text, end="")
     if settings:
-        choices = recipe.names(settings) if words and issubclass(settings, recipe.AnyRecipe) else []
-        named = next((word for word in words if word in choices), "")
-        print(f"\nThe settings, with {f'the values of {named}' if named else 'their defaults'}:")
         shown = strict_yaml.build(settings, _read(named)) if named else settings()
-        _show_settings(Console(), shown, "", "general")
+        heading = f"The settings, with {f'the values of {named}' if named else 'their defaults'}:"
+        settings_help.show_settings(shown, heading if topic else f"\n{heading}", topic, f"covey {command}")
+
+
+def _topic(words: Sequence[str], recipes: Sequence[str]) -> str:
+    """Return the word after --help, if that is no recipe."""
+    at = next((number for number, word in enumerate(words) if word in ASKING), len(words))
+    return next((word for word in words[at + 1 :] if word not in (*ASKING, *recipes)), "")
 
 
 def _with_forms(text: str) -> str:
@@ -296,45 +305,8 @@ def _read(name: str) -> strict_yaml.Item:
     return strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
 
 
-def _show_settings(console: "Console", settings: Config, prefix: str, title: str) -> None:
-    """Print the settings directly in a dataclass instance, then those of each section in it."""
-    from rich.markup import escape
-
-    cls = type(settings)
-    fields, docs = cls.kinds, explanations(cls)
-    sections = [name for name, kind in fields.items() if classes_in(kind)]
-    summary = (cls.__doc__ or "").strip().partition("\n")[0]
-    console.print(f"\n[bold]{title}[/]  [dim]{escape(summary)}[/]", highlight=False, soft_wrap=True)
-    for name in (n for n in fields if n not in sections and prefix + n not in recipe.HIDDEN):
-        flag = f"  --{(prefix + name).replace('_', '-')} {_shown(getattr(settings, name))}"
-        values = describe(fields[name])
-        text = docs.get(name, "") + ("" if values in PLAIN else f" ({values})")
-        lines = textwrap.wrap(text, max(console.width - COLUMN, 20)) or [""]
-        if len(flag) >= COLUMN and lines[0]:
-            lines.insert(0, "")
-        for left, line in zip_longest([flag], lines, fillvalue=""):
-            print(f"{left:{COLUMN}}{line}".rstrip())
-    for name in sections:
-        _show_settings(console, _whole(fields[name], getattr(settings, name)), f"{prefix}{name}.", prefix + name)
-
-
-def _whole(kind: Any, settings: Config) -> Config:
-    """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
-    cls = classes_in(kind)[-1]
-    return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
-
-
-def _shown(value: Any) -> str:
-    """Return the value as it would be written in a recipe, truncated when long."""
-    text = strict_yaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
-    return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"
-
-
-COLUMN = 36
-"""Column at which explanations begin."""
-
-PLAIN = ("a whole number", "a finite number", "true or false", "text")
-"""Descriptions of values that the shown value makes clear."""
+ASKING = ("-h", "--help")
+"""Words that ask for help."""
 PAGES: dict[str, tuple[str, type | None]] = {
     "train": (TRAIN, recipe.Recipe),
     "sft": (SFT, recipe.SFTRecipe),

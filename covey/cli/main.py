@@ -108,7 +108,7 @@ def parse(words: Sequence[str]) -> Action:
         CoveyError: an unknown command, recipe or setting, or a missing or extra argument.
     """
     if not words or words[0] in ("-h", "--help", "help"):
-        return partial(print, help.OVERVIEW, end="")
+        return _parse_help(words[1:])
     if words[0] == "--version":
         return partial(print, f"covey {__version__}\n", end="")
     name, rest = words[0], list(words[1:])
@@ -118,6 +118,15 @@ def parse(words: Sequence[str]) -> Action:
     if {"-h", "--help"} & set(before_dashes):
         return partial(help.show, name, rest)
     return COMMANDS[name](rest)
+
+
+def _parse_help(words: Sequence[str]) -> Action:
+    """Parse the words after `covey --help`: a command, or a topic of the settings of `covey train`."""
+    if not words:
+        return partial(print, help.OVERVIEW, end="")
+    if words[0] in COMMANDS:
+        return partial(help.show, words[0], ["--help", *words[1:]])
+    return partial(help.show, "train", ["--help", *words])
 
 
 def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:

@@ -156,14 +156,46 @@ def test_help_of_every_command(capsys):
         assert capsys.readouterr().out.startswith(f"covey {name}")
 
 
-def test_train_help_lists_every_setting_with_its_value(capsys):
-    cli.main(["train", "--help", "quickstart"])
+def test_help_all_lists_every_setting_with_its_value(capsys):
+    cli.main(["train", "--help", "all", "quickstart"])
     shown = capsys.readouterr().out
     for path in recipe.strict_yaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
         assert f"--{path.replace('_', '-')} " in shown
     assert "  " not in " ".join(line.strip() for line in shown.splitlines() if line.startswith(" " * 30))
     assert f"--training.max-steps {recipe.load('quickstart').training.max_steps}" in shown
     assert "--grpo.num-iterations 1 " in shown
+
+
+def settings_in(shown):
+    return re.findall(r"^  --([\w.-]+) ", shown, re.M)
+
+
+def test_help_has_layers(capsys):
+    """The common settings first, then a section, then one setting."""
+    for name in ("train", "sft"):
+        assert cli.main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert len(settings_in(shown)) == 25
+        sections = re.findall(rf"^  covey {name} --help (\w+) ", shown, re.M)
+        assert {"model", "data", "training", "evaluation", "all"} <= set(sections)
+        for section in sections:
+            assert cli.main([name, "--help", section]) == 0
+            assert settings_in(capsys.readouterr().out)
+    assert cli.main(["--help", "grpo"]) == 0
+    assert all(path.startswith("grpo.") for path in settings_in(capsys.readouterr().out))
+    assert cli.main(["--help", "lora"]) == 0
+    assert settings_in(capsys.readouterr().out)[0] == "model.lora.rank"
+    assert cli.main(["train", "quickstart", "--max-steps", "3", "--help", "temperature"]) == 0
+    shown = capsys.readouterr().out
+    assert settings_in(shown) == ["rollout.temperature", "evaluation.temperature"]
+    assert f"--rollout.temperature {recipe.load('quickstart').rollout.temperature} " in shown
+    assert cli.main(["--help", "sft"]) == 0
+    assert capsys.readouterr().out.startswith("covey sft ")
+
+
+def test_an_unknown_topic_of_the_help_is_answered_alone(capsys):
+    assert cli.main(["--help", "grop"]) == 2
+    assert capsys.readouterr() == ("", "there is no section or setting 'grop'\n  fix: did you mean 'grpo'?\n")
 
 
 def test_recipes_lists_all_and_prints_one(capsys):
