@@ -19,6 +19,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey chat RUN_OR_MODEL        talk to it
   covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
   covey validate NAME_OR_YAML    check a recipe, its data and its rewards, without running it
+  covey rewards NAME_OR_YAML     is there a learning signal? scores samples of the untouched model
   covey plan NAME_OR_YAML        what a run needs, on this or another machine
   covey launch PLACE ... train   train with several processes, here or on a cluster
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
@@ -140,6 +141,25 @@ examples
   covey validate gsm8k-smollm2 --data.path FOLDER --json
 
 The settings are those of covey train and covey sft.
+"""
+
+REWARDS = """\
+covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [--setting value ...]
+
+Scores completions of the untouched model with the recipe's reward functions and says whether there is a learning
+signal: mean of each function, spread within groups, share of groups with different scores, failures, a few examples;
+and where there is none, the setting to change. Groups whose completions all score alike teach nothing.
+
+  --samples FILE           score recorded completions instead: JSON lines as in samples.jsonl. No model is loaded
+  --prompts N              number of prompts; 16 when not given, all of a file
+  --json                   the same as one line of JSON
+
+examples
+  covey rewards quickstart
+  covey rewards mine.yaml --prompts 32 --grpo.num-generations 16
+  covey rewards quickstart --samples runs/quickstart-1/samples.jsonl --rewards first_letter
+
+The settings are those of covey train. A reward model is not asked.
 """
 
 PLAN = """\
@@ -316,6 +336,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "chat": (CHAT, ChatOptions),
     "export": (EXPORT, ExportOptions),
     "validate": (VALIDATE, None),
+    "rewards": (REWARDS, None),
     "plan": (PLAN, None),
     "report": (REPORT, ReportOptions),
     "watch": (WATCH, None),

@@ -247,6 +247,13 @@ def validate(words: Sequence[str]) -> Action:
     return validate.parse(words)
 
 
+def rewards(words: Sequence[str]) -> Action:
+    """Parse `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [settings]`."""
+    from covey.cli import rewards  # late: no other command needs it
+
+    return rewards.parse(words)
+
+
 def doctor(words: Sequence[str]) -> Action:
     """Parse `covey doctor`."""
     split_exactly(0, words, "covey doctor")
@@ -401,6 +408,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "chat": chat,
     "export": export,
     "validate": validate,
+    "rewards": rewards,
     "plan": plan,
     "report": report,
     "watch": watch,

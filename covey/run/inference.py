@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
+from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
+from covey.data import PromptLoader
 from covey.data import sources as data_source
 from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
@@ -122,6 +124,20 @@ def _reply(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, l
     prompt = messages if tokenizer.chat_template else text
     (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
+
+
+def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
+    """Sample groups for the first `count` training prompts of a run of `recipe`, with its untouched model. As far as
+    they are prompts of its first step, these are the completions that the run begins with.
+    """
+    rows = data_source.load(recipe.data).train
+    check_columns(recipe.rewards, rows)
+    with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
+        model, tokenizer = open_model(recipe.model.source, recipe.model, available_mesh(recipe.model.mesh))
+        loader = PromptLoader(fit_to_recipe(rows, tokenizer, recipe).rows, count, seed=recipe.seed)
+        worker = RolloutWorker(model, tokenizer, recipe.rollout)
+        progress.phase("sampling")
+        return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
 
 
 def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:

@@ -1,0 +1,192 @@
+"""Implement `covey rewards`: is there a learning signal before the first update?
+
+The untouched model samples groups for training prompts, or recorded completions are read from a file; the recipe's
+reward functions score them. Recorded completions need neither a model nor JAX.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli.checks import check_run, checks_of
+from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
+from covey.config import recipe
+from covey.config.algorithms import algorithm_of
+from covey.config.base import MAX_INT
+from covey.display import echo, printable
+from covey.errors import CoveyError, DataError
+
+if TYPE_CHECKING:
+    from covey.rewards.signal import FunctionSignal, Signal
+    from covey.types import Group
+
+USAGE = "covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [--setting value ...]"
+PROMPTS = 16
+"""Number of prompts that are sampled when --prompts is not given."""
+WIDTH = 100
+"""Largest number of characters of a prompt or completion that are shown."""
+
+
+def parse(words: Sequence[str]) -> Callable[[], None]:
+    """Parse `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [settings]`."""
+    switches, words = take_switches(words, ("--json",))
+    if not words:
+        raise CoveyError("no recipe is given", want=USAGE, fix=list_recipes(recipe.Recipe))
+    (source,), pairs = split_exactly(1, words, USAGE)
+    own, pairs = take_options(pairs, ("--samples", "--prompts"))
+    loaded = recipe.load(source, join_pairs(pairs))
+    return partial(show_signal, loaded, own.get("--samples"), parse_count(own, "--prompts"), bool(switches))
+
+
+def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None, as_json: bool = False) -> None:
+    """Print the learning signal of the recipe's reward functions.
+
+    Args:
+        samples: file with recorded completions; the model samples new ones if it is None.
+        prompts: number of prompts; of a file all if it is None.
+
+    Raises:
+        CoveyError: the recipe names no reward function, or the file, the data or the model cannot be read.
+    """
+    if not loaded.rewards:
+        raise CoveyError("this recipe names no reward function", want="one or more in rewards", where="rewards")
+    groups = read_groups(Path(samples), loaded, prompts) if samples else _sample(loaded, prompts or PROMPTS)
+
+    from covey.rewards.signal import choose_examples, measure_signal  # late: it needs NumPy
+
+    scored, failed = _score(groups, loaded)
+    signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).has_critic)
+    examples = [_example(group, index) for group, index in choose_examples(scored)]
+    if as_json:
+        origin = samples or loaded.model.source
+        echo(json.dumps({"recipe": loaded.name, "samples": origin, **signal.to_json(), "examples": examples}))
+    else:
+        _print(signal, examples)
+
+
+def _sample(loaded: recipe.Recipe, prompts: int) -> "list[Group]":
+    check_run(loaded)
+    from covey.run.inference import sample_training_prompts  # late: it needs JAX
+
+    return list(sample_training_prompts(loaded, prompts))
+
+
+def _score(groups: "Sequence[Group]", loaded: recipe.Recipe) -> "tuple[list[Group], dict[str, int]]":
+    """Score groups; failures of reward functions are counted instead of raised."""
+    from covey.rewards import RewardRunner, score
+
+    safety = replace(loaded.reward_safety, on_error="none", on_error_of={}, budget=MAX_INT)
+    weights, failed = loaded.grpo.reward_weights, dict[str, int]()
+    of_functions = weights[: len(loaded.rewards)] if weights else None
+    with RewardRunner(safety) as runner:
+        return score(groups, loaded.rewards, of_functions, runner, failed), failed
+
+
+def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -> "list[Group]":
+    """Read recorded completions: JSON lines in the form of a run's `samples.jsonl`.
+
+    The columns that reward functions need are those of the data row with the same prompt, or other entries of the line.
+
+    Args:
+        prompts: number of groups that are read; all if it is None.
+
+    Raises:
+        DataError: the file cannot be read, or a line has no prompt and text.
+    """
+    for check in checks_of(loaded):
+        if check.subject in ("data", "rewards"):
+            check.run()
+    lines = list(_read_lines(file))
+    if not lines:
+        raise DataError("the file has no completions", want="JSON lines as in samples.jsonl", where=str(file))
+    grouped: dict[Any, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        grouped.setdefault((line.get("step"), line.get("group"), line["prompt"]), []).append(line)
+    columns = _columns_by_prompt(loaded)
+    return [_group(rows, columns.get(rows[0]["prompt"])) for rows in list(grouped.values())[:prompts]]
+
+
+def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
+    from covey.data.readers import read_file
+
+    for number, line in enumerate(read_file(file, ("prompt", "text")).records, 1):
+        if not isinstance(line["prompt"], str) or not isinstance(line["text"], str):
+            raise DataError("prompt and text are not both text", where=f"{file}, row {number}")
+        yield line
+
+
+def _columns_by_prompt(loaded: recipe.Recipe) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Return prompt and columns of each data row, by the text of the prompt in `samples.jsonl`."""
+    from covey.data import sources
+    from covey.train.metrics import prompt_text
+
+    data = sources.load(loaded.data)
+    rows: Iterable[Mapping[str, Any]] = (*data.test, *data.train)
+    return {
+        prompt_text(row["prompt"]): (row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for row in rows
+    }
+
+
+def _group(rows: Sequence[Mapping[str, Any]], known: tuple[Any, Mapping[str, Any]] | None) -> "Group":
+    import numpy as np
+
+    from covey.types import Completion, FinishReason, Group
+
+    none = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)
+    completions = tuple(
+        Completion(*none, FinishReason.LENGTH if row.get("finish") == "length" else FinishReason.STOP, row["text"])
+        for row in rows
+    )
+    prompt, columns = known or (rows[0]["prompt"], {k: v for k, v in rows[0].items() if k not in RECORDED})
+    return Group(prompt, none[0], completions, columns)
+
+
+RECORDED = (
+    "step", "group", "sample", "prompt", "turns", "text", "rewards", "reward", "advantage", "finish", "prompt_length",
+    "length", "correct",
+)  # fmt: skip
+"""Entries of a line of samples.jsonl, which are no columns of the data."""
+
+
+def _example(group: "Group", index: int) -> dict[str, Any]:
+    from covey.train.metrics import prompt_text
+
+    by_function = {name: _number(values[index]) for name, values in group.rewards_by_function.items()}
+    total = None if group.rewards is None else _number(group.rewards[index])
+    text = group.completions[index].text
+    return {"prompt": prompt_text(group.prompt), "text": text, "reward": total, "rewards": by_function}
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else float(value)
+
+
+def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]]) -> None:
+    echo(
+        f"{signal.completions} completions of {signal.groups} prompts, {signal.truncated:.0%} cut at the limit\n",
+        keep="\n",
+    )
+    width = max(len(one.name) for one in signal.functions)
+    echo(f"{'function':<{width}}  {'mean':>8}  {'spread':>8}  {'differ':>6}  {'scored':>6}  {'failed':>6}")
+    for one in signal.functions:
+        echo(f"{one.name:<{width}}  {_row(one)}")
+    echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores\n", keep="\n")
+    for example in examples:
+        reward = "none" if example["reward"] is None else f"{example['reward']:+.3g}"
+        echo(f"{reward:>7}  {_excerpt(example['prompt'])}  →  {_excerpt(example['text'])}")
+    echo(f"\n{signal.sentence}.", keep="\n")
+    if signal.setting:
+        echo(f"try: {signal.setting}: {signal.advice}")
+
+
+def _row(one: "FunctionSignal") -> str:
+    mean, spread = ("none" if value is None else f"{value:.3f}" for value in (one.mean, one.within_std))
+    return f"{mean:>8}  {spread:>8}  {one.informative:>6.0%}  {one.scored:>6}  {one.failed:>6}"
+
+
+def _excerpt(text: str) -> str:
+    shown = printable(text.strip())
+    return shown if len(shown) <= WIDTH else f"{shown[: WIDTH // 2]} … {shown[-WIDTH // 2 :]}"

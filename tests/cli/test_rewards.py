@@ -1,0 +1,91 @@
+"""`covey rewards`: the table of recorded completions, and of fresh samples."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cli import main as cli
+from covey.config import recipe
+from covey.data import sources
+from covey.train.metrics import prompt_text
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with recorded completions of two prompts of the recipe quickstart."""
+    monkeypatch.chdir(tmp_path)
+    rows = sources.load(recipe.load("quickstart").data).train[:2]
+    lines = []
+    for number, row in enumerate(rows):
+        right = f"{row['letter']}ome people like it."
+        for text in (right, "\x1b[2Jno"):
+            lines.append({"step": 1, "group": number, "prompt": prompt_text(row["prompt"]), "text": text})
+    Path("samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_recorded_completions_are_scored_again_by_prompt(capsys: Any) -> None:
+    assert cli.main(["rewards", "quickstart", "--samples", "samples.jsonl", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["groups"], found["completions"], found["verdict"]) == (2, 4, "yes")
+    (first,) = [one for one in found["functions"] if one["name"] == "first_letter"]
+    assert (first["mean"], first["informative"], first["scored"]) == (0.5, 1.0, 4)
+
+
+def test_the_table_shows_no_control_characters(capsys: Any) -> None:
+    assert cli.main(["rewards", "quickstart", "--samples", "samples.jsonl", "--prompts", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 completions of 1 prompts, 0% cut at the limit\n")
+    assert "\\x1b[2Jno" in shown
+    assert "\x1b" not in shown
+    assert "There is a signal: the rewards differ in 1 of 1 groups" in shown
+
+
+def test_failures_are_counted(capsys: Any, here: Path) -> None:
+    (here / "covey_rewards_test.py").write_text("def fails(prompts, completions, letter, **c):\n    raise ValueError\n")
+    words = ["rewards", "quickstart", "--samples", "samples.jsonl", "--rewards", "covey_rewards_test:fails"]
+    assert cli.main([*words, "--evaluation.accuracy=", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["functions"][0]["failed"], found["verdict"], found["setting"]) == (4, "no", "rewards")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "the file is empty"),
+        ('{"prompt": "x"}\n', "samples.jsonl:1: has no column 'text'"),
+        ('{"prompt": [], "text": "x"}\n', "row 1: prompt and text are not both text"),
+        ('{"prompt": "x", "text": "x"}\n', "asks for 'letter', which no data column gives"),
+    ],
+)
+def test_files_of_another_form_are_refused(text: str, told: str, capsys: Any) -> None:
+    Path("samples.jsonl").write_text(text)
+    assert cli.main(["rewards", "quickstart", "--samples", "samples.jsonl"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_recorded_completions_need_no_jax(here: Path) -> None:
+    code = "import sys; from covey.cli.main import main; main(sys.argv[1:]); print('jax' in sys.modules)"
+    words = ["rewards", "quickstart", "--samples", str(here / "samples.jsonl")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.slow
+def test_fresh_samples_are_those_that_the_run_begins_with(capsys: Any) -> None:
+    settings = ["--model.source", TINY, "--max-prompt-length", "400", "--max-new-tokens", "4", "--rollout.slots", "4"]
+    settings += ["--num-generations", "2", "--prompts-per-step", "2", "--max-steps", "1", "--evaluation.prompts", "1"]
+    assert cli.main(["rewards", "quickstart", *settings, "--prompts", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(["train", "quickstart", *settings, "--out", "run"]) == 0
+    lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    known = {(line["prompt"], line["text"], line["reward"]) for line in lines}
+    assert {(one["prompt"], one["text"], one["reward"]) for one in found["examples"]} <= known
+    assert found["functions"][-1]["mean"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))

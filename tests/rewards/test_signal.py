@@ -1,0 +1,65 @@
+"""The learning signal of scored groups: the figures, the verdict and the setting that is named."""
+
+import numpy as np
+import pytest
+
+from covey.rewards.signal import choose_examples, measure_signal
+from covey.types import Completion, FinishReason, Group
+
+NONE = float("nan")
+
+
+def group(rewards, texts=None, cut=False):
+    none, finish = np.zeros(0), FinishReason.LENGTH if cut else FinishReason.STOP
+    texts = texts or [f"text {n}" for n in range(len(rewards))]
+    completions = tuple(Completion(none, none, none, finish, text) for text in texts)
+    scores = np.array(rewards, float)
+    return Group("p", none, completions, rewards=scores, rewards_by_function={"f": scores, "zero": 0 * scores})
+
+
+def test_figures_are_those_of_the_formulas():
+    signal = measure_signal([group([0, 1, 1, NONE]), group([1, 1, 1, 1])], {"f": 1})
+    f, zero, total = signal.functions
+    assert (f.name, zero.name, total.name) == ("f", "zero", "reward")
+    assert f.mean == pytest.approx(6 / 7)
+    assert f.within_std == pytest.approx(np.std([0, 1, 1], ddof=1) / 2)
+    assert (f.informative, f.scored, f.failed) == (0.5, 7, 1)
+    assert (zero.informative, total.informative) == (0.0, 0.5)
+    assert (signal.verdict, signal.setting, signal.groups, signal.completions) == ("yes", "", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "setting"),
+    [
+        ([group([NONE, NONE])] * 2, "rewards"),
+        ([group([0, 0], ["same", "same"])] * 2, "rollout.temperature"),
+        ([group([0, 0], cut=True)] * 2, "rollout.max_new_tokens"),
+        ([group([0, 0]), group([1, 1])], "grpo.num_generations"),
+        ([group([0, 0])] * 2, "rewards"),
+        ([group([2, 2])] * 2, "data.path"),
+    ],
+)
+def test_without_a_signal_the_setting_is_named(groups, setting):
+    signal = measure_signal(groups)
+    assert (signal.verdict, signal.setting) == ("no", setting)
+    assert signal.sentence == "No signal: the rewards differ in 0 of 2 groups"
+    assert signal.advice
+
+
+def test_few_informative_groups_are_a_weak_signal():
+    signal = measure_signal([group([0, 1]), *[group([0, 0])] * 4])
+    assert (signal.verdict, signal.setting) == ("weak", "rewards")
+    assert "in 1 of 5 groups" in signal.sentence
+    assert measure_signal([group([0, 1]), *[group([0, 0])] * 3]).verdict == "yes"
+
+
+def test_a_critic_compares_all_completions():
+    groups = [group([0]), group([1])]
+    assert measure_signal(groups).verdict == "no"
+    assert measure_signal(groups, critic=True).verdict == "yes"
+
+
+def test_examples_are_of_the_groups_with_the_largest_differences():
+    tied, small, large = group([0, 0]), group([0, 1]), group([3, -2])
+    assert choose_examples([tied, small, large], 2) == [(large, 0), (large, 1), (small, 1), (small, 0)]
+    assert choose_examples([tied], 2) == [(tied, 0)]
