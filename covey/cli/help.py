@@ -25,6 +25,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey watch RUN                a run that trains elsewhere, from its folder
   covey recipes [NAME]           the built-in recipes, or the text of one
+  covey completion bash          complete commands and settings in bash, zsh or fish
   covey doctor                   what this machine has, and what is missing
 
 covey COMMAND --help says more, covey --help grpo lists the settings of a section. Start with: covey train quickstart
@@ -260,6 +261,19 @@ covey recipes [NAME]
 Lists the built-in recipes, or prints the text of one, to be copied and changed.
 """
 
+COMPLETION = """\
+covey completion bash|zsh|fish
+
+Prints a script with which the shell completes commands, settings and their values. It starts no Python.
+
+  bash    source <(covey completion bash), in ~/.bashrc
+  zsh     source <(covey completion zsh), in ~/.zshrc after compinit
+  fish    covey completion fish > ~/.config/fish/completions/covey.fish
+
+examples
+  covey completion bash
+"""
+
 DOCTOR = """\
 covey doctor
 
@@ -342,6 +356,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "watch": (WATCH, None),
     "launch": (LAUNCH, None),
     "recipes": (RECIPES, None),
+    "completion": (COMPLETION, None),
     "doctor": (DOCTOR, None),
 }
 """Map from command to its text and the settings listed below it."""

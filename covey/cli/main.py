@@ -254,6 +254,13 @@ def rewards(words: Sequence[str]) -> Action:
     return rewards.parse(words)
 
 
+def completion(words: Sequence[str]) -> Action:
+    """Parse `covey completion bash|zsh|fish`."""
+    from covey.cli import completion  # late: no other command needs it
+
+    return completion.parse(words)
+
+
 def doctor(words: Sequence[str]) -> Action:
     """Parse `covey doctor`."""
     split_exactly(0, words, "covey doctor")
@@ -414,5 +421,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "watch": watch,
     "launch": launch,
     "recipes": recipes,
+    "completion": completion,
     "doctor": doctor,
 }

@@ -30,11 +30,9 @@ class GenerateOptions(ChatOptions):
 OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions)
 
 
-class ExportOptions(Config):
-    """Settings of `covey export`."""
+class PushOptions(Config):
+    """Settings of `covey push`."""
 
-    out: str | None = None
-    """Folder to write: a new or an empty one. No file is ever replaced."""
     format: Literal["hf", "peft", "gguf"] = "hf"
     """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
     merged.
@@ -56,6 +54,13 @@ class ExportOptions(Config):
         if size < 1:
             raise CoveyError(f"--shard-size is {self.shard_size!r}", want="bytes, as in 500MB or 5GB")
         return size
+
+
+class ExportOptions(PushOptions):
+    """Settings of `covey export`."""
+
+    out: str | None = None
+    """Folder to write: a new or an empty one. No file is ever replaced."""
 
 
 class ReportOptions(Config):
