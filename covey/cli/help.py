@@ -24,6 +24,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey launch PLACE ... train   train with several processes, here or on a cluster
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey watch RUN                a run that trains elsewhere, from its folder
+  covey compare RUN RUN          what differs between runs, and their results, in the terminal
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey completion bash          complete commands and settings in bash, zsh or fish
   covey doctor                   what this machine has, and what is missing
@@ -255,6 +256,18 @@ examples
   covey launch skypilot --nodes 2 --accelerator H100 --dry-run train mine.yaml --out runs/a
 """
 
+COMPARE = """\
+covey compare RUN RUN [RUN ...] [--json]
+
+Prints a table of the settings that differ between runs, and of their results: held-out figures before and after, the
+final and the best value of each curve, each with its standard error where that is known. The runs may be going on.
+
+  --json                   the same as one line of JSON
+
+examples
+  covey compare runs/quickstart-1 runs/longer
+"""
+
 RECIPES = """\
 covey recipes [NAME]
 
@@ -355,6 +368,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "report": (REPORT, ReportOptions),
     "watch": (WATCH, None),
     "launch": (LAUNCH, None),
+    "compare": (COMPARE, None),
     "recipes": (RECIPES, None),
     "completion": (COMPLETION, None),
     "doctor": (DOCTOR, None),

@@ -216,8 +216,8 @@ def report(words: Sequence[str]) -> Action:
 
 def watch(words: Sequence[str]) -> Action:
     """Parse `covey watch RUN [--once] [--json]`."""
-    switches = {"--once", "--json"} & set(words)
-    (run,), pairs = _exactly(1, [word for word in words if word not in switches], "covey watch RUN [--once] [--json]")
+    switches, words = take_switches(words, ("--once", "--json"))
+    (run,), pairs = split_exactly(1, words, "covey watch RUN [--once] [--json]")
     if pairs:
         raise CoveyError(f"watch has no setting {pairs[0][0]}", want="covey watch RUN [--once] [--json]")
     return partial(_watch, Path(run).expanduser(), switches)
@@ -228,6 +228,13 @@ def launch(words: Sequence[str]) -> Action:
     from covey.cli import launch  # late: no other command needs it
 
     return launch.parse(words)
+
+
+def compare(words: Sequence[str]) -> Action:
+    """Parse `covey compare RUN RUN [RUN ...] [--json]`."""
+    from covey.cli import compare  # late: no other command needs it
+
+    return compare.parse(words)
 
 
 def recipes(words: Sequence[str]) -> Action:
@@ -420,6 +427,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "report": report,
     "watch": watch,
     "launch": launch,
+    "compare": compare,
     "recipes": recipes,
     "completion": completion,
     "doctor": doctor,
