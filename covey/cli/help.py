@@ -1,10 +1,11 @@
 """Print `--help` and `covey recipes`. The settings and their explanations come from the config classes."""
 
+import json
 import textwrap
 from collections.abc import Sequence
 
 from covey.cli import settings_help
-from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, ReportOptions
+from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, PushOptions, ReportOptions
 from covey.config import recipe, strict_yaml
 
 OVERVIEW = """\
@@ -25,6 +26,7 @@ covey: improve a language model by comparing its own answers (GRPO, in JAX)
   covey report RUN [RUN ...]     one HTML page of a run, or of several compared
   covey watch RUN                a run that trains elsewhere, from its folder
   covey compare RUN RUN          what differs between runs, and their results, in the terminal
+  covey push RUN hf:org/name     publish a run on the Hugging Face hub
   covey recipes [NAME]           the built-in recipes, or the text of one
   covey completion bash          complete commands and settings in bash, zsh or fish
   covey doctor                   what this machine has, and what is missing
@@ -268,10 +270,34 @@ examples
   covey compare runs/quickstart-1 runs/longer
 """
 
+PUSH = """\
+covey push RUN hf:org/name [--yes] [--private] [--samples] [--setting value ...]
+
+Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
+report.html. The report holds prompts, so text of your data, and completions of the model: all of it is published. It
+says so and asks first. It needs the extra 'hub' and a login (hf auth login).
+
+  --yes                    do not ask, as scripts need it
+  --private                make the repository private, if it is new
+  --samples                publish samples.jsonl too: every completion, with its prompt
+  --no-report              do not publish report.html
+
+examples
+  covey push runs/quickstart-1 hf:me/covey-quickstart --private
+  covey push runs/quickstart-1 hf:me/covey-quickstart --yes --no-report --format peft
+"""
+
 RECIPES = """\
 covey recipes [NAME]
+covey recipes copy NAME FILE
+covey recipes --json
 
-Lists the built-in recipes, or prints the text of one, to be copied and changed.
+Lists the built-in recipes, prints the text of one, or copies it to a new file, to be changed. --json lists them as one
+line of JSON.
+
+examples
+  covey recipes quickstart
+  covey recipes copy quickstart mine.yaml
 """
 
 COMPLETION = """\
@@ -329,6 +355,15 @@ def _with_forms(text: str) -> str:
     return text.replace("FORMS", textwrap.indent(forms.format_forms(), "  "))
 
 
+def print_recipes_as_json() -> None:
+    """Print the built-in recipes as one line of JSON: name, command, description, needs and expectation of each."""
+    listed = []
+    for name in recipe.names():
+        about = {key: _read(name).value[key].value for key in ("description", "needs", "expect")}
+        listed.append({"name": name, "command": recipe.COMMANDS[recipe.kind_of(name).method], **about})
+    print(json.dumps(listed))
+
+
 def show_recipes() -> None:
     """Print the table of built-in recipes."""
     from rich.console import Console
@@ -369,6 +404,7 @@ PAGES: dict[str, tuple[str, type | None]] = {
     "watch": (WATCH, None),
     "launch": (LAUNCH, None),
     "compare": (COMPARE, None),
+    "push": (PUSH, PushOptions),
     "recipes": (RECIPES, None),
     "completion": (COMPLETION, None),
     "doctor": (DOCTOR, None),

@@ -161,10 +161,10 @@ def evaluate(words: Sequence[str]) -> Action:
 
 def rollout(words: Sequence[str]) -> Action:
     """Parse `covey rollout NAME_OR_YAML [--episodes N] [settings]`."""
-    (source,), pairs = _exactly(1, words, "covey rollout NAME_OR_YAML [--episodes N]")
+    (source,), pairs = split_exactly(1, words, "covey rollout NAME_OR_YAML [--episodes N]")
     own = {name: value for name, value in pairs if name == "--episodes"}
-    tokens = _tokens(pair for pair in pairs if pair[0] not in own)
-    return partial(_rollout, recipe.load(source, tokens), _count(own, "--episodes") or DEFAULT_EPISODES)
+    tokens = join_pairs(pair for pair in pairs if pair[0] not in own)
+    return partial(_rollout, recipe.load(source, tokens), parse_count(own, "--episodes") or DEFAULT_EPISODES)
 
 
 def generate(words: Sequence[str]) -> Action:
@@ -237,11 +237,25 @@ def compare(words: Sequence[str]) -> Action:
     return compare.parse(words)
 
 
+def push(words: Sequence[str]) -> Action:
+    """Parse `covey push RUN hf:org/name [--yes] [--private]`."""
+    from covey.cli import push  # late: no other command needs it
+
+    return push.parse(words)
+
+
 def recipes(words: Sequence[str]) -> Action:
-    """Parse `covey recipes [NAME]`."""
+    """Parse `covey recipes [NAME]`, `covey recipes copy NAME FILE` and `covey recipes --json`."""
+    usage = "covey recipes [NAME], covey recipes copy NAME FILE, or covey recipes --json"
+    switches, words = take_switches(words, ("--json",))
+    if words[:1] == ["copy"]:
+        (_, name, file), _ = split_exactly(3, words, "covey recipes copy NAME FILE")
+        return partial(_copy_recipe, name, Path(file).expanduser())
     names, pairs = split(words, 1)
     if pairs:
-        raise CoveyError(f"recipes has no setting {pairs[0][0]}", want="covey recipes [NAME]")
+        raise CoveyError(f"recipes has no setting {pairs[0][0]}", want=usage)
+    if switches:
+        return help.print_recipes_as_json
     if names:
         return partial(print, printable(recipe.text_to_copy(names[0]), keep="\n\t"), end="")
     return help.show_recipes
@@ -404,6 +418,19 @@ def _watch(run: Path, switches: set[str]) -> int:
     return watch(run, once="--once" in switches, as_json="--json" in switches)
 
 
+def _copy_recipe(name: str, file: Path) -> None:
+    text = recipe.text_to_copy(name)
+    try:
+        with file.open("x", encoding="utf-8") as out:  # a file that exists is never replaced
+            out.write(text)
+    except FileExistsError:
+        raise CoveyError("something is already here", want="a new file", where=str(file)) from None
+    except FileNotFoundError:
+        raise CoveyError("there is no such folder", fix=f"mkdir -p {file.parent}", where=str(file.parent)) from None
+    command = recipe.COMMANDS[recipe.kind_of(file).method]
+    print(printable(f"{file}: change it, then {command} {file}"))
+
+
 def _options(cls: type[OptionsT], source: str, pairs: Sequence[tuple[str, str]]) -> OptionsT:
     """Build `cls` with the rollout settings of the run at `source`, if it is one, overridden by `pairs`."""
     item = strict_yaml.Item({}, source)
@@ -428,6 +455,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Action]] = {
     "watch": watch,
     "launch": launch,
     "compare": compare,
+    "push": push,
     "recipes": recipes,
     "completion": completion,
     "doctor": doctor,

@@ -1,0 +1,234 @@
+"""Commands about finished runs: `covey compare`, `covey push`; and `covey recipes copy`."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from covey.cli import main as cli
+from covey.config import recipe
+
+ROWS = [
+    {"step": n, "reward": n / 10, "reward_error": 0.3, "kl": 0.1, "step_time": 2.0, "eval/accuracy": 0.5}
+    for n in range(1, 21)
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_run(name: str, *settings: str, accuracy: float = 0.75) -> Path:
+    folder = Path(name)
+    (folder / "checkpoints" / "00000020").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", settings)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "samples.jsonl").write_text('{"step": 1, "prompt": "secret question", "text": "x"}\n')
+    before = {"accuracy": 0.25, "error": 0.05}
+    summary = {"before": before, "after": before | {"accuracy": accuracy}, "steps": 20, "seconds": 40.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+# --- covey compare
+
+
+def test_differences_and_results_stand_side_by_side(capsys: Any) -> None:
+    write_run("a"), write_run("b", "--seed", "7", accuracy=0.5)
+    assert cli.main(["compare", "a", "b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == {"seed": ["0", "7"]}
+    results = found["results"]
+    assert [one["value"] for one in results["accuracy after"]] == [0.75, 0.5]
+    assert results["accuracy after"][0]["error"] == 0.05
+    assert results["final reward"][0] == {
+        "value": pytest.approx(1.95),
+        "error": pytest.approx(0.3 / 2**0.5),
+        "step": None,
+    }
+    assert results["best reward"][0] == {"value": 2.0, "error": 0.3, "step": 20}
+    assert "best kl" not in results
+    assert (results["steps"][0]["value"], results["seconds"][0]["value"]) == (20, 40.0)
+
+
+def test_the_table_shows_errors_and_what_is_missing(capsys: Any) -> None:
+    write_run("a")
+    other = write_run("b\x1b[31m")
+    (other / "summary.json").unlink()
+    assert cli.main(["compare", "a", str(other)]) == 0
+    shown = capsys.readouterr().out
+    assert "The settings are the same." in shown
+    assert "0.75 ± 0.05" in shown
+    assert "\x1b" not in shown
+    assert next(line for line in shown.splitlines() if line.startswith("accuracy before")).split()[-1] == "-"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare", "a"], "there are not two runs to compare"),
+        (["compare", "a", "nowhere"], "this is no run folder"),
+        (["compare", "a", "a", "--seed", "1"], "compare has no setting --seed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words: list[str], told: str, capsys: Any) -> None:
+    write_run("a")
+    assert cli.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- covey push
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """A hub that has one user, and keeps in `files` what is committed."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    created: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        known = self.headers.get("Authorization") == "Bearer hf_right"
+        self.answer({"name": "me", "type": "user"} if known else {"error": "Invalid token"}, 200 if known else 401)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            self.answer({"url": f"http://{self.headers['Host']}/me/run", "name": "me/run"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            how = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            self.answer({"files": [{"path": one["path"], **how} for one in json.loads(body)["files"]]})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.answer(
+                {"commitUrl": f"http://{self.headers['Host']}/me/run/commit/1", "commitOid": "1", "success": True}
+            )
+        else:
+            self.answer({"error": "not found"}, 404)
+
+    def answer(self, value: Any, code: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
+    """The fake hub, in the place of the real one; exports write one small file instead of a model."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    import covey.run.push
+
+    def export(source: str, out: Path, *_: Any) -> None:
+        out.mkdir()
+        (out / "README.md").write_text("card")
+
+    FakeHub.files, FakeHub.created = {}, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    monkeypatch.setattr(covey.run.push, "export", export)
+    yield FakeHub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_run_is_published_with_its_records(hub: type[FakeHub], capsys: Any) -> None:
+    run = write_run("runs/mine")
+    assert cli.main(["push", "runs/mine", "hf:me/run", "--yes", "--private"]) == 0
+    shown = capsys.readouterr().out
+    assert "text of your data and of the model becomes public, in report.html" in shown
+    asked = hub.created[0]
+    assert asked.get("visibility") == "private" or asked["private"] is True  # by the version of the client
+    assert hub.files.keys() == {"README.md", "recipe.yaml", "metrics.jsonl", "summary.json", "report.html"}
+    assert hub.files["metrics.jsonl"] == (run / "metrics.jsonl").read_bytes()
+    assert b"secret question" in hub.files["report.html"]
+    assert shown.splitlines()[-1].endswith("/me/run")
+
+
+def test_data_can_be_left_out_or_put_in(hub: type[FakeHub], capsys: Any) -> None:
+    write_run("mine")
+    assert cli.main(["push", "mine", "hf:me/run", "--yes", "--no-report"]) == 0
+    assert "becomes public" not in capsys.readouterr().out
+    assert "report.html" not in hub.files
+    assert cli.main(["push", "mine", "hf:me/run", "--yes", "--samples"]) == 0
+    assert {"report.html", "samples.jsonl"} <= hub.files.keys()
+    assert "becomes public, in samples.jsonl and report.html" in capsys.readouterr().out
+
+
+def test_nothing_is_published_without_consent(hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    write_run("mine")
+    assert cli.main(["push", "mine", "hf:me/run"]) == 2
+    assert "fix: --yes, if that is meant" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, code in (("n", 2), ("", 2), ("yes", 0)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert cli.main(["push", "mine", "hf:me/run", "--no-report"]) == code
+        assert bool(hub.files) is (code == 0)
+
+
+def test_without_a_login_nothing_is_exported(hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    write_run("mine")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert cli.main(["push", "mine", "hf:me/run", "--yes"]) == 2
+    assert "fix: hf auth login" in capsys.readouterr().err
+    assert hub.files == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["push", "mine"], "an argument is missing"),
+        (["push", "mine", "me/run"], "wanted: hf:org/name"),
+        (["push", "nowhere", "hf:me/run"], "this is no run folder"),
+        (["push", "begun", "hf:me/run"], "this run has no checkpoint yet"),
+        (["push", "mine", "hf:me/run", "--format", "guff"], "did you mean 'gguf'?"),
+    ],
+)
+def test_what_cannot_be_published_is_refused(words: list[str], told: str, capsys: Any) -> None:
+    write_run("mine")
+    (write_run("begun") / "checkpoints" / "00000020").rmdir()
+    assert cli.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- covey recipes
+
+
+def test_a_recipe_is_copied_to_a_new_file(capsys: Any) -> None:
+    assert cli.main(["recipes", "copy", "sft-tiny", "mine.yaml"]) == 0
+    assert capsys.readouterr().out == "mine.yaml: change it, then covey sft mine.yaml\n"
+    assert recipe.load_any("mine.yaml") == recipe.load_any("sft-tiny")
+    for words, told in (
+        (["sft-tiny", "mine.yaml"], "something is already here"),
+        (["sft-tiny", "no/mine.yaml"], "fix: mkdir -p no"),
+        (["sft-tny", "other.yaml"], "did you mean 'sft-tiny'?"),
+        (["sft-tiny"], "wanted: covey recipes copy NAME FILE"),
+    ):
+        assert cli.main(["recipes", "copy", *words]) == 2
+        assert told in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+def test_recipes_are_listed_for_programs(capsys: Any) -> None:
+    assert cli.main(["recipes", "--json"]) == 0
+    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert listed.keys() == set(recipe.names())
+    assert listed["sft-tiny"]["command"] == "covey sft"
