@@ -1,4 +1,4 @@
-"""Names of settings in TRL, PEFT, Tunix and verl, and their equivalents in Covey.
+"""Names of settings in TRL, transformers, PEFT, Tunix and verl, and their equivalents in Covey.
 
 The tables are used for the error about an unknown setting or keyword: in a recipe, on the command line, in Python. Each
 of these spells our names in its own way (`Spell`), so the entries below have them in braces:
@@ -8,16 +8,22 @@ of these spells our names in its own way (`Spell`), so the entries below have th
 import re
 from collections.abc import Callable
 
+from covey.config.verl_names import NO_ENGINE as _NO_ENGINE
+from covey.config.verl_names import VERL
+
 Spell = Callable[[str], str | None]
 """Function from a setting's dotted name in a recipe to its spelling elsewhere; None if it does not exist there."""
 
 
 def answer(name: str, spell: Spell) -> str:
-    """Return advice for the setting `name` of another library.
+    """Return advice for the setting `name` of another library, which may be a dotted path.
 
     It is "" if the name is not known, or if none of its equivalents exists in that place.
     """
-    text = SETTINGS.get(name) or next((text for part, text in PREFIXES.items() if name.startswith(part)), "")
+    last = name.rpartition(".")[2]
+    ends = [name.split(".", count)[-1] for count in range(name.count(".") + 1)]
+    text = next(filter(None, (VERL.get(end) or SETTINGS.get(end) for end in ends)), "")
+    text = text or next((text for part, text in PREFIXES.items() if last.startswith(part)), "")
     spelt = {group: next(filter(None, map(spell, group.split("|"))), "") for group in OURS.findall(text)}
     if spelt and not any(spelt.values()):
         return ""
@@ -38,7 +44,11 @@ _OPTIMIZER = "{{training.actor_optimizer.{0}|training.optimizer.{0}}}".format
 _BATCH = "{training.prompts_per_step|training.batch_size}"
 _ANSWER = "{rollout.max_new_tokens}"
 _MICRO = "{training.train_micro_batch_size|training.max_tokens_per_micro_batch}"
-_NO_ENGINE = "leave it out: the sampler is built in and runs in the same process"
+_NO_PADDING = "leave it out: rows are packed, and padding is not computed"
+_NO_TORCH = "leave it out: it belongs to PyTorch, and XLA compiles every program"
+_NO_HUB = "leave it out: covey push RUN hf:org/name publishes a run"
+_NO_LOADER = "leave it out: the data are read once, into memory"
+_ONE_LORA = "leave it out: adapters are plain LoRA ({model.lora.rank}, {model.lora.alpha}, {model.lora.targets})"
 
 SETTINGS = {
     # lengths and sampling
@@ -139,6 +149,89 @@ SETTINGS = {
     "vllm_importance_sampling_cap": "{grpo.correction_cap}",
     "completion_only_loss": "{training.completion_only}",
     "assistant_only_loss": "{training.completion_only}",
+    "use_bias_correction_kl": "leave it out: {grpo.kl} has the estimators k1, k2 and k3",
+    "off_policy_mask_threshold": "{grpo.correction} sequence_mask, with {grpo.correction_cap}",
+    "multi_objective_aggregation": "{grpo.reward_weights}: rewards are added, and then compared within groups",
+    "normalize_advantages": "{grpo.advantage} batch_std",
+    "reward_clip_range": "leave it out: clip in the reward function; {grpo.epsilon} clips the ratio",
+    "top_entropy_quantile": "leave it out: every token of a completion carries loss; {grpo.entropy_bonus}",
+    "entropy_target": "{grpo.entropy_bonus}, which is constant",
+    "use_adaptive_entropy": "{grpo.entropy_bonus}, which is constant",
+    "epsilon_c": "{grpo.dual_clip}",
+    "dynamic_sampling": "{grpo.max_sampling_rounds} above 1",
+    "algo_variant": "{grpo.algorithm}",
+    "value_loss_fn": "{grpo.value_clip}",
+    "reward_manager": "{rewards}",
+    "kl_clamp_value": "leave it out: the KL is not clamped",
+    "force_compute_kl": "{grpo.beta} above 0",
+    "off_policy_steps": "{grpo.num_iterations}",
+    "degenerate_group_masking": "leave it out: a group of equal rewards has no gradient; {grpo.max_sampling_rounds}",
+    "overlong_filter": "{grpo.mask_truncated}",
+    "sampler_is": "{grpo.correction}",
+    "sampler_is_threshold": "{grpo.correction_cap}",
+    # what PyTorch, transformers and the hub need
+    **dict.fromkeys(
+        (
+            "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "use_cpu",
+            "torch_empty_cache_steps", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "local_rank",
+            "accelerator_config", "use_cache", "cache_implementation", "ds3_gather_for_generation",
+            "cast_lm_head_to_fp32", "use_transformers_paged", "use_transformers_continuous_batching",
+        ),
+        _NO_TORCH,
+    ),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_strategy", "log_completions_hub_repo"),
+        _NO_HUB,
+    ),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"), _NO_LOADER),
+    **dict.fromkeys(("pad_to_multiple_of", "padding_free", "packing_strategy", "group_by_length"), _NO_PADDING),
+    **dict.fromkeys(("use_dora", "use_rslora", "init_lora_weights", "modules_to_save", "lora_bias"), _ONE_LORA),
+    "bias": "leave it out: adapters have no biases",
+    "exclude_modules": "{model.lora.targets}: name the projections that get adapters",
+    "fsdp_config": "{model.mesh.fsdp}",
+    "parallelism_config": "{model.mesh.fsdp} and {model.mesh.tp}",
+    "activation_checkpointing": "{model.remat}",
+    "gradient_checkpointing_kwargs": "{model.remat_keeps}",
+    "activation_offloading": "leave it out: activations are computed again ({model.remat})",
+    "model_init_kwargs": "{model.dtype}, {model.quantize} and {model.compute_dtype}",
+    "trust_remote_code": "leave it out: no code of a repository is run",
+    "disable_dropout": "leave it out: models have no dropout; {model.lora.dropout} is the adapters'",
+    "router_aux_loss_coef": "leave it out: mixtures of experts are not supported",
+    "auto_find_batch_size": "leave it out: covey plan RECIPE says what fits; {training.max_tokens_per_micro_batch}",
+    "resume_from_checkpoint": "leave it out: covey train --resume RUN goes on with a run",
+    "full_determinism": "leave it out: a run with the same {seed} repeats exactly",
+    "ignore_data_skip": "leave it out: a resumed run goes on where its data stopped",
+    "metric_for_best_model": "{training.keep_best}",
+    "greater_is_better": "leave it out: the table of metrics says which is better",
+    "save_only_model": "leave it out: a checkpoint is for resuming; covey export RUN writes the model",
+    "eval_on_start": "leave it out: a run is always evaluated before and after",
+    "do_eval": "{training.eval_every_n_steps}",
+    "do_train": "leave it out: covey train trains, covey eval evaluates",
+    "logging_dir": "leave it out: metrics.jsonl in {out}",
+    "logging_first_step": "leave it out: every step is logged",
+    "num_completions_to_print": "leave it out: the best and the worst are printed, and samples.jsonl has all",
+    "disable_tqdm": "leave it out: where no terminal is, plain lines are printed",
+    "project": "leave it out: trackers are named in {tracking}",
+    "include_num_input_tokens_seen": "leave it out: metrics.jsonl has num_tokens of each step",
+    "neftune_noise_alpha": "leave it out: embeddings get no noise; {model.lora.dropout}",
+    "label_smoothing_factor": "leave it out: the loss is that of the tokens",
+    "average_tokens_across_devices": "leave it out: a step has one denominator, whatever the devices",
+    "chat_template_path": "leave it out: the chat template is the model's",
+    "chat_template_kwargs": "leave it out: the model's chat template is applied without variables",
+    "dataset_text_field": "leave it out: plain text is in the column text",
+    "dataset_num_proc": _NO_LOADER,
+    "truncation_mode": "{training.too_long}",
+    "eval_packing": "leave it out: {training.packing} is for both",
+    "eos_token": "leave it out: every stop token of the tokenizer ends a completion",
+    "pad_token": _NO_PADDING,
+    "max_tool_calling_iterations": "leave it out: {rollout.max_new_tokens} limits a completion with its tool calls",
+    "return_logprobs": "leave it out: the sampler always returns them",
+    "cache_size": "{rollout.kv_cache_size}",
+    "max_concurrency": "{rollout.slots}",
+    "system_prompt": "{data.system}",
+    "max_seq_token_per_tpu": "{training.max_tokens_per_micro_batch}",
+    "profiler_options": "leave it out: metrics.jsonl has the seconds of each phase",
+    "max_inflight_computations": "leave it out: {training.queueing} overlaps sampling and updates",
     # model and data
     "model_name": "{model.source}",
     "model_id": "{model.source}",
@@ -155,6 +248,7 @@ SETTINGS = {
     "lora_rank": "{model.lora.rank}",
     "lora_alpha": "{model.lora.alpha}",
     "lora_dropout": "{model.lora.dropout}",
+    "lora_targets": "{model.lora.targets}",
     "target_modules": "{model.lora.targets}",
     "lora_target_modules": "{model.lora.targets}",
     "module_path": "{model.lora.targets}",
@@ -169,8 +263,8 @@ SETTINGS = {
     # reward functions
     "reward_funcs": "{rewards}",
     "reward_fns": "{rewards}",
-}
-"""Equivalents in Covey, by the name in another library."""
+}  # fmt: skip
+"""Equivalents in Covey, by the name in another library; `verl_names` has verl's."""
 
 PREFIXES = {"vllm_": _NO_ENGINE, "rollout_vllm_": _NO_ENGINE, "rollout_sglang_": _NO_ENGINE}
 """Equivalents by name prefix, for names that are not in `SETTINGS`."""

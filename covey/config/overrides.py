@@ -85,7 +85,7 @@ def _suggest(name: str, paths: Collection[str]) -> str:
     The nearest name is searched in the section that `name` includes, or else among all names and their ends.
     """
     section, _, last = name.rpartition(".")
-    if known := foreign_names.answer(last, {path: _flag(path) for path in paths}.get):
+    if known := foreign_names.answer(name, {path: _flag(path) for path in paths}.get):
         return known
     inside = (
         {path.removeprefix(section + "."): path for path in paths if path.startswith(section + ".")} if section else {}

@@ -231,7 +231,7 @@ class _Builder:
             return
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
         fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
-        fix = fix or foreign_names.answer(name, {p: p for p in self.paths}.get) or nearest(name, choices)
+        fix = fix or foreign_names.answer(f"{path}.{name}", {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
         self.basic.append(RecipeError(f"there is no setting {shortened(name)}{inside}", fix=fix, where=where))
 

@@ -13,7 +13,7 @@ import pytest
 
 import covey
 from covey.cli.main import parse
-from covey.config import foreign_names, recipe, strict_yaml
+from covey.config import foreign_names, recipe, strict_yaml, verl_names
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
 
@@ -148,7 +148,7 @@ def test_every_answer_names_settings_that_exist() -> None:
     ours = {*strict_yaml.leaves(Recipe), *strict_yaml.leaves(SFTRecipe)}
     named = {
         one
-        for text in foreign_names.SETTINGS.values()
+        for text in (*foreign_names.SETTINGS.values(), *verl_names.VERL.values())
         for group in foreign_names.OURS.findall(text)
         for one in group.split("|")
     }
@@ -161,8 +161,37 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     """A name that means something here, in a recipe at least, is not called another library's."""
     for cls in (Recipe, SFTRecipe):
         ends = {path.rpartition(".")[2] for path in strict_yaml.leaves(cls)}
-        both = ends & set(foreign_names.SETTINGS)
+        both = ends & {*foreign_names.SETTINGS, *(name for name in verl_names.VERL if "." not in name)}
         assert both <= {"batch_size"}, "supervised training has it, reinforcement learning does not"
+
+
+@pytest.mark.parametrize(
+    ("path", "flag"),
+    [
+        ("actor_rollout_ref.rollout.n", "--grpo.num-generations"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "--evaluation.samples"),
+        ("actor_rollout_ref.rollout.temperature", "--rollout.temperature"),
+        ("actor_rollout_ref.actor.optim.lr", "--training.actor-optimizer.learning-rate"),
+        ("critic.optim.lr", "--training.critic-optimizer.learning-rate"),
+        ("actor_rollout_ref.model.path", "--model.source"),
+        ("reward_model.model.path", "--reward-model"),
+        ("data.train_files", "--data.path"),
+    ],
+)
+def test_a_path_of_verl_is_answered_by_its_longest_known_end(path: str, flag: str) -> None:
+    with pytest.raises(CoveyError) as caught:
+        recipe.load("quickstart", [f"{path}=1"])
+    assert str(caught.value).endswith(f"fix: write {flag}")
+
+
+def test_sections_of_verl_are_answered_with_their_lines() -> None:
+    text = "rewards: [first_letter]\nactor_rollout_ref:\n  model: {path: x}\ndata:\n  train_files: x\nrollout: {n: 8}\n"
+    with pytest.raises(CoveyError) as caught:
+        recipe.parse(text)
+    told = str(caught.value)
+    assert "recipe:2: there is no setting 'actor_rollout_ref'\n  fix: write model.source for model" in told
+    assert "recipe:5: there is no setting 'train_files' in data\n  fix: write data.path" in told
+    assert "there is no setting 'n' in rollout\n  fix: write grpo.num_generations" in told
 
 
 # --- values
