@@ -87,4 +87,4 @@ CONTENTS = {
     SAMPLES: "every completion with its prompt and rewards",
     REPORT: "curves, the recipe, and prompts with completions, also held-out ones",
 }
-"""What is in a file that is published."""
+"""Contents of the files that are published, by name."""

@@ -30,7 +30,9 @@ def write_run(name: str, *settings: str, accuracy: float = 0.75) -> Path:
     (folder / "checkpoints" / "00000020").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", settings)))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (folder / "samples.jsonl").write_text('{"step": 1, "prompt": "secret question", "text": "x"}\n')
+    sample = {"step": 1, "group": 0, "sample": 0, "prompt": "secret question", "text": "x", "rewards": {"f": 1.0}}
+    sample |= {"reward": 1.0, "advantage": 0.5, "finish": "stop", "prompt_length": 2, "length": 1}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     before = {"accuracy": 0.25, "error": 0.05}
     summary = {"before": before, "after": before | {"accuracy": accuracy}, "steps": 20, "seconds": 40.0}
     (folder / "summary.json").write_text(json.dumps(summary))
