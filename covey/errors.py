@@ -79,10 +79,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
     >>> nearest("num_generation", ["num_generations", "beta"])
     "did you mean 'num_generations'?"
+    >>> nearest("gpro", ["gspo", "grpo"])
+    "did you mean 'grpo'?"
     """
     names = sorted(choices)
-    close = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)  # a longer word matches none of them
-    return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)
+    close = difflib.get_close_matches(word[:100], names, n=3, cutoff=0.6)  # a longer word matches none of them
+    swapped = [name for name in close if sorted(name) == sorted(word)]
+    return f"did you mean {(swapped or close)[0]!r}?" if close else "one of: " + ", ".join(names)
 
 
 def raise_together(problems: Sequence[RecipeError]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ from covey.config import strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
 from covey.config.schema import HUBS
 from covey.config.schema.data import FROM_PYTHON
-from covey.errors import CoveyError, DataError, WeightsError
+from covey.errors import CoveyError, DataError, RecipeError, WeightsError, nearest
+
+MAX_NEIGHBOURS = 500
+"""Largest number of files that a mistyped one is compared with."""
 
 
 class Check(NamedTuple):
@@ -58,8 +62,12 @@ def _check_adapter(adapter: str) -> None:
 
 
 def _check_path(key: str, path: str) -> None:
-    if not Path(path).expanduser().exists():
-        raise DataError(f"{key}: there is no {path}", fix=f"--{key.replace('_', '-')} PATH")
+    place = Path(path).expanduser()
+    if not place.exists():
+        beside = [file.name for file in islice(place.parent.glob("*"), MAX_NEIGHBOURS)]
+        near = nearest(place.name, beside) if beside else ""
+        fix = near if near.startswith("did you mean") else f"--{key.replace('_', '-')} PATH"
+        raise DataError(f"{key}: there is no {path}", fix=fix)
 
 
 def _check_reward(name: str) -> None:
@@ -86,6 +94,21 @@ def _check_stages(recipe: Recipe) -> None:
     from covey.rl.microbatch import stage_sizes  # late: it needs NumPy
 
     stage_sizes(recipe.training, recipe.grpo.num_generations)
+
+
+def refuse_model(source: str, kind: type[AnyRecipe]) -> None:
+    """Refuse a model in the place of a recipe of this kind.
+
+    Raises:
+        RecipeError: `source` is a name or a folder of a model; the error says how to train it.
+    """
+    if source in names() or is_run(source):
+        return
+    from covey.models.loading.sources import NAMED_MODELS
+
+    if source in NAMED_MODELS or source.startswith("hf:") or (Path(source) / "config.json").is_file():
+        fix = f"{COMMANDS[kind.method]} NAME_OR_YAML --model.source {source}"
+        raise RecipeError("this is a model", want="a recipe: a built-in name or a YAML file", fix=fix, where=source)
 
 
 def check_source(source: str) -> None:

@@ -19,7 +19,15 @@ from typing import Any
 
 from covey import __version__
 from covey.cli import help
-from covey.cli.checks import check_run, check_source, has_checkpoint, new_run_folder, reserve_run_folder, resume_command
+from covey.cli.checks import (
+    check_run,
+    check_source,
+    has_checkpoint,
+    new_run_folder,
+    refuse_model,
+    reserve_run_folder,
+    resume_command,
+)
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, OptionsT, ReportOptions
 from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
 from covey.config import recipe, strict_yaml
@@ -147,6 +155,7 @@ def _parse_training(kind: type[recipe.RecipeT], words: Sequence[str]) -> Action:
     if not names:
         usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML"
         raise CoveyError("no recipe is given to train", want=usage, fix=list_recipes(kind))
+    refuse_model(names[0], kind)
     return partial(_train, recipe.load(names[0], join_pairs(pairs), kind))
 
 

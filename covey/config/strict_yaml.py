@@ -88,7 +88,9 @@ def read(text: str, name: str, one_line: bool = False) -> Item:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise RecipeError(f"not readable as YAML: {error.problem or error.context}", where=where) from None
+        problem = str(error.problem or error.context)
+        fix = "spaces in place of tabs" if "'\\t'" in problem else ""
+        raise RecipeError(f"not readable as YAML: {problem}", fix=fix, where=where) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
 
@@ -185,7 +187,8 @@ def _mapping(node: yaml.MappingNode, locate: Callable[[int], str], where: str) -
         if not isinstance(key, yaml.ScalarNode):
             raise RecipeError("a key must be a word", where=at)
         if key.value in entries:
-            raise RecipeError(f"{key.value!r} is given twice, first at {entries[key.value].key}", where=at)
+            what = f"{key.value!r} is given twice, first at {entries[key.value].key}"
+            raise RecipeError(what, fix="leave one of them out", where=at)
         item = _item(value, locate)
         entries[key.value] = Item(item.value, item.where, at)
     return Item(entries, where)

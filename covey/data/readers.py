@@ -156,6 +156,8 @@ def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
         names = (column,) if isinstance(column, str) else column
         if not any(name in row for name in names):
             near = nearest(names[0], row) if row else ""
+            if row and not isinstance(column, str):  # that of the prompt
+                near = f"--data.prompt-column COLUMN: {near}"
             want = "" if len(names) == 1 else f"{names[0]}; or {CHAT_COLUMNS}"
             what = f"has no column {names[0]!r}; its columns are {format_columns(row)}"
             raise DataError(what, want=want, fix=near, where=where)

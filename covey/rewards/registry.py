@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from covey.errors import RecipeError, nearest
@@ -31,6 +32,8 @@ def resolve(name: str) -> RewardFn:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         fix = f"{nearest(name, REWARDS)}; a function of your own is named package.module:function"
+        if Path(f"{name}.py").is_file():
+            fix = f"{name}:FUNCTION, with the name of a function in {name}.py"
         raise RecipeError(f"there is no reward function {name!r}", fix=fix, where="rewards")
     module = import_user_module(module_name, f"reward {name!r}", "package.module:function", "rewards")
     function: RewardFn | None = getattr(module, attribute, None)

@@ -134,7 +134,7 @@ def _suggest_fix(text: str, path: Path) -> str:
     hint = nearest(text, [*NAMED_MODELS, *_import_scratch().scratch_names(), *beside])
     if hint.startswith("did you mean"):
         return hint
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text):
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", text):
         return f"for a repository on the hub write hf:{text}"
     return "" if beside else f"look into {parent}: there is nothing to read"
 
