@@ -76,11 +76,19 @@ def _check_reward(name: str) -> None:
     resolve(name)
 
 
+def _check_environment(name: str) -> None:
+    from covey.envs.registry import resolve  # late: it needs NumPy
+
+    resolve(name)
+
+
 def _stage_checks(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of settings that only an RL run has."""
     for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
         if source:
             yield Check(role, partial(_check_model, source))
+    if recipe.envs.environment:
+        yield Check("environment", partial(_check_environment, recipe.envs.environment))
     yield Check("training", partial(_check_stages, recipe))
 
 

@@ -74,7 +74,7 @@ def _command(name: str, summary: str) -> Command:
 
 def _arguments(name: str) -> Sequence[str]:
     """Return the values of the first argument of a command."""
-    if name in ("train", "rewards"):
+    if name in ("train", "rewards", "rollout"):
         return (*recipe.names(recipe.Recipe), FILES)
     if name == "sft":
         return (*recipe.names(recipe.SFTRecipe), FILES)
@@ -83,6 +83,7 @@ def _arguments(name: str) -> Sequence[str]:
         "plan": (*recipe.names(), FILES),
         "recipes": (*recipe.names(), "copy"),
         "completion": SHELLS,
+        "launch": ("local", "slurm", "k8s", "tpu-vm", "skypilot"),
         "doctor": (),
     }.get(name, (FILES,))
 
@@ -270,19 +271,30 @@ if [[ $funcstack[1] == _covey ]]; then _covey "$@"; else compdef _covey covey; f
 
 RL, SFT = recipe.Recipe, recipe.SFTRecipe
 SETTINGS: dict[str, Sequence[type[Config]]] = {
-    "train": (RL,), "rewards": (RL,), "sft": (SFT,), "validate": (RL, SFT), "plan": (RL, SFT), "eval": (RL, SFT),
+    "train": (RL,), "rewards": (RL,), "rollout": (RL,), "sft": (SFT,),
+    "validate": (RL, SFT), "plan": (RL, SFT), "eval": (RL, SFT),
     "generate": (options.GenerateOptions,), "chat": (options.ChatOptions,), "export": (options.ExportOptions,),
     "report": (options.ReportOptions,), "push": (options.PushOptions,),
 }  # fmt: skip
 """Classes of the settings of each command."""
 RUN: tuple[Sequence[str], Flags] = ("--dry-run", "--json"), {"--resume": (FILES,)}
 MACHINES = ("cpu", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8")
+LAUNCH: Flags = {"--logs": (FILES,), "--file": (FILES,), "--workdir": (FILES,), "--out": (FILES,)} | dict.fromkeys(
+    (
+        "--processes", "--max-restarts", "--gpus-per-process", "--name", "--nodes", "--gpus-per-node", "--setup",
+        "--time", "--partition", "--image", "--volume", "--zone", "--accelerator",
+    ),
+    (),
+)  # fmt: skip
 OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "train": RUN,
     "sft": RUN,
     "eval": ((), {"--recipe": (*recipe.names(), FILES)}),
     "validate": (("--json",), {}),
     "rewards": (("--json",), {"--samples": (FILES,), "--prompts": ()}),
+    "rollout": ((), {"--episodes": ()}),
+    "watch": (("--once", "--json"), {}),
+    "launch": (("--dry-run",), LAUNCH),
     "compare": (("--json",), {}),
     "push": (("--yes", "--private", "--samples", "--no-report"), {}),
     "recipes": (("--json",), {}),

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from covey.config.metrics import metric
-from covey.report.run_data import RunData, Series, number
+from covey.report.run_data import RunData, Series
+from covey.train.json_lines import number
 
 LAST_SHARE = 0.1
 """Share of the steps at the end whose mean is the final value of a metric."""

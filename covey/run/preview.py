@@ -15,17 +15,15 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.models.config import ModelConfig
 from covey.report import REPORT
-from covey.run.folder import CHECKPOINTS, RECIPE
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_source
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
-from covey.run.watchdog import HEARTBEAT
 from covey.sampling.lengths import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import total_steps
-from covey.train.metrics import METRICS, SAMPLES, SUMMARY
+from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, RECIPE, SAMPLES, SUMMARY
 from covey.types import Prompt
 
 

@@ -49,7 +49,8 @@ def test_a_leading_zero_does_not_mean_octal():
 
 
 def test_a_key_given_twice_is_refused_with_both_lines():
-    assert refused(SMALL + "name: again") == "r.yaml:3: 'name' is given twice, first at r.yaml:1"
+    told = "r.yaml:3: 'name' is given twice, first at r.yaml:1\n  fix: leave one of them out"
+    assert refused(SMALL + "name: again") == told
 
 
 @pytest.mark.parametrize(
