@@ -180,7 +180,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
 def long_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a made-up run of 2,000 steps."""
     folder = write_run(tmp_path_factory.mktemp("long") / "run", 2000, 3, text="Some words of a completion. " * 12)
-    write_report(folder / "report.html", [folder])
+    write_report(folder / "report.html", [folder], [])  # the charts are on the first screen
     return folder / "report.html"
 
 

@@ -238,6 +238,11 @@ def test_a_reward_of_0_is_explained_by_answers_that_were_all_cut() -> None:
     assert names(history(completions__clipped_ratio=0.4, **nothing)) == ["reward never reached"]
 
 
+@pytest.mark.parametrize(("cut", "wanted"), [(0.81, ["answers cut off"]), (0.79, [])])
+def test_nearly_all_answers_cut_off_is_a_problem_though_the_reward_rises(cut: float, wanted: list[str]) -> None:
+    assert names(history(completions__clipped_ratio=cut)) == wanted
+
+
 def test_a_penalty_for_long_answers_is_no_reward() -> None:
     nothing: dict[str, Values] = {"rewards__a__mean": 0.0, "rewards__a__std": 0.0}
     shorter: dict[str, Values] = {"reward": ramp(-1.0, 0.0), "rewards__overlong__mean": ramp(-1.0, 0.0)}

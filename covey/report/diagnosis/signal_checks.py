@@ -17,8 +17,9 @@ TREND_ROWS, LONG_ROWS = 8, 16
 """Number of steps from which a change is judged, and from which the lack of one is."""
 MIN_UNREWARDED = 100
 """Number of completions without a reward from which it counts as never reached."""
-MOST_CUT = 0.3
-"""Share of completions cut off from which that is a problem."""
+MOST_CUT, NEARLY_ALL_CUT = 0.3, 0.8
+"""Share of completions cut off from which that is a problem if the reward does not rise, and from which it is in any
+case."""
 MOST_TIED, MOST_TIED_SMALL, SMALL = 0.8, 0.6, 3
 """Share of groups with equal rewards from which too few have a signal, and that for groups of at most `SMALL`."""
 EASY = 2.0
@@ -72,13 +73,15 @@ def part_never_rewarded(history: History) -> str:
 
 
 def answers_cut(history: History) -> str:
-    """Find that many completions were cut off, that this did not get rarer, and that the reward did not rise."""
+    """Find that many completions were cut off and that this did not get rarer, while the reward did not rise, or that
+    nearly all were."""
     cut = recent(history, "completions/clipped_ratio")
     first = level(history, "completions/clipped_ratio", 0, history.window)
     if len(history) < MIN_ROWS or cut is None or first is None or cut.mean < MOST_CUT or cut.mean < 0.7 * first.mean:
         return ""
     finished = (1 - level_mean(history, "completions/clipped_ratio")) * len(history) * history.samples_per_step
-    if improved(history) or (_only_reward(history) == 0 and finished >= MIN_UNREWARDED):
+    excused = improved(history) and min(first.mean, cut.mean) < NEARLY_ALL_CUT
+    if excused or (_only_reward(history) == 0 and finished >= MIN_UNREWARDED):
         return ""  # answers that were finished had no reward either
     longest = np.nanmax(history.column("completions/max_length")) if history.has("completions/max_length") else math.nan
     tokens = f" at {longest:.0f} token{'s' if longest != 1 else ''}" if math.isfinite(longest) else ""
