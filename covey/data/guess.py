@@ -28,7 +28,7 @@ END = "<eos>"
 
 
 def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return training and test rows (`prompt`, `number`); the seed picks which ranges are held out."""
+    """Return training and test rows (`prompt`, `number`, `low`, `high`); the seed picks which ranges are held out."""
     rng = random.Random(seed)
     ranges = [range(low, low + size) for size in SIZES for low in NUMBERS if low + size - 1 in NUMBERS]
     rng.shuffle(ranges)
@@ -48,12 +48,12 @@ def make_games(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _row(numbers: range, number: int) -> dict[str, Any]:
-    return {"prompt": f"{numbers[0]}-{numbers[-1]}:", "number": number}
+    low, high = numbers[0], numbers[-1]
+    return {"prompt": f"{low}-{high}:", "number": number, "low": low, "high": high}
 
 
 def _with_game(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    low, high = map(int, row["prompt"].rstrip(":").split("-"))
-    return {**row, "completion": "".join(_turns(low, high, row["number"], rng))}
+    return {**row, "completion": "".join(_turns(row["low"], row["high"], row["number"], rng))}
 
 
 def _turns(low: int, high: int, number: int, rng: random.Random) -> Iterator[str]:

@@ -4,6 +4,7 @@ The data row has the number, and a prompt that names the range (`data.guess`). I
 After plain text they are single characters, for models from scratch: `20-50:` `35` `>` `42` `<` `38` `=`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +18,17 @@ CHARACTERS = (">", "<", "=", "?")
 
 
 class Guess:
-    """A game for one number: the reward is 1 when it is found. A reply that is no number ends the game."""
+    """A game for one number. A reply that is no number ends it.
+
+    The rewards of a game that finds the number add up to 1. If the row has the range (`low`, `high`), half of that is
+    earned on the way: each guess by the share of what it excludes, log(numbers left before / after) / log(numbers).
+    """
 
     def __init__(self, row: Mapping[str, Any]):
         self.prompt: Prompt = row["prompt"]
-        self.number = int(row["number"])
+        self.number, self.earned = int(row["number"]), 0.0
+        self.left = range(row["low"], row["high"] + 1) if "low" in row else range(0)
+        self.size = len(self.left)
         self.answers = CHARACTERS if isinstance(self.prompt, str) else SENTENCES
 
     def reset(self) -> Prompt:
@@ -35,5 +42,15 @@ class Guess:
             return Step(self.answers[NO_NUMBER], done=True)
         guess = int(found[1])
         if guess == self.number:
-            return Step(self.answers[RIGHT], reward=1.0, done=True)
-        return Step(self.answers[HIGHER if self.number > guess else LOWER])
+            return Step(self.answers[RIGHT], reward=1.0 - self.earned, done=True)
+        reward = self._exclude(guess)
+        self.earned += reward
+        return Step(self.answers[HIGHER if self.number > guess else LOWER], reward=reward)
+
+    def _exclude(self, guess: int) -> float:
+        """Exclude the numbers that the answer to `guess` excludes; return the reward."""
+        if guess not in self.left:
+            return 0.0
+        before, higher = len(self.left), self.number > guess
+        self.left = range(guess + 1, self.left.stop) if higher else range(self.left.start, guess)
+        return 0.5 * math.log(before / len(self.left)) / math.log(self.size)

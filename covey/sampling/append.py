@@ -1,10 +1,9 @@
 """Append tokens that the model did not draw to the KV cache of a slot: a prefill behind what the slot holds.
 
-One slot at a time, in pieces of a few sizes that depend on the number of tokens alone. So the bits of its keys and
-values depend on nothing that other slots do.
+A call appends to several slots one after the other, in pieces of a few sizes that depend on the number of tokens alone.
+So the bits of a slot's keys and values depend on nothing that other slots do.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,33 +20,38 @@ SIZES = (16, 64, 256)
 """Numbers of tokens of a piece, its padding included."""
 
 
-def append_sizes(count: int) -> Iterator[int]:
-    """Yield the sizes of the pieces of `count` tokens: the largest as long as it is full, then one for the rest.
+def append_size(count: int) -> int:
+    """Return the size of the next piece of `count` tokens: the smallest that holds all, or the largest.
 
-    >>> list(append_sizes(10)), list(append_sizes(256)), list(append_sizes(300))
-    ([16], [256], [256, 64])
+    >>> append_size(10), append_size(64), append_size(300)
+    (16, 64, 256)
     """
-    while count > 0:
-        size = next((size for size in SIZES if size >= count), SIZES[-1])
-        yield size
-        count -= size
+    return next((size for size in SIZES if size >= count), SIZES[-1])
 
 
 def append(
     graph: Any,
     params: Any,
     cache: list[LayerCache],
-    slot: Int[Array, ""],
-    tokens: Int[Array, "n"],
-    start: Int[Array, ""],
-    count: Int[Array, ""],
+    slots: Int[Array, "S"],
+    tokens: Int[Array, "S n"],
+    start: Int[Array, "S"],
+    count: Int[Array, "S"],
+    rows: Int[Array, ""],
 ) -> list[LayerCache]:
-    """Write the keys and values of the first `count` of `tokens` to the positions of `slot` from `start` on."""
+    """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
+    on, for each of the first `rows`.
+    """
     model = nnx.merge(graph, params)
-    positions = start + jnp.arange(len(tokens))
-    attend = append_attention(slot, positions, count)
-    _, cache = model(tokens[None], positions[None], attend, cache)
-    return keep_sharding(cache, model)
+
+    def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
+        positions = start[row] + jnp.arange(tokens.shape[1])
+        attend = append_attention(slots[row], positions, count[row])
+        _, cache = model(tokens[row][None], positions[None], attend, cache)
+        return keep_sharding(cache, model)
+
+    appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
+    return appended
 
 
 def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: Int[Array, ""]) -> Attend:

@@ -24,7 +24,7 @@ from covey.models.decoder import Decoder
 from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import sharding_of
-from covey.sampling.append import append, append_sizes
+from covey.sampling.append import append, append_size
 from covey.sampling.cache import (
     CACHE_AXES,
     CacheLayout,
@@ -243,27 +243,35 @@ class DeviceState:
         self.stats.chunks += 1
         return self._chunk(draws, np.asarray(valid))
 
-    def resume(self, slot: int, tokens: np.ndarray) -> None:
-        """Append `tokens`, int32 [n], to a slot that has halted, and decode it on: a new turn of the model begins."""
-        slots, size = self.slots, len(tokens)
-        if size:
-            self._append(slot, np.append(slots.token[slot], tokens[:-1]))
-            slots.token[slot] = tokens[-1]
-        slots.num_tokens[slot] += size
-        slots.active[slot] = True
-        slots.limit[slot] = min(slots.num_tokens[slot] + self.turn_limit, self.config.max_new_tokens)
+    def resume(self, responses: Mapping[int, np.ndarray]) -> None:
+        """Append a response, int32 [n], to each of these slots, which have halted, and let them go on."""
+        slots = self.slots
+        self._append({slot: np.append(slots.token[slot], r[:-1]) for slot, r in responses.items() if len(r)})
+        for slot, response in responses.items():
+            slots.token[slot] = response[-1] if len(response) else slots.token[slot]
+            slots.num_tokens[slot] += len(response)
+            slots.active[slot] = True
+            slots.limit[slot] = min(slots.num_tokens[slot] + self.turn_limit, self.config.max_new_tokens)
 
-    def _append(self, slot: int, tokens: np.ndarray) -> None:
-        """Write `tokens`, int32 [n], into the slot's cache behind those that it holds, in pieces of a few sizes."""
-        for size in append_sizes(len(tokens)):
-            piece, tokens = tokens[:size], tokens[size:]
-            padded = np.zeros(size, np.int32)
-            padded[: len(piece)] = piece
-            start, count = self.slots.length[slot], np.int32(len(piece))
-            self.cache = self.programs.append(self.params, self.cache, np.int32(slot), padded, start, count)
-            self.slots.length[slot] += count
-            self.stats.append_cells += size
-            self.stats.appended_tokens += len(piece)
+    def _append(self, tokens: Mapping[int, np.ndarray]) -> None:
+        """Write `tokens`, int32 [n], into the cache of each slot behind those that it holds, piece by piece."""
+        while tokens:
+            sizes = {slot: append_size(len(new)) for slot, new in tokens.items()}
+            for size in sorted(set(sizes.values())):
+                self._append_pieces({slot: tokens[slot][:size] for slot in tokens if sizes[slot] == size}, size)
+            tokens = {slot: new[sizes[slot] :] for slot, new in tokens.items() if len(new) > sizes[slot]}
+
+    def _append_pieces(self, pieces: Mapping[int, np.ndarray], size: int) -> None:
+        number = len(self.slots.token)
+        padded, (slots, start, count) = np.zeros((number, size), np.int32), np.zeros((3, number), np.int32)
+        for row, (slot, piece) in enumerate(pieces.items()):
+            padded[row, : len(piece)] = piece
+            slots[row], start[row], count[row] = slot, self.slots.length[slot], len(piece)
+            self.slots.length[slot] += len(piece)
+        rows = np.int32(len(pieces))
+        self.cache = self.programs.append(self.params, self.cache, slots, padded, start, count, rows)
+        self.stats.append_cells += len(pieces) * size
+        self.stats.appended_tokens += int(count.sum())
 
     def park(self, slot: int) -> Parked:
         """Return a copy of what a slot holds, from which `unpark` restores it in any slot, bit for bit."""

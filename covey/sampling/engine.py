@@ -142,8 +142,8 @@ class _Call:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
         while (kept := self.scheduler.resize()) is not None:
             self.device.resize(kept, self.scheduler.cache_length)
-        for sample in [sample for sample in self._responses if sample not in self.scheduler.parked]:
-            self.device.resume(self.scheduler.slot_of(sample), self._responses.pop(sample))
+        ready = [sample for sample in self._responses if sample not in self.scheduler.parked]
+        self.device.resume({self.scheduler.slot_of(sample): self._responses.pop(sample) for sample in ready})
         self._collect(self.scheduler.active, self.device.decode())
 
     def take_responses(self, *, block: bool) -> None:

@@ -1,6 +1,10 @@
 """The guessing game: its answers, its rows, and games whose player follows the answers."""
 
+import math
 import re
+from itertools import pairwise
+
+import pytest
 
 from covey.data import guess as data
 from covey.envs.guess import Guess
@@ -18,6 +22,14 @@ def test_only_the_number_pays_and_only_it_or_nonsense_ends_the_game() -> None:
     found = {reply: game.step(reply) for reply in ("19", "20", "twenty", "20 or 21", "", "-20", "2" * 5000)}
     assert [step.reward for step in found.values()] == [0, 1, 0, 0, 0, 0, 0]
     assert [step.done for step in found.values()] == [False, True, True, True, True, True, True]
+
+
+def test_what_a_guess_excludes_earns_half_of_the_reward() -> None:
+    game = Guess({"prompt": "10-40:", "number": 20, "low": 10, "high": 40})
+    rewards = [game.step(str(guess)).reward for guess in (25, 50, 5, 17)]
+    left = [31, 15, 15, 15, 7]
+    assert rewards == pytest.approx([0.5 * math.log(a / b) / math.log(31) for a, b in pairwise(left)])
+    assert sum([*rewards, game.step("20").reward]) == 1
 
 
 def test_no_test_range_is_trained_on_and_five_guesses_are_enough() -> None:
