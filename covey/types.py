@@ -33,7 +33,9 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model drew one of its stop tokens; that token is the completion's last."""
     LENGTH = "length"
-    """The completion reached the limit of new tokens; or its episode that of turns."""
+    """The completion reached the limit of new tokens."""
+    TURNS = "turns"
+    """The episode of the completion reached the limit of turns."""
 
 
 @dataclass(frozen=True)

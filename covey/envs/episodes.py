@@ -73,10 +73,12 @@ class Episodes:
         return self._runner.submit(self._respond(state, turn))
 
     def completion(self, request: int, number: int, completion: Completion) -> Completion:
-        """Return a finished completion with its episode; one that a limit ended counts as cut."""
-        record = self._states[request][number].record
-        cut = not (record.done or record.failure)
-        return replace(completion, episode=record, finish=FinishReason.LENGTH if cut else FinishReason.STOP)
+        """Return a finished completion with its episode, and how that ended."""
+        record, finish = self._states[request][number].record, FinishReason.STOP
+        if not (record.done or record.failure):
+            last = len(record.turn_ends) >= self._runner.config.max_turns
+            finish = FinishReason.TURNS if last else FinishReason.LENGTH
+        return replace(completion, episode=record, finish=finish)
 
     async def _reset(self, state: _State) -> Prompt | None:
         """Make and reset the environment of a sample; return its prompt, or None when it failed."""

@@ -105,13 +105,14 @@ def test_a_turn_that_was_cut_is_answered_too_and_gets_its_end() -> None:
     assert response[0] == END
 
 
-@pytest.mark.parametrize("settings", [{"max_turns": 1}, {"room": 3}, {"room": 0}])
-def test_a_limit_ends_an_episode_which_keeps_its_reward_and_counts_as_cut(settings: dict[str, int]) -> None:
-    room = settings.pop("room", 100)
+@pytest.mark.parametrize(
+    ("settings", "room", "how"), [({"max_turns": 1}, 9, "turns"), ({}, 3, "length"), ({}, 0, "length")]
+)
+def test_a_limit_ends_an_episode_which_keeps_its_reward(settings: dict[str, int], room: int, how: str) -> None:
     play = Play(turns=9, **settings)
     assert play.says("one", room=room) is None
     episode, finish = play.over()
-    assert (episode.reward, episode.done, finish) == (0.5, False, FinishReason.LENGTH)
+    assert (episode.reward, episode.done, finish) == (0.5, False, how)
 
 
 def failing(method: str, act: Callable[[], Any]) -> type[Counts]:

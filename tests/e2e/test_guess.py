@@ -1,0 +1,64 @@
+"""An environment in whole runs: trained, stopped and resumed, evaluated, shown."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey import run
+from covey.cli.main import main
+
+MODEL = ["--model.source", "scratch:guess-tiny"]
+SMALL = [
+    *MODEL, "--prompts-per-step", "4", "--num-generations", "4", "--slots", "8", "--max-tokens-per-micro-batch", "768",
+    "--evaluation.prompts", "8", "--training.max-steps", "4", "--training.eval-every-n-steps", "0",
+    "--training.checkpoint-every-n-steps", "2",
+]  # fmt: skip
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a file of the run, without what differs between runs: times."""
+    found = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not re.search("time|second", k)} for row in found]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit: each token, each log-prob that entered a metric, each reward."""
+    monkeypatch.chdir(tmp_path)
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert main(["train", "guess-tiny", *SMALL, "--out", str(straight)]) == 0
+    assert main(["train", "guess-tiny", *SMALL, "--out", str(stopped), "--max-steps", "2"]) == 0
+    run.resume(stopped, ["--max-steps", "4", "--envs.timeout", "30"])
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        assert rows(stopped, name)[:-1] == rows(straight, name)[:-1]
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["after"]["samples"] == 8
+    assert summary["after"] == json.loads((stopped / "summary.json").read_text())["after"]
+    last = rows(straight, "metrics.jsonl")[-1]
+    assert 1 <= last["env/turns"] <= 5
+    assert "rewards/guess/mean" in last
+    sample = rows(straight, "samples.jsonl")[0]
+    assert sample["text"].startswith("assistant: ")
+    assert len(sample["turn_rewards"]) == len(sample["turn_ends"])
+    capsys.readouterr()
+    assert main(["eval", str(straight)]) == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_few_episodes_are_played_without_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["rollout", "guess-tiny", *MODEL, "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"--- 1 of 2\n\d\d-\d\d:\nassistant: ", shown)
+    assert re.search(
+        r"\(reward \d.*, \d turns, \d+ tokens of the model, (ended by the environment|cut by a limit)\)", shown
+    )
+    assert not (tmp_path / "runs").exists()
