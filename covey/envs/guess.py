@@ -21,7 +21,8 @@ class Guess:
     """A game for one number. A reply that is no number ends it.
 
     The rewards of a game that finds the number add up to 1. If the row has the range (`low`, `high`), half of that is
-    earned on the way: each guess by the share of what it excludes, log(numbers left before / after) / log(numbers).
+    earned on the way: each guess by what it excludes at least, whatever the number is: log(left before / larger part of
+    what is left after) / log(all). So luck pays only where it finds the number.
     """
 
     def __init__(self, row: Mapping[str, Any]):
@@ -51,6 +52,6 @@ class Guess:
         """Exclude the numbers that the answer to `guess` excludes; return the reward."""
         if guess not in self.left:
             return 0.0
-        before, higher = len(self.left), self.number > guess
-        self.left = range(guess + 1, self.left.stop) if higher else range(self.left.start, guess)
-        return 0.5 * math.log(before / len(self.left)) / math.log(self.size)
+        before, lower, higher = len(self.left), range(self.left.start, guess), range(guess + 1, self.left.stop)
+        self.left = higher if self.number > guess else lower
+        return 0.5 * math.log(before / max(len(lower), len(higher))) / math.log(self.size)
