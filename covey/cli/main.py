@@ -301,8 +301,8 @@ def doctor(words: Sequence[str]) -> Action:
 
 
 def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
+    out, here = new_run_folder(settings), Path.cwd()  # first: it takes less time than the other checks
     check_run(settings)
-    out, here = new_run_folder(settings), Path.cwd()
     from covey import run
     from covey.parallel import distributed
 
