@@ -25,12 +25,14 @@ class Collective:
         loops: trip counts of the loops around it, outermost first; None where the program computes it.
         count: number of its instructions in the loop's body.
         bytes: what one turn of the innermost loop moves, on one device.
+        asynchronous: whether the device computes meanwhile.
     """
 
     opcode: str
     loops: tuple[int | None, ...]
     count: int
     bytes: int
+    asynchronous: bool = False
 
     def total_bytes(self, turns: int = 1) -> float:
         """Return what one call moves; a loop of unknown length has `turns` turns."""
@@ -104,13 +106,16 @@ def compile_program(program: Program, read_text: bool, on_host: bool = False) ->
 
 def _with_text(found: CompiledProgram, text: str) -> CompiledProgram:
     read = hlo.Program(text)
-    by_loop: Counter[tuple[str, tuple[int | None, ...]]] = Counter()
-    size: Counter[tuple[str, tuple[int | None, ...]]] = Counter()
+    by_loop: Counter[tuple[str, tuple[int | None, ...], bool]] = Counter()
+    size: Counter[tuple[str, tuple[int | None, ...], bool]] = Counter()
     for one in read.collectives():
-        key = one.opcode, tuple(loop.trip_count for loop in one.loops)
+        key = one.opcode, tuple(loop.trip_count for loop in one.loops), one.asynchronous
         by_loop[key] += 1
         size[key] += one.bytes
-    collectives = tuple(Collective(*key, count, size[key]) for key, count in by_loop.items())
+    collectives = tuple(
+        Collective(opcode, loops, count, size[opcode, loops, beside], beside)
+        for (opcode, loops, beside), count in by_loop.items()
+    )
     cycles, kernels = [0, 0], [0, 0]
     for each in read.instructions:
         inside = any(loop.trip_count is None for loop in each.loops)

@@ -2,13 +2,14 @@
 
 XLA's `cost_analysis` counts the body of a loop once and names no collective. Here a program is walked from its entry
 through loops, conditionals, calls and asynchronous wrappers, so that an instruction in a loop is known to be in it, and
-how often it runs. Instructions inside fusions are left out: they have no buffers of their own.
+how often it runs. Instructions inside fusions are left out: they have no buffers of their own. Collectives are not: the
+compiler for TPUs puts one that runs beside other work into a chain of fusions, where it counts once.
 """
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -52,6 +53,7 @@ class Instruction:
         op_name: path of the operation in the traced function; empty where the compiler gives none.
         cycles: the compiler's estimate for one execution; 0 where it gives none, as for kernels.
         kernel: whether it calls a kernel of Pallas, which has no estimate.
+        asynchronous: whether it runs beside other instructions.
     """
 
     opcode: str
@@ -62,6 +64,7 @@ class Instruction:
     op_name: str
     cycles: int = 0
     kernel: bool = False
+    asynchronous: bool = False
 
     @property
     def executions(self) -> int:
@@ -111,13 +114,27 @@ class Program:
 
     def _walk(self, computation: str, loops: tuple[Loop, ...], branch: bool) -> Iterator[Instruction]:
         lines = self._computations[computation]
-        types = {line.name: line.type for line in lines}
+        types, chains = _types(lines), set()
         for line in lines:
             if not line.opcode.endswith("-done"):
                 yield _instruction(line, types, loops, branch)
+            for fused, inside in self._fused_collectives(line):
+                channel = re.search(r"channel_id=(\d+)", fused.rest)
+                if channel is None or channel[1] not in chains:
+                    yield replace(_instruction(fused, inside, loops, branch), asynchronous=True)
+                chains |= {channel[1]} if channel else set()
             inner = (*loops, self._loop(line)) if line.opcode == "while" else loops
             for called in _called(line):
                 yield from self._walk(called, inner, branch or line.opcode == "conditional")
+
+    def _fused_collectives(self, line: _Line) -> Iterator[tuple[_Line, dict[str, str]]]:
+        """Yield the collectives in a fusion, and in the fusions that it contains, with the types beside each."""
+        for name in _attributes(line, "calls") if line.opcode == "fusion" else ():
+            lines = self._computations.get(name, [])
+            for inner in lines:
+                if inner.opcode.removesuffix("-start") in COLLECTIVES:
+                    yield inner, _types(lines)
+                yield from self._fused_collectives(inner)
 
     def _loop(self, line: _Line) -> Loop:
         known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', line.rest)
@@ -186,6 +203,10 @@ def _called(line: _Line) -> list[str]:
     return []
 
 
+def _types(lines: list[_Line]) -> dict[str, str]:
+    return {line.name: line.type for line in lines}
+
+
 def _attributes(line: _Line, *names: str) -> list[str]:
     found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line.rest)
     return [name for value in found for name in re.findall(r"[\w.\-]+", value)]
@@ -209,6 +230,7 @@ def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], br
         op_name[1] if op_name else "",
         int(cycles[1]) if cycles else 0,
         opcode == "custom-call" and re.search(f'custom_call_target="({"|".join(KERNELS)})"', line.rest) is not None,
+        line.opcode.endswith("-start"),
     )
 
 

@@ -28,7 +28,8 @@ class PhaseTime:
         phase: its work.
         link_bytes: bytes that a device sends or receives.
         compute, memory, link: seconds that each would take alone; the roofline is the longest.
-        compiled: seconds by the compiler's estimate, with kernels charged from their flops; None without an estimate.
+        compiled: seconds by the compiler's estimate, with kernels charged from their flops, and what the devices wait
+            for from the bytes that move; None without an estimate.
         expected: `compiled`, or the roofline over the machine's assumed share of it.
     """
 
@@ -59,23 +60,26 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
         programs: compiled ones by name.
     """
     calls = [(programs[name], call) for name, call in phase.calls.items() if name in programs]
-    moved = sum(_link_bytes(program, call) for program, call in calls)
+    moved, waited = (sum(_link_bytes(program, call, only) for program, call in calls) for only in (False, True))
     compute, memory, link = phase.flops / rates.flops, phase.bytes / rates.bandwidth, moved / rates.link
     roofline = max(compute, memory, link)
     compiled = None
     if machine.clock and all(program.cycles is not None for program, _ in calls):
         cycles = sum(_cycles(program, call) for program, call in calls)
-        compiled = cycles / machine.clock + phase.kernel_flops * BLOCKS_VISITED / (rates.flops * KERNEL_SHARE)
-        compiled = max(compiled, roofline)
+        kernels = phase.kernel_flops * BLOCKS_VISITED / (rates.flops * KERNEL_SHARE)
+        compiled = max(cycles / machine.clock + kernels + waited / rates.link, roofline)
     expected = roofline / machine.share if compiled is None else compiled
     return PhaseTime(phase, moved, compute, memory, link, compiled, expected)
 
 
-def _link_bytes(program: CompiledProgram, call: Call) -> float:
-    """Return what the calls of a program move; turns of a loop of unknown length are those of all calls."""
+def _link_bytes(program: CompiledProgram, call: Call, waited: bool) -> float:
+    """Return what the calls of a program move, or of that only what it waits for; turns of a loop of unknown length are
+    those of all calls.
+    """
     return sum(
         one.total_bytes() * (call.turns if call.turns and None in one.loops else call.count)
         for one in program.collectives
+        if not (waited and one.asynchronous)
     )
 
 

@@ -72,7 +72,13 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
         "peak": plan.process + plan.residents.peak(program),
         "kernels": sum(program.kernels),
         "collectives": [
-            {"opcode": one.opcode, "loops": list(one.loops), "count": one.count, "bytes": one.bytes}
+            {
+                "opcode": one.opcode,
+                "loops": list(one.loops),
+                "count": one.count,
+                "bytes": one.bytes,
+                "asynchronous": one.asynchronous,
+            }
             for one in program.collectives
         ],
     }
@@ -120,7 +126,8 @@ def _show_collectives(found: dict[str, Any], console: Console) -> None:
     for program in found["programs"]:
         for one in program["collectives"]:
             loops = " × ".join("?" if n is None else str(n) for n in one["loops"]) or "none"
-            table.add_row(program["name"], one["opcode"], loops, str(one["count"]), f"{one['bytes'] / 1e6:.3g}")
+            kind = f"{one['opcode']}, beside work" if one["asynchronous"] else one["opcode"]
+            table.add_row(program["name"], kind, loops, str(one["count"]), f"{one['bytes'] / 1e6:.3g}")
     if table.row_count:
         console.print(table)
 

@@ -97,6 +97,36 @@ def test_a_compiled_program_is_read() -> None:
     assert (reduced.opcode, reduced.bytes, reduced.executions) == ("all-reduce", 16 * 8 * 4, 3)
 
 
+def test_a_collective_in_a_chain_of_fusions_counts_once_and_runs_beside_work() -> None:
+    text = """\
+%begin (p: f32[8]) -> f32[32] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %all-gather.1 = f32[32]{0} all-gather(%p), channel_id=7, dimensions={0}, frontend_attributes={chain_id="1"}
+}
+
+%end (q: f32[8]) -> f32[32] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %all-gather.2 = f32[32]{0} all-gather(%q), channel_id=7, dimensions={0}, frontend_attributes={chain_id="1"}
+}
+
+%outer (r: f32[8]) -> f32[32] {
+  %r = f32[8]{0} parameter(0)
+  ROOT %inner = f32[32]{0} fusion(%r), kind=kCustom, calls=%end
+}
+
+ENTRY %main (x: f32[8]) -> f32[32] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[32]{0} fusion(%x), kind=kCustom, calls=%begin
+  %z = f32[32]{0} fusion(%x), kind=kCustom, calls=%outer
+  %sent = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), channel_id=8
+  %w = f32[8]{0} collective-permute-done(%sent)
+  ROOT %all-reduce = f32[32]{0} all-reduce(%z), channel_id=9
+}
+"""
+    found = [(x.opcode, x.bytes, x.asynchronous) for x in Program(text).collectives()]
+    assert found == [("all-gather", 128, True), ("collective-permute", 32, True), ("all-reduce", 128, False)]
+
+
 def test_estimates_and_kernels_are_found() -> None:
     text = """\
 ENTRY %main (x: f32[8]) -> f32[8] {

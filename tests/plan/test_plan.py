@@ -139,6 +139,9 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     program = CompiledProgram("gradients", 1.0, cycles=(3 * 10**9, 10**9))
     phase = Phase("update", 1.0, 1.0, {"gradients": Call(2)})
     assert phase_time(phase, {"gradients": program}, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
+    moved = tuple(Collective("all-gather", (), 1, 10**10, beside) for beside in (True, False))
+    waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
+    assert waited.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2 * 1e10 / v5e.link)
     charged = phase_time(replace(phase, kernel_flops=197e12), {"gradients": program}, v5e, rates)
     assert charged.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2.0 / 0.6)
 
