@@ -54,6 +54,7 @@ class CompiledProgram:
         cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
             not in it. None where the compiler gives no estimate.
         kernels: number of executions of custom calls outside and inside, as for `cycles`.
+        unread: whether its text could not be read, so that collectives and cycles are not known.
     """
 
     name: str
@@ -66,6 +67,7 @@ class CompiledProgram:
     collectives: tuple[Collective, ...] = ()
     cycles: tuple[int, int] | None = None
     kernels: tuple[int, int] = (0, 0)
+    unread: bool = False
 
     def link_bytes(self, turns: int = 1) -> float:
         """Return what a call moves between devices; a loop of unknown length has `turns` turns."""
@@ -101,7 +103,15 @@ def compile_program(program: Program, read_text: bool, on_host: bool = False) ->
         temporary=memory.temp_size_in_bytes,
         compiling=compiling,
     )
-    return _with_text(found, compiled.as_text() or "") if read_text else found
+    return _with_text_of(found, compiled) if read_text else found
+
+
+def _with_text_of(found: CompiledProgram, compiled: Any) -> CompiledProgram:
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # a compiler may be newer than the jaxlib that reads what it wrote
+        return replace(found, unread=True)
+    return _with_text(found, text or "")
 
 
 def _with_text(found: CompiledProgram, text: str) -> CompiledProgram:

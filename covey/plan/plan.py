@@ -134,7 +134,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
         process,
         compiled,
         times,
-        left_out=_left_out(recipe),
+        left_out=_left_out(recipe, compiled),
     )
     return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, place, tell))
 
@@ -241,9 +241,11 @@ def _has_reference(recipe: Recipe | SFTRecipe) -> bool:
     return bool(algorithm_of(recipe.grpo).beta)
 
 
-def _left_out(recipe: Recipe | SFTRecipe) -> list[str]:
+def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:
     """Return what a run of the recipe has and its plan does not count."""
+    text = "collectives of {}, whose text this jaxlib cannot read"
+    unread = [text.format(program.name) for program in compiled if program.unread]
     if isinstance(recipe, SFTRecipe):
-        return ["answers in evaluations"] if recipe.evaluation.answers else []
+        return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
     critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
-    return critic + (["the reward model"] if recipe.reward_model else [])
+    return unread + critic + (["the reward model"] if recipe.reward_model else [])

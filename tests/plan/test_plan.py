@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from covey.config import recipe
 from covey.models.config import ModelConfig
 from covey.parallel import make_mesh
 from covey.plan import here, peaks, plan, table
-from covey.plan.compiled import Collective, CompiledProgram
+from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Residents, nbytes
 from covey.plan.roofline import Rates, phase_time
@@ -91,6 +92,25 @@ def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
     assert residents.peak(replace(decode, name="apply")) == 311
     assert residents.peak(replace(decode, refused=999)) == 999
     assert residents.peak(replace(decode, compiling=20)) == 370
+
+
+def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:
+    """A compiler for TPUs may write instructions that the jaxlib beside it does not know."""
+
+    class Unreadable:
+        def __init__(self, stage: Any):
+            self.memory_analysis = stage.memory_analysis
+
+        def as_text(self) -> str:
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    lowered = jax.jit(jnp.sum).lower(jnp.ones(1000))
+    program: Any = SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=lambda: Unreadable(made)))
+    made = lowered.compile()
+    found = compile_program(program, read_text=True)
+    assert (found.arguments, found.unread, found.collectives, found.cycles) == (4000, True, (), None)
+    left = plan._left_out(load([]), [found])
+    assert left == ["collectives of apply, whose text this jaxlib cannot read"]
 
 
 def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
