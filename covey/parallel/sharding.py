@@ -26,6 +26,7 @@ Rules = Mapping[str, tuple[str, ...]]
 DEFAULT_RULES: Rules = {
     "rows": ("data", "fsdp"),
     "time": ("tp",),
+    "slots": ("data", "fsdp", "tp"),
     "vocab": ("tp",),
     "embed": ("fsdp",),
     "heads": ("tp",),

@@ -337,6 +337,17 @@ def _placed(cache: Tree, params: Any) -> Tree:
     return shapes
 
 
+def _by_slot(logits: Float[Array, "S V"], model: Decoder) -> Float[Array, "S V"]:
+    """Constrain logits, of which devices computed parts of the vocabulary, to be divided by slots: on accelerators each
+    device draws for its slots. Otherwise top-k would gather the logits of all on every device, in each step.
+    """
+    if model.mesh.empty or model.platform == "cpu":
+        return logits
+    for axes in (("rows", "vocab"), ("slots", None)):  # without the first, the head itself would be gathered
+        logits = jax.lax.with_sharding_constraint(logits, sharding_of(axes, logits.shape, model.mesh))
+    return logits
+
+
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
     """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
     model = nnx.merge(graph, params)
@@ -388,7 +399,7 @@ def decode(
         step, cache, slots, draws, valid = carry
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
-        drawn = draw(model.logits(hidden[:, 0]), noise[:, step], sampling_params)
+        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), noise[:, step], sampling_params)
         count = slots.num_tokens + active
         after = Slots(
             length=length + active,

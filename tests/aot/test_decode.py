@@ -16,6 +16,7 @@ from covey.config.schema import RolloutConfig
 from covey.models.abstract import abstract_decoder
 from covey.models.config import ModelConfig
 from covey.parallel.placement import place_abstract
+from covey.plan.hlo import Program
 from covey.sampling.device import Programs
 
 SLOTS, LAYERS = 64, 2
@@ -28,7 +29,9 @@ SLOTS, LAYERS = 64, 2
 def test_decoding_writes_to_the_cache_in_place(
     topology: Callable[[str], Any], heads: int, kv_heads: int, width: int, time: int, devices: int
 ) -> None:
-    """No copy of it, in the loop or around it, and little memory beside it. On a mesh each device has some heads."""
+    """No copy of it, in the loop or around it, and little memory beside it. On a mesh each device has some heads, and
+    none gathers the logits.
+    """
     config = ModelConfig(
         vocab_size=1024, hidden_size=heads * width, intermediate_size=1024, num_layers=LAYERS, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=width, windows=(None, 512), max_positions=4096,
@@ -38,7 +41,7 @@ def test_decoding_writes_to_the_cache_in_place(
     mesh = Mesh(np.array(there).reshape(1, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     model = place_abstract(abstract_decoder(config, **kinds), there[0] if devices == 1 else mesh)
     graph, params = nnx.split(model)
-    rollout = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS)
+    rollout = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)
     program = Programs(graph, (2,)).decode_program(params, SLOTS, time, rollout)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -50,4 +53,6 @@ def test_decoding_writes_to_the_cache_in_place(
     block = cache // (2 * LAYERS * 2)
     assert [line for line, shape in sizes if math.prod(map(int, shape.split(","))) >= block] == []
     assert memory.temp_size_in_bytes < max(0.05 * cache, 3e6)  # a small cache is less than the activations
+    gathered = [x.bytes for x in Program(text).of("all-gather")]
+    assert max(gathered, default=0) < SLOTS * config.vocab_size * 4
     assert len(re.findall(r"%\w*decode_attention[\w.]* = ", text)) == LAYERS

@@ -14,6 +14,7 @@ from covey.errors import DataError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.parallel import make_mesh, shardings
 from covey.sampling import cache, device
 from covey.sampling.cache import LayerCache
 from covey.sampling.device import Programs
@@ -72,17 +73,22 @@ def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_kernels_give_the_same_samples_with_one_decode_program(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator, with its kernels run as ordinary programs: slots are refilled, and nothing is resized."""
+@pytest.mark.parametrize(("platform", "meshed"), [("tpu", False), ("tpu", True), ("cuda", False)])
+def test_kernels_give_the_same_samples_with_one_decode_program(
+    platform: str, meshed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, with its kernels run as ordinary programs: slots are refilled, and nothing is resized. On a
+    mesh, devices have parts of the heads and of the vocabulary, and each draws for its slots.
+    """
     monkeypatch.setattr(device, "decode_attention", partial(device.decode_attention, interpret=True))
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
     model = build()
     model.platform = platform
+    params = jax.device_put(PARAMS, shardings(PARAMS, make_mesh((2, 2)))) if meshed else PARAMS
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 4}
     sampler = Sampler(nnx.split(model)[0], STOPS, RolloutConfig(**settings))
-    same(sampler.generate(PARAMS, requests(1)), sample(requests(1)))
-    assert sampler.programs.decode._cache_size() == 1
+    same(sampler.generate(params, requests(1)), sample(requests(1)))
+    assert sampler.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
     assert sampler.programs.keep._cache_size() == 0
 
 
