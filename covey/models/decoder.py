@@ -6,7 +6,7 @@ which has a cache, is unrolled layer by layer; layers that are alike are traced 
 loop, compiled once for all of them; the backward pass rematerialises each unless `remat` is off.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -97,15 +97,27 @@ class Layer(nnx.Module):
         self.attn = Attention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
-        mixed, cache = self.attn(_apply_norm(self.attn_norm, x), rope, attend, cache, window)
-        x = x + _apply_norm(self.post_attn_norm, mixed)
-        out = self.mlp(_apply_norm(self.mlp_norm, x))
-        return x + _apply_norm(self.post_mlp_norm, out), cache
+    def __call__(
+        self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any, gather: Callable[[Array], Array]
+    ) -> tuple[Array, Any]:
+        """`gather` brings the tokens of a row together, which devices may have divided."""
+        mixed, cache = self.attn(gather(_apply_norm(self.attn_norm, x)), rope, attend, cache, window)
+        x = x + _apply_norm(self.post_attn_norm, _with_gradient(gather, mixed))
+        out = self.mlp(gather(_apply_norm(self.mlp_norm, x)))
+        return x + _apply_norm(self.post_mlp_norm, _with_gradient(gather, out)), cache
 
 
 def _apply_norm(norm: RMSNorm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(function: Callable[[Array], Array], x: Array) -> Array:
+    """Return `x`, whose gradient becomes `function` of it."""
+    return x
+
+
+_with_gradient.defvjp(lambda _, x: (x, None), lambda function, _, grad: (function(grad),))
 
 
 class Decoder(nnx.Module):
@@ -208,10 +220,18 @@ class Decoder(nnx.Module):
         On accelerators the devices that divide the heads also divide the tokens of a row (sequence parallelism,
         Korthikanti et al., 2022): each norm is computed once, and XLA computes products while it exchanges tokens.
         """
+        return self._constrain(x, None if self.platform == "cpu" else "time")
+
+    def _gather_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Constrain `x` to have whole rows where `_shard_rows` divides their tokens: the compiler may choose to gather
+        the projections instead.
+        """
+        return x if self.platform == "cpu" else self._constrain(x, None)
+
+    def _constrain(self, x: Float[Array, "B T D"], time: str | None) -> Float[Array, "B T D"]:
         if self.mesh.empty or x.shape[0] % num_row_shards(self.mesh):
             return x
-        axes = ("rows", None if self.platform == "cpu" else "time", None)
-        sharded: Array = jax.lax.with_sharding_constraint(x, sharding_of(axes, x.shape, self.mesh))
+        sharded: Array = jax.lax.with_sharding_constraint(x, sharding_of(("rows", time, None), x.shape, self.mesh))
         return sharded
 
     def _layer_traced_once(self, ropes: list[Rope], attend: Attend) -> Any:
@@ -222,7 +242,8 @@ class Decoder(nnx.Module):
 
         @partial(jax.jit, static_argnums=(0, 4, 5))
         def run(graph: Any, state: Any, x: Array, cache: Any, window: int | None, otherwise: bool) -> tuple[Array, Any]:
-            x, new = nnx.merge(graph, state)(x, ropes[otherwise], attend, cache, window)
+            layer, rope = nnx.merge(graph, state), ropes[otherwise]
+            x, new = layer(x, rope, attend, cache, window, self._gather_tokens)
             return self._shard_rows(x), new
 
         return run
@@ -243,7 +264,8 @@ class Decoder(nnx.Module):
             otherwise, window = numbers
             rope = jax.tree.map(lambda most, other: jnp.where(otherwise, other, most), *ropes)
             layer = nnx.merge(graph, state)
-            out, _ = layer(save_product(x), rope, attend, None, None if c.windows is None else window)
+            limit = None if c.windows is None else window
+            out, _ = layer(save_product(x), rope, attend, None, limit, self._gather_tokens)
             return self._shard_rows(out)
 
         policy = REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected
