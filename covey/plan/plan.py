@@ -147,7 +147,7 @@ def held_arrays(recipe: Recipe | SFTRecipe, target: Target) -> tuple[Residents, 
         CoveyError: as for `make_plan`.
     """
     made = programs_of(recipe, place_on(target, recipe.model.mesh))
-    return _residents(recipe, made), _left_out(recipe)
+    return _residents(recipe, made), _left_out(recipe, ())
 
 
 def programs_of(recipe: Recipe | SFTRecipe, place: Mesh | jax.Device) -> RLPrograms | SFTPrograms:
