@@ -192,5 +192,7 @@ def compared_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(place / name, 20, settings=["--seed", seed]) for name, seed in (("first", "0"), ("second", "7"))
     ]
     finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "change the rewards")
-    write_report(place / "report.html", folders, [finding])
+    hacked = Finding("Two parts move apart", "", "steps 1 to 5", "", samples=("step 1: a → b", "step 2: c → d"))
+    note = Finding("Nothing wrong was found", "", "steps 1 to 5", "", level="note")
+    write_report(place / "report.html", folders, [finding, hacked, note])
     return place / "report.html"

@@ -169,8 +169,8 @@ def test_settings_are_shown_against_defaults_and_the_built_in_recipe(opened: Ope
 def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
     page = opened(compared_report)
     assert page.get_by_role("heading", name="2 runs compared").is_visible()
-    assert page.locator("#diagnosis li").inner_text().startswith("The reward is constant")
-    assert "steps 1 to 5" in page.locator("#diagnosis li").inner_text()
+    assert page.locator("#diagnosis .findings > li").first.inner_text().startswith("The reward is constant")
+    assert "steps 1 to 5" in page.locator("#diagnosis .findings > li").first.inner_text()
     (table,) = page.get_by_role("region", name="Settings that differ").all()
     assert table.locator("tbody tr").all_inner_texts() == ["seed\t0\t7"]
     assert chart(page, "Reward").locator(".legend").inner_text().split()[::4][:1] == ["first"]
