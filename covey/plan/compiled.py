@@ -74,13 +74,16 @@ class CompiledProgram:
         return sum(one.total_bytes(turns) for one in self.collectives)
 
 
-def compile_program(program: Program, read_text: bool, on_host: bool = False) -> CompiledProgram:
+def compile_program(
+    program: Program, read_text: bool, on_host: bool = False, kept: list[Any] | None = None
+) -> CompiledProgram:
     """Compile `program`, and read what the compiler says.
 
     Args:
         program: of shapes, on its devices.
         read_text: read collectives and cycles too, from the text of the program.
         on_host: whether the device's memory is that of the host, so that the compiler's counts too.
+        kept: gets the executable, which otherwise is freed.
     """
     before = resident() if on_host else 0
     begin_again()
@@ -93,6 +96,8 @@ def compile_program(program: Program, read_text: bool, on_host: bool = False) ->
             raise
         return CompiledProgram(program.name, time.monotonic() - start, refused=needed)
     seconds = time.monotonic() - start
+    if kept is not None:
+        kept.append(compiled)
     compiling = highest() - before if on_host else 0
     memory: Any = compiled.memory_analysis()
     found = CompiledProgram(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,9 +118,11 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     tell("building the programs")
     made = programs_of(recipe, place)
     largest = _programs_run(recipe, made)
-    compiled = _compile(largest, target, isinstance(place, Mesh), tell)
+    kept: list[Any] = []  # a run keeps its programs, which are part of its process
+    compiled = _compile(largest, target, isinstance(place, Mesh), tell, kept)
     residents = _residents(recipe, made)
     process = resident() if target.platform == "cpu" else 0
+    kept.clear()
     tell("counting")
     machine = _machine_of(target, _compute_dtype(recipe, target), mesh_size(recipe.model.mesh))
     lengths = lengths or expected_lengths(recipe)
@@ -167,11 +170,14 @@ def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) ->
     return [program for program in made.largest() if scores or program.name != "score"]
 
 
-def _compile(programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell) -> list[CompiledProgram]:
+def _compile(
+    programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell, kept: list[Any]
+) -> list[CompiledProgram]:
     compiled = []
     for number, program in enumerate(programs, start=1):
         tell(f"compiling {program.name} ({number} of {len(programs)})")
-        compiled.append(compile_program(program, on_mesh or target.platform != "cpu", target.platform == "cpu"))
+        on_host = target.platform == "cpu"
+        compiled.append(compile_program(program, on_mesh or not on_host, on_host, kept if on_host else None))
     return compiled
 
 
