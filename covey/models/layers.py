@@ -224,13 +224,11 @@ class Linear(nnx.Module):
 
     def to_heads(self, x: Float[Array, "... n_in"], width: int) -> Float[Array, "... H width"]:
         """Return the result as heads."""
-        return self._apply(x, self.shape[:1], self.head_axes(x, width)).reshape(*x.shape[:-1], -1, width)
+        return self._apply(x, self.shape[:1], self.head_axes(width)).reshape(*x.shape[:-1], -1, width)
 
-    def head_axes(self, x: Float[Array, "... n_in"], width: int) -> Axes:
-        """Return the axes of the product with `x`, of which heads are made. A single token has no tile of times, and
-        the kernel would be copied into another order for it.
-        """
-        return (self.shape[1] // width, width) if self._writes_heads and x.shape[-2] > 1 else self.shape[1:]
+    def head_axes(self, width: int) -> Axes:
+        """Return the axes of the product, of which heads are made."""
+        return (self.shape[1] // width, width) if self._writes_heads else self.shape[1:]
 
     def from_heads(self, x: Float[Array, "... H W"]) -> Float[Array, "... n_out"]:
         """Return the projection of heads."""
@@ -269,7 +267,7 @@ def apply_together(
     """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared`."""
     if any(linear.platform == "cpu" or isinstance(linear.kernel, QuantisedKernel) for linear in linears):
         return [linear(x) if width is None else linear.to_heads(x, width) for linear in linears]
-    axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(x, width) for linear in linears]
+    axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(width) for linear in linears]
     shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
     kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
     products = project_shared(x, kernels, linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform))
