@@ -18,7 +18,7 @@ def test_built_in_names_resolve_to_functions_of_that_name():
 def test_a_built_in_reward_reads_chats_as_it_reads_texts(name):
     """TRL passes completions as chats; the columns are those that any of them names."""
     texts = ["<reasoning>a</reasoning><answer>42</answer>", "\\boxed{42}", "#### 42", "Snow falls.", "42"]
-    columns = {"answer": ["42"] * 5, "letter": ["S"] * 5, "topic": ["snow"] * 5}
+    columns = {"answer": ["42"] * 5, "letter": ["S"] * 5, "topic": ["snow"] * 5, "episode_rewards": [0.5] * 5}
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     assert REWARDS[name](["?"] * 5, chats, **columns) == REWARDS[name](["?"] * 5, texts, **columns)
 
