@@ -1,0 +1,34 @@
+"""Settings of environments: what they replace, and what contradicts them."""
+
+import pytest
+
+from covey.config import recipe
+from covey.config.schema import EnvsConfig
+from covey.errors import RecipeError
+
+
+def test_an_environment_is_reward_enough() -> None:
+    settings = recipe.load("guess-tiny")
+    assert settings.rewards == ()
+    assert settings.envs.environment == "guess"
+    with pytest.raises(RecipeError, match=r"rewards is empty(.|\n)*or an environment"):
+        recipe.load("guess-tiny", ["--envs.environment", "null", "--envs.max-turns", "8", "--max-turn-tokens", "null"])
+
+
+def test_its_reward_has_the_first_weight_and_its_name_in_the_metrics() -> None:
+    weighed = ["--rewards", "[number_only]", "--grpo.reward-weights", "[1.0, 0.5]"]
+    shown = ["--training.show", "[rewards/guess/mean, env/turns]"]
+    assert recipe.load("guess-tiny", [*weighed, *shown]).grpo.reward_weights == (1.0, 0.5)
+    with pytest.raises(RecipeError, match=r"1 numbers for 2 reward functions(.|\n)*the environment's first"):
+        recipe.load("guess-tiny", [*weighed[:2], "--grpo.reward-weights", "[1.0]"])
+
+
+def test_a_tool_beside_an_environment_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.tool is calculator, and envs\.environment is guess"):
+        recipe.load("guess-tiny", ["--rollout.tool", "calculator"])
+
+
+def test_limits_without_an_environment_are_a_mistake() -> None:
+    with pytest.raises(RecipeError, match=r"envs\.max_turns is 3, and envs\.environment is not set"):
+        EnvsConfig(max_turns=3)
+    assert EnvsConfig().environment is None
