@@ -17,7 +17,7 @@ SIZES = range(25, 32)
 TEST_FRACTION = 1 / 5
 """Share of the ranges that only the test set has."""
 
-GAMES_PER_RANGE = 2
+GAMES_PER_RANGE = 6
 """Number of games in the test set for each of its ranges."""
 
 MAX_GUESSES = 5
