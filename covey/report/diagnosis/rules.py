@@ -188,7 +188,7 @@ RULES = (
         "answers cut off",
         "Answers are cut off",
         f"over {LAST} at least {percent(signal.MOST_CUT)} of the completions are cut at rollout.max_new_tokens, at "
-        f"least 70% of the share of {FIRST}, and {NO_RISE}; or {percent(signal.NEARLY_ALL_CUT)} in both",
+        f"least 70 % of the share of {FIRST}, and {NO_RISE}; or {percent(signal.NEARLY_ALL_CUT)} in both",
         signal.answers_cut,
         "raise rollout.max_new_tokens; or ask for shorter answers, with grpo.overlong_buffer; grpo.mask_truncated "
         "leaves cut completions out of the loss",
