@@ -55,11 +55,10 @@ def print_script(shell: str) -> None:
 
 def commands() -> dict[str, Command]:
     """Return every command by name, with what can follow it."""
-    from covey.cli.help import OVERVIEW
-    from covey.cli.main import COMMANDS  # late: that module lists this one
+    from covey.cli.help import OVERVIEW, PAGES
 
     summaries = dict(reversed(re.findall(r"^  covey (\w+) [^ ].*?  +(.+)$", OVERVIEW, re.M)))  # the first of each
-    return {name: _command(name, summaries.get(name, "")) for name in COMMANDS}
+    return {name: _command(name, summaries.get(name, "")) for name in PAGES}
 
 
 def _command(name: str, summary: str) -> Command:
