@@ -78,14 +78,14 @@ class _Work:
         self.programs = Programs(graph, (c.vocab_size,))
         self.cache = self.programs.empty_cache(self.params, batch, 0, length_bucket(place + self.chunk))
         length, ones = np.full(batch, place, np.int32), np.ones(batch, np.int32)
-        self.slots = Slots(length, token=ones, num_tokens=ones, active=ones > 0)
+        self.slots = Slots(length, token=ones, num_tokens=ones, active=ones > 0, limit=ones << 30)
         self.noise = np.random.default_rng(0).random((batch, self.chunk), np.float32)
 
     def __call__(self, tokens: int) -> bool:
         """Decodes `tokens` in all; whether every slot was busy in every step."""
-        made, limit, sampling_params = 0, np.int32(2**30), SamplingParams()
+        made, sampling_params = 0, SamplingParams()
         for _ in range(tokens // (self.batch * self.chunk)):
-            state = self.params, self.cache, self.slots, self.noise, limit
+            state = self.params, self.cache, self.slots, self.noise
             self.cache, _, _, valid, _ = self.programs.decode(*state, sampling_params=sampling_params)
             made += int(valid.sum())
         return made == tokens
