@@ -329,6 +329,6 @@ def test_ctrl_c_ends_the_watch_and_not_the_run(folder: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the watch has ended, and the run goes on" in out

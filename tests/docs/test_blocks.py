@@ -5,6 +5,7 @@ What is executed here is so as it stands, but for models and numbers, which are 
 
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -250,6 +251,7 @@ def runs(folder: Path) -> Path:
 @pytest.mark.slow
 def test_commands_run(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on a tiny model, for one step, in one working folder."""
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another test's, of another working folder
     for command in STORY:
         line, _, file = command.partition(" > ")
         words = shlex.split(line)[1:]

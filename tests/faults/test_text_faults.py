@@ -99,7 +99,8 @@ def test_the_names_of_metrics_move_nothing_either() -> None:
             progress.step({"step": 1, "reward": 0.5, NASTY: 1.0, "[bold]b[/bold]": 1.0})
         marks = set(CONTROLS) - ({"\x1b", "\r"} if terminal else set())  # a live view moves the cursor itself
         assert not any(mark in out.getvalue() for mark in marks)
-        assert "[bold]b[/bold]" in out.getvalue()
+        # A heading of the table is the last part of a name.
+        assert ("bold]" if terminal else "[bold]b[/bold]") in out.getvalue()
         assert "\x1b[2J" not in out.getvalue()
 
 

@@ -21,6 +21,7 @@ from flax import nnx
 from covey.config.schema import LoRAConfig
 from covey.errors import CoveyError, WeightsError
 from covey.models import families
+from covey.models.config import RopeScaling
 from covey.models.decoder import Decoder
 from covey.models.export import files, hf, write_gguf, write_hf, write_peft
 from covey.models.loading import weights
@@ -332,7 +333,7 @@ def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> Non
 
 
 def test_llama3_scaling_goes_through_gguf(tiny: weights.LoadedModel, out: Path) -> None:
-    scaling = weights.families.hf_config.RopeScaling("llama3", 32.0)
+    scaling = RopeScaling("llama3", 32.0)
     config = dataclasses.replace(tiny.config, rope_theta=500_000.0, rope_scaling=scaling)
     write_gguf(Decoder(config, rngs=nnx.Rngs(0)), tiny.tokenizer, out)
     assert weights.load(out / "model.gguf").config == config

@@ -248,7 +248,7 @@ def test_the_steps_are_worth_comparing(labs: Labs) -> None:
     gradients, records = lab.train(ROWS)
     completions = [c for record in records for g in record.groups for c in g.completions]
     assert len({len(c.tokens) for c in completions}) > 8
-    assert {c.finish for c in completions} == set(FinishReason)
+    assert {c.finish for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
     assert [record.metrics["dynamic_sampling/replaced"] for record in records] == [1, 0]
     assert [len(record.groups) for record in records] == [5, 2]
     assert min(record.metrics["clip_ratio/region_mean"] for record in records) > 0.02
