@@ -48,7 +48,7 @@ schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete 
 test: lint ## lint, then the whole test suite
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-quick: .venv/ready-dev ## the tests that take less than two seconds each
+test-quick: .venv/ready-dev ## the tests that take less than a second each
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
 
 aot: .venv-aot/ready ## compile programs for TPUs that are not there, and look at what the compiler made of them (ARGS="-k attention")

@@ -135,6 +135,7 @@ def test_a_second_start_finds_what_the_first_compiled(told, monkeypatch, tmp_pat
     assert list((real / "compiled").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path):
     from benchmarks.startup import StartError, start
 
@@ -388,6 +389,7 @@ def test_ragged_lengths_are_a_third_of_the_most():
     assert Work.of("tiny", "full", "fixed").stop_probability == 0
 
 
+@pytest.mark.slow
 def test_a_peer_without_environment_is_named_with_the_way_to_make_it(capsys):
     from benchmarks.peers.__main__ import main
 

@@ -41,6 +41,7 @@ def test_a_small_package_is_counted_as_by_hand(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_covey_itself_is_counted() -> None:
     figures = stats()
     assert figures["files"] == len(list((ROOT / "covey").rglob("*.py")))

@@ -169,6 +169,7 @@ def test_with_one_update_per_batch_there_is_no_stored_old_log_prob(
     assert all((batch.inputs.old_logps is not None) == stored for update in cluster.updates for batch in update)
 
 
+@pytest.mark.slow
 def test_with_one_update_the_ratio_is_1_and_the_gradient_is_the_policy_gradient() -> None:
     logps, segment_ids, given = inputs([4, 2, 1], ref_logps=None)
     value, metrics = loss(logps, segment_ids, given)
@@ -177,6 +178,7 @@ def test_with_one_update_the_ratio_is_1_and_the_gradient_is_the_policy_gradient(
     np.testing.assert_allclose(gradient(logps, segment_ids, given), -given.weight * given.advantage, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0])
 def test_the_ratio_is_clipped_to_within_epsilon(advantage: float, ratio: float) -> None:

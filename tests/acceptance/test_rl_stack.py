@@ -304,6 +304,7 @@ def test_the_inference_worker_hosts_reference_critic_and_reward(decoder: Callabl
 # Sync
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_sync_moves_only_lora_weights_when_lora_is_on_and_everything_otherwise(
     cluster: Callable, decoder: Callable, lora: int

@@ -112,12 +112,14 @@ def trainer(decoder: Callable) -> Callable[..., Trainer]:
     return make
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_adapters_alone_where_there_are_any(trainer: Callable, decoder: Callable) -> None:
     made, start = trainer([1.0], lora=2), flatten(nnx.state(decoder(2)))
     changed = {name for name, x in flatten(made.params).items() if not np.array_equal(x, start[name])}
     assert changed == {name for name in start if ".lora." in name}
 
 
+@pytest.mark.slow
 def test_the_trainer_accumulates_gradients_and_divides_once(trainer: Callable, decoder: Callable) -> None:
     """(1 + 2 + 6) / 3 from micro-batches of 2 and 1: the mean of their means would be 3.75."""
     made, start = trainer([1.0, 2.0], [6.0]), flatten(nnx.state(decoder()))

@@ -134,6 +134,7 @@ def answers(tmp_path_factory):
     return {tuple(words): answer for words, answer in zip(lines, found, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", HELP)
 def test_help_needs_no_jax(answers, words):
     code, out, err, heavy = answers[tuple(words)]

@@ -24,6 +24,7 @@ def dry_run(capsys: Any, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
     Path("mine.yaml").write_text("rewards: [first_letter]\ngrpo:\n  algorithm: dapo\n  epsilon: null\nseed: 3\n")
     found = dry_run(capsys, "train", "mine.yaml", *SETTINGS, "--grpo.beta=0.5")
@@ -63,6 +64,7 @@ def test_a_supervised_run_is_shown_with_its_completion(capsys: Any) -> None:
     assert shown.endswith("nothing was written\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -54,6 +54,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
+@pytest.mark.slow
 def test_no_mistake_needs_jax(folder: Path) -> None:
     """All rows in one process of its own, since that of the tests may have imported JAX."""
     code = "import sys, shlex; from covey.cli.main import main\n"

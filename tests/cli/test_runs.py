@@ -229,6 +229,7 @@ def test_a_recipe_is_copied_to_a_new_file(capsys: Any) -> None:
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 
 
+@pytest.mark.slow
 def test_recipes_are_listed_for_programs(capsys: Any) -> None:
     assert cli.main(["recipes", "--json"]) == 0
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}

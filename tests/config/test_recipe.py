@@ -93,6 +93,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_recipe_is_refused_at_once_and_in_few_words(text, tmp_path):
     (tmp_path / "r.yaml").write_text(text)

@@ -27,6 +27,7 @@ def take(loader, n):
 SIZES = st.integers(1, 40)
 
 
+@pytest.mark.slow
 @few
 @given(SIZES, st.integers(1, 9), st.integers(0, 2**31 - 1), st.integers(0, 6), st.integers(1, 3), st.booleans())
 def test_k_batches_and_a_restore_equal_going_straight_on(n, p, seed, k, more, shuffle):
@@ -40,6 +41,7 @@ def test_k_batches_and_a_restore_equal_going_straight_on(n, p, seed, k, more, sh
     assert take(PromptLoader(rows(n), p, seed=seed, shuffle=shuffle), k + more) == first + rest
 
 
+@pytest.mark.slow
 @few
 @given(SIZES, st.integers(1, 60), st.integers(0, 2**31 - 1))
 def test_batches_are_full_and_each_epoch_has_every_row_once(n, p, seed):

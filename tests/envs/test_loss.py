@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from covey.config.algorithms import algorithm_of
@@ -40,6 +41,7 @@ def episodes_of(groups: Sequence[Group]) -> list[Group]:
     return [replace(g, completions=tuple(episode(c, next(rewards), rng) for c in g.completions)) for g in groups]
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_models_tokens_alone(
     decoder: Callable[..., Any], groups_of: Callable[..., Any], made_by: Callable[..., Any]
 ) -> None:

@@ -91,6 +91,7 @@ def plain_logps(params: Any, tokens: np.ndarray) -> jax.Array:
     return jax.nn.log_softmax(model.logits(hidden)[0])
 
 
+@pytest.mark.slow
 def test_each_token_is_the_models_own_or_the_environments_by_the_template(episodes: list[Completion]) -> None:
     lengths, changed = set(), 0
     for number, c in enumerate(episodes):

@@ -194,6 +194,7 @@ def test_a_function_that_hangs_is_killed_with_all_it_started(way: str, policy: s
         assert worker.pid is None
 
 
+@pytest.mark.slow
 def test_the_one_that_hangs_is_found_and_the_others_keep_their_numbers(faulty: str) -> None:
     with guarded(on_error="none") as runner:
         failed: dict[str, int] = {}
@@ -210,6 +211,7 @@ def test_a_daemon_of_a_function_ends_with_its_worker(faulty: str) -> None:
         assert comes_true(lambda: not alive(daemon))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_and_told(faulty: str) -> None:
     with guarded(on_error="value", value=0.5) as runner:
         assert scores(runner, f"{faulty}:faulty", "die") == [0.5]
@@ -238,6 +240,7 @@ def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, mo
         assert scores(runner, f"{faulty}:faulty", "a") == [1.0]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_not_read_is_given_up_at_the_time_limit(faulty: str) -> None:
     """It is longer than what the system keeps between two processes."""
     with guarded(on_error="none") as runner:
@@ -362,6 +365,7 @@ CASES: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_fault_under_each_policy(workers: int, faulty: str) -> None:
     """The same in this process and in a worker; the samples beside the guilty one keep their numbers."""
@@ -476,6 +480,7 @@ def test_any_thread_gets_the_same(faulty: str) -> None:
         assert runner.failed == {"faulty": 18}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(faulty: str) -> None:
     """Killed, replaced and closed: no process, no pipe, no thread more than before."""
     state = lambda: (sorted(os.listdir("/proc/self/fd")), threading.active_count())  # noqa: E731

@@ -295,6 +295,7 @@ def test_an_offence_is_seen(line: str) -> None:
     assert offences(ast.parse(line))
 
 
+@pytest.mark.slow
 def test_the_package_runs_nothing_that_it_reads() -> None:
     """Pickle runs what a file says, and so do `eval` and YAML's tags; `multiprocessing` pickles."""
     found = {str(file): offences(ast.parse(file.read_text())) for file in PACKAGE.rglob("*.py")}

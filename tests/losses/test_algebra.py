@@ -281,6 +281,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("old", [True, False])
 def test_every_setting(name: str, old: bool) -> None:

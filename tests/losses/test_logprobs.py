@@ -47,6 +47,7 @@ def test_values_agree_with_float64(softcap: float | None, temperature: float, bl
     np.testing.assert_allclose(got_entropy, entropy, rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "block"), [(16, 64), (64, 300), (1024, 4096)])
 def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
     """Of log-probs and of the entropy, for hidden states and weights; columns behind the count pass none."""
@@ -67,6 +68,7 @@ def test_gradients_agree_with_the_plain_head(chunk: int, block: int) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entropy_gradient", [True, False])
 @pytest.mark.parametrize(("softcap", "temperature", "block"), [(None, 1.0, 64), (5.0, 0.8, 300), (30.0, 1.3, 4096)])
 def test_a_frozen_head_gives_the_same_and_passes_the_same_gradient_on(
@@ -134,6 +136,7 @@ def temporary_bytes(vocabulary: int, tokens: int) -> int:
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_is_flat_in_the_vocabulary_and_in_the_tokens() -> None:
     small, large = temporary_bytes(8192, 1024), temporary_bytes(131_072, 1024)
     assert large < 1.1 * small

@@ -69,6 +69,7 @@ def test_ratios_by_hand() -> None:
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.floats(-5, 5), st.integers(1, 60))
 def test_a_sequence_ratio_does_not_grow_with_length(drift: float, length: int) -> None:
@@ -88,6 +89,7 @@ def test_samples_are_told_apart_by_owner_and_row() -> None:
     np.testing.assert_allclose(jax.vmap(segment_mean)(values, segment_ids > 0, segment_ids), mean)
 
 
+@pytest.mark.slow
 def test_the_token_gradient_of_gspo() -> None:
     """∂/∂logp_t of the one ratio is w/n at every token of the sample, of the other w at the token itself."""
     logps, old, segment_ids = in_row([-1, -2, -3]), in_row([-1.1, -1.5, -3.2]), jnp.array([[1, 1, 2]])
@@ -177,6 +179,7 @@ def test_on_a_bound_no_token_counts_as_cut(surrogate: str, bound: float, advanta
 # --- estimators of the KL
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(POLICIES, st.integers(0, 2**31))
 def test_what_the_estimators_expect(logits: list[float], seed: int) -> None:

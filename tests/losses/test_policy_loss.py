@@ -191,6 +191,7 @@ def test_metrics_have_no_gradient(groups_of: Callable) -> None:
     assert not any(np.asarray(g).any() for g in jax.grad(metrics, (0, 1))(logps, entropy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
     """Parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
@@ -279,6 +280,7 @@ def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
         assert {n: float(metric_sums[n]) for n in bare} == bare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:

@@ -140,6 +140,7 @@ def test_advantages_are_trls(name: str) -> None:
     close(ADVANTAGES[algorithm.advantage](rewards).ravel(), ARRAYS[f"{name}/advantages"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trls(name: str) -> None:
     value, gradient, _ = own_loss(name)
@@ -183,6 +184,7 @@ def test_presets_are_what_trl_calls_so(preset: str, name: str) -> None:
     assert {key: getattr(ours, key) for key in same} == {key: getattr(theirs, key) for key in same}
 
 
+@pytest.mark.slow
 def test_the_draws_reach_every_bound() -> None:
     """Otherwise agreement would say little."""
     plain, corrected = CASES["dapo/plain"]["metrics"], CASES["dapo/token_mask"]["metrics"]

@@ -141,6 +141,7 @@ eighths = st.integers(-24, 24).map(lambda n: n / 8)
 tokens = st.lists(st.tuples(eighths, eighths, eighths, st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(tokens, st.sampled_from([0.0, 0.125, 0.5, 2.0]))
 def test_the_loss_agrees_with_float64_by_value_and_gradient(drawn: list[tuple[float, ...]], clip: float) -> None:
     padded = drawn + [(1.0, 9.0, -9.0, 0.0)] * (8 - len(drawn))

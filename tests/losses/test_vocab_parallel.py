@@ -51,6 +51,7 @@ def put(shape: tuple[int, ...], axes: tuple[str, ...], weight: Any, *rows: Any) 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "axes", "vocabulary", "softcap", "rows", "frozen"),
     [

@@ -58,6 +58,7 @@ def values_and_gradients(
     return [np.asarray(x, np.float32) for x in (jnp.where(live, out, 0), *pull(grad * live.astype(grad.dtype)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "window", "softcap"),
     [(1, None, None), (40, 7, None), (64, None, 3.0), (130, 20, 2.0), (320, None, None), (200, 70, None)],
@@ -100,6 +101,7 @@ def test_16_bits_keep_their_softmax_in_float32() -> None:
     assert error < narrow_error / 2
 
 
+@pytest.mark.slow
 def test_padding_is_finite_and_passes_nothing_on_to_tokens() -> None:
     """Padding attends to itself alone, and no token attends to padding."""
     q, k, v, grad = heads(70)

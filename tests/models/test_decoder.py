@@ -211,6 +211,7 @@ def test_a_loop_stacks_no_weights() -> None:
         assert memory.temp_size_in_bytes < whole / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_loop_keeps_no_floats_of_16_bits(lora: bool) -> None:
     """Trap: XLA's CPU has none, and would convert all that a loop has kept, in each of its turns (1.6 × the time)."""
@@ -340,6 +341,7 @@ def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bo
     assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("time", "divided"), [(4, True), (3, False), (1, False)])
 def test_accelerators_divide_the_tokens_of_a_row_too(time: int, divided: bool) -> None:
     """Over the devices that divide the heads, where the number of tokens allows it; values are those of one device."""

@@ -266,6 +266,7 @@ def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.LoadedModel,
     equal(load_adapter(tiny.model, out), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [("qkv_proj", "gate_up_proj"), ("k_proj", "up_proj")])
 def test_adapters_of_projections_in_one_module_are_one_adapter(
     golden_folder: Folder, out: Path, targets: tuple[str, ...]
@@ -367,6 +368,7 @@ def test_what_gguf_cannot_say_is_refused(change: dict, says: str, tiny: weights.
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tiny: weights.LoadedModel, out: Path) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     strange = Tokenizer.from_folder(TINY)

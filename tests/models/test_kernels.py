@@ -148,6 +148,7 @@ def assert_near(got: list[np.ndarray], want: list[np.ndarray]) -> None:
     assert max(errors) < TOLERANCE, dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [tpu, gpu], ids=["tpu", "cuda"])
 def test_values_and_gradients_are_those_of_plain_attention(kernel: ModuleType) -> None:
     trees = random_trees(2, 96, 4)
@@ -272,6 +273,7 @@ def test_the_platform_chooses_the_implementation() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_kernels_lower_for_their_platform(platform: str) -> None:
     """Without a device; their compilers have more to say (`make aot`)."""

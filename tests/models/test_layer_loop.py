@@ -33,6 +33,7 @@ def total(platform: str, policy: Any, weights: Any, x: jax.Array) -> jax.Array:
 POLICIES = [None, save_all_but_selected, jax.checkpoint_policies.save_only_these_names("product")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_both_forms_are_the_layers_one_after_another(policy: Any) -> None:
     weights, x = layers(3), jnp.asarray(np.random.default_rng(1).normal(size=(5, WIDTH)), jnp.float32)

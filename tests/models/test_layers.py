@@ -81,6 +81,7 @@ def test_results_have_the_type_of_what_they_are_for(dtype: str) -> None:
         np.testing.assert_allclose(wide(ours), theirs, rtol=2**-8, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 def test_a_long_bfloat16_sum_does_not_stall() -> None:
     """Added up in bfloat16, ones get no further than 256."""
     x, kernel, grad = jnp.ones((3, 2000, 3000)), jnp.ones((3000, 1)), jnp.ones((3, 2000, 1))
@@ -127,6 +128,7 @@ def test_the_mlp_without_gate() -> None:
 # --- norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 8])
 def test_projections_together_are_those_one_by_one_on_every_platform(width: int | None) -> None:
     """Values and gradients of input, kernels, biases and adapters; heads of 8 if asked for."""
@@ -405,6 +407,7 @@ def test_heads_as_axes_of_products_give_the_same_values_and_gradients(lora: int)
         np.testing.assert_allclose(got, want, atol=2e-6 * max(1, float(jnp.abs(want).max())))
 
 
+@pytest.mark.slow
 def test_a_rotation_by_a_permutation_is_exact() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 16)), jnp.bfloat16)
     rope = rope_tables(jnp.broadcast_to(jnp.arange(5), (2, 5)), rope_frequencies(16, 100.0, None))

@@ -70,6 +70,7 @@ def stirred(model: Decoder) -> Decoder:
     return model
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing() -> None:
     """B starts at zero, so the function is the base's to the last bit."""
     model = base()

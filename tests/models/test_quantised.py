@@ -214,6 +214,7 @@ def test_no_program_keeps_the_base_in_float(how: QuantisationFormat, remat: bool
 # --- models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "bound"), list(zip(KINDS, (0.05, 0.5), strict=True)), ids=["int8", "nf4"])
 def test_logits_of_a_quantised_base_are_near_the_float_ones(how: QuantisationFormat, bound: float) -> None:
     """Mean difference as a share of their spread; SmolLM2-135M's is much the same, 0.04 and 0.45."""
@@ -337,6 +338,7 @@ def test_a_quantised_base_is_not_trained() -> None:
         split_trainable(load(KINDS[0]))
 
 
+@pytest.mark.slow
 def test_no_format_is_none() -> None:
     assert parse_format("none", 64) is None
 

@@ -80,6 +80,7 @@ def test_the_run_says_the_seed_unless_the_source_does() -> None:
 # --- the model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", NAMES)
 def test_its_weights_are_those_that_a_decoder_begins_with_in_kind(source: str) -> None:
     loaded = weights.load(source)

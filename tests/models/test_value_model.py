@@ -104,6 +104,7 @@ def test_arrays_are_shared_or_copied_as_asked_and_the_language_head_stays_behind
     assert not model.config.tie_embeddings
 
 
+@pytest.mark.slow
 def test_adapters_go_on_and_off_as_on_a_decoder() -> None:
     plain = critic()
     adapted = with_lora(plain, LoRAConfig(rank=2))
@@ -146,6 +147,7 @@ def test_a_decoder_is_split_as_ever() -> None:
     assert arrays(rest).keys() == arrays(base()).keys()
 
 
+@pytest.mark.slow
 def test_steps_on_a_critic_on_a_shared_base_move_head_and_adapters_and_nothing_else() -> None:
     """From a zero head: the first step moves the head, the second B, the third A."""
     language_model = base()

@@ -104,6 +104,7 @@ def test_spans_say_what_is_visible(packing: str) -> None:
         assert rows.tokens[row][allowed[row, at]].tolist() == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 30, 500])
 def test_spans_under_a_window_end_at_positions(window: int) -> None:
     rows = pack(random_groups([*SHAPES, (2, [40]), (9, [2, 2])]), 128)
@@ -259,6 +260,7 @@ def test_the_rows_that_fill_up_the_last_micro_batch_are_padding_too() -> None:
     assert padding_fraction(rows, rows_at_once=2) == pytest.approx(1 / 4, abs=0.01)
 
 
+@pytest.mark.slow
 def test_log_probs_in_rows_are_those_of_each_sample_alone(decoder: Callable, groups_of: Callable) -> None:
     model, groups = decoder(), groups_of(SHAPES[:3])
     graph, params = nnx.split(model)

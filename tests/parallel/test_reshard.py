@@ -218,6 +218,7 @@ def test_colliding_names_are_refused() -> None:
         flatten({"a.b": 1, "a": {"b": 2}})
 
 
+@pytest.mark.slow
 @given(st.recursive(st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text("abc", min_size=1), inner)))
 def test_flatten_loses_no_leaf_and_keeps_their_order(anything: Any) -> None:
     assert list(flatten(anything).values()) == jax.tree.leaves(anything)

@@ -72,6 +72,7 @@ def test_a_decode_step_reads_the_weights_once_and_the_cache_it_sees():
     assert decoding(SMALL, [(10, 4)] * 8, 8)[0] == sum(decoding(SMALL, [(n, 1)] * 8, 8)[0] for n in range(10, 14))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_counted_flops_are_those_that_xla_counts(rank):
     """Of a plain causal pass, before XLA changes anything. It counts the pairs that are masked too, and element by

@@ -45,6 +45,7 @@ def gradient_program(shape: tuple[int, int], rank: int) -> Program:
     return Program(jax.jit(jax.grad(loss), out_shardings=places).lower(trainable, frozen, rows).compile().as_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rank"), [((1, 4), 4), ((2, 2), 0), ((4, 1), 0)])
 def test_the_embedding_stays_divided(shape: tuple[int, int], rank: int) -> None:
     """As the input table and as the head: no device has more of it than its piece or its part of the vocabulary, and in

@@ -174,6 +174,7 @@ def test_what_is_measured_stands_beside_the_prediction(capsys: pytest.CaptureFix
     assert "+25%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_phase_has_its_own_peak() -> None:
     recorder = here.PeakRecorder()
     begun: list[str] = []

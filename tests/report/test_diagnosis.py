@@ -367,6 +367,7 @@ def test_no_history_raises(seed: int, n: int, method: str) -> None:
     assert all(one.title and one.evidence for one in found)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(EDGES)), st.booleans(), st.floats(1e-6, 1e6))
 def test_the_scale_of_a_reward_changes_nothing(rule: str, above: bool, scale: float) -> None:
@@ -420,6 +421,7 @@ def test_a_resumed_run_continues_its_history() -> None:
     assert number == 20 + CERTAIN
 
 
+@pytest.mark.slow
 def test_judging_a_long_run_takes_a_time_proportional_to_its_length() -> None:
     live, judged = LiveDiagnosis("rl", SETTINGS), 0
     for row in rows_of(history(2000)):

@@ -122,6 +122,7 @@ LINES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @example(lines=[{"step": 0, "group": 1.79765e308}], summary=None)
 @given(lines=st.lists(LINES, max_size=6), summary=ANY_JSON)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -141,6 +141,7 @@ def test_any_text_is_judged(text, topic):
     assert strict == float(shape == 1.0 and first_letter(["p"], [text], letter=["A"]) == [1.0])
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_one_sentence_is_judged():
     for text in ("a" * 1_000_000, "a " * 500_000, "a'" * 500_000, "B" + ",-" * 500_000):
         assert broken_rules(text, "rain")

@@ -188,6 +188,7 @@ def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> No
     assert all(type(x) is float for x in got.values())
 
 
+@pytest.mark.slow
 def test_an_update_is_four_programs(toy: Trainer) -> None:
     """Zeros, the gradients of a micro-batch, their norm, the step; the metrics are added on the host."""
     jax.clear_caches()
@@ -196,6 +197,7 @@ def test_an_update_is_four_programs(toy: Trainer) -> None:
     assert programs.counts.total() == 4
 
 
+@pytest.mark.slow
 def test_a_step_without_a_token_in_its_loss_is_finite(toy: Trainer) -> None:
     """As when every completion was cut off and masked."""
     got = toy.update([MicroBatch(np.zeros(2, np.float32), 0.0)])
@@ -222,6 +224,7 @@ def test_state_goes_out_and_comes_back(decoder: Callable) -> None:
         assert np.array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_taken_over_and_the_rest_is_only_read(decoder: Callable) -> None:
     """Buffers of trainable arrays are reused at each update, so the arrays that came in are gone."""
     model = decoder(4)

@@ -98,6 +98,7 @@ def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
 # --- what is shared
 
 
+@pytest.mark.slow
 def test_with_new_adapters_all_roles_share_one_base(cluster: Callable, decoder: Callable) -> None:
     """The reference costs no memory: its arrays are the actor's."""
     made = cluster(actor=with_lora(decoder(), LoRAConfig(rank=4)))
@@ -449,6 +450,7 @@ def test_a_group_of_one_is_refused(cluster: Callable) -> None:
         GRPOLearner(rl_cluster=cluster(beta=0.0), reward_fns=prefers_long, grpo_config=GRPOConfig(num_generations=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_closing_lets_go_of_the_reference_and_the_trainer(cluster: Callable, beta: float) -> None:
     made = cluster(4, beta)

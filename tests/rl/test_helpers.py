@@ -45,6 +45,7 @@ def oracle(logits: np.ndarray, index: np.ndarray) -> np.ndarray:
     return np.take_along_axis(z, index[..., None], axis=-1)[..., 0] - normaliser
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.sampled_from([(5,), (2, 3, 4)]), st.sampled_from([0.1, 1.0, 30.0, 1e4]))
 def test_selective_log_softmax_is_the_log_softmax_at_the_index(seed: int, shape: tuple[int, ...], scale: float) -> None:
     rng = np.random.default_rng(seed)
@@ -66,6 +67,7 @@ def test_an_index_outside_the_vocabulary_is_no_number() -> None:
     assert np.isnan(selective_log_softmax(np.zeros((1, 4)), np.array([4]))).all()
 
 
+@pytest.mark.slow
 def test_its_gradient_is_one_minus_the_softmax() -> None:
     logits = np.random.default_rng(0).normal(size=6).astype(np.float32)
     got = jax.grad(lambda z: selective_log_softmax(z, jnp.asarray(2)))(jnp.asarray(logits))

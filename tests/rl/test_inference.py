@@ -71,6 +71,7 @@ def rows(groups_of: Callable) -> Rows:
 # --- scores of reward models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """All answers together, the answers of a prompt in one row; there they were computed one at a time."""
@@ -201,6 +202,7 @@ def test_a_model_of_the_wrong_kind_is_refused(decoder: Callable, critic: ValueMo
     assert InferenceWorker({Role.REWARD: critic}).has("reward")
 
 
+@pytest.mark.slow
 def test_a_model_is_hosted_later_and_let_go(decoder: Callable[..., Decoder]) -> None:
     worker = InferenceWorker({})
     worker.host(Role.REFERENCE, decoder())

@@ -53,6 +53,7 @@ def test_completions_of_equal_tokens_are_one() -> None:
     assert group_metrics(groups)["completions/distinct_ratio"] == (2 / 4 + 1 / 4) / 2
 
 
+@pytest.mark.slow
 def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> None:
     """By the sampler's own draws, from 3 of 20 tokens; what a tool put there was not drawn and does not count."""
     logits = np.random.RandomState(0).normal(size=(6, 20)).astype(np.float32)

@@ -152,6 +152,7 @@ def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | Non
         assert {program.lower().as_text() for program in from_shapes[name]} == set(texts), name
 
 
+@pytest.mark.slow
 def test_the_trainer_of_a_critic_calls_what_was_built_from_shapes() -> None:
     critic = ValueModel(Decoder(SHAPE, rngs=nnx.Rngs(0)))
     cluster = RLCluster(

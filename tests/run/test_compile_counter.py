@@ -90,6 +90,7 @@ def test_the_same_shape_again_compiles_nothing() -> None:
     assert not programs.counts
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]) -> None:
     with CompileCounter() as programs:
         programs.phase("logps")

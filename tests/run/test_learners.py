@@ -224,6 +224,7 @@ def test_the_public_learners_are_those_of_rl_and_sft() -> None:
     assert covey.GRPOLearner.__doc__ == grpo.GRPOLearner.__doc__
 
 
+@pytest.mark.slow
 def test_a_history_becomes_a_frame_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History([{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0, "kl": 0.25}])
     pytest.importorskip("pandas")

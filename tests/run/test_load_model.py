@@ -54,6 +54,7 @@ def arrays(model: Decoder) -> dict[str, jax.Array]:
     return flatten(nnx.state(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [ModelOptions(), ModelOptions(lora=LoRAConfig(rank=2))], ids=["plain", "adapters"])
 def test_a_run_that_begins_with_a_run_gets_its_model_on_its_mesh(trained: str, options: ModelOptions) -> None:
     mesh = make_mesh((1, 4))
@@ -262,6 +263,7 @@ ADAPTER = " with the adapter sha256 0123456789abcdef"
 ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "now", "accepted"),
     [

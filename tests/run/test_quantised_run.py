@@ -98,6 +98,7 @@ def test_a_run_is_the_base_of_the_next(trained: Path) -> None:
         assert np.abs(causal_logits(model, TOKENS) - first).mean() < bound * first.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -79,6 +79,7 @@ def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int
     np.testing.assert_allclose(got, want, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_devices_of_a_mesh_attend_with_their_slots_and_heads(platform: str) -> None:
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
@@ -92,6 +93,7 @@ def test_devices_of_a_mesh_attend_with_their_slots_and_heads(platform: str) -> N
     np.testing.assert_allclose(decoded(model, sharded, None, None), want, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "width"), [("tpu", 80), ("tpu", 128), ("cuda", 80)])
 def test_a_position_behind_the_end_is_not_written(platform: str, width: int) -> None:
     """A slot that waits for a tool may be full while others are decoded, and goes on later."""

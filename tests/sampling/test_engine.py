@@ -182,6 +182,7 @@ def test_few_programs_are_compiled_whatever_the_lengths() -> None:
     assert sampler.programs.prefill._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_attention_covers_the_live_length_only() -> None:
     """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []

@@ -83,6 +83,7 @@ def test_what_min_p_keeps_is_never_empty_and_within_what_it_was_given(
     assert not kept[(ratio < min_p * (1 - 1e-3)) & (min_p > 0)].any()
 
 
+@pytest.mark.slow
 def test_min_p_worked_by_hand() -> None:
     """0.5, 0.3 and 0.2: with 0.5 only what has at least 0.25 is kept, of the full distribution's log-probs."""
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]] * 3))
@@ -92,6 +93,7 @@ def test_min_p_worked_by_hand() -> None:
     np.testing.assert_allclose(np.exp(sampler_logp), [0.625, 0.375, 0.375], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_logps_are_of_the_untruncated_distribution_at_the_temperature() -> None:
     """What the trainer recomputes: comparing it with log-probs at temperature 1 would be wrong (a trap)."""
     logits = np.random.default_rng(0).normal(size=(64, 300)).astype(np.float32)
@@ -108,6 +110,7 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
     assert sampler_logp.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = jax.random.normal(jax.random.PRNGKey(0), (32, 500))
     token, _, _ = draw(logits, jnp.linspace(0, 0.999, 32), SamplingParams(temperature=1e-4, top_k=1))
@@ -122,6 +125,7 @@ def test_kth_largest_is_exact_ties_included(size: int, k: int) -> None:
     assert np.array_equal(kth_largest(jnp.asarray(values), k), np.sort(values, axis=1)[:, -k])
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 40, 400]), st.floats(0.01, 0.999), st.integers(0, 99), st.sampled_from([0.1, 1.0, 30.0]))
 def test_nucleus_is_the_smallest_set_that_reaches_p(size: int, top_p: float, seed: int, scale: float) -> None:
     logits = np.random.default_rng(seed).normal(size=(2, size), scale=scale).astype(np.float32)
@@ -132,6 +136,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_p(size: int, top_p: float, see
         assert row[kept].sum() - row[kept].min() < top_p + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 5, 128, 129, 1000])
 def test_inverse_cdf_never_draws_what_has_no_mass(size: int) -> None:
     rng = np.random.default_rng(size)
@@ -142,6 +147,7 @@ def test_inverse_cdf_never_draws_what_has_no_mass(size: int) -> None:
     assert (mass[np.arange(256), np.asarray(token)] > 0).all()
 
 
+@pytest.mark.slow
 def test_no_sort_of_the_vocabulary_in_the_program() -> None:
     """A full sort costs more than the model on CPU."""
     program = (

@@ -312,6 +312,7 @@ def test_wrong_settings_are_refused(tiny: tuple[Decoder, Tokenizer]) -> None:
     SFTLearner(model=tiny[0], tokenizer=tiny[1], config=SFTConfig(optimizer=optax.sgd(0.1)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_other_data_or_batches_are_refused_where_a_run_goes_on(tiny: tuple[Decoder, Tokenizer]) -> None:
     sft = learner(tiny)
     state = sft.loader(as_examples(EXAMPLES)).state()

@@ -24,6 +24,7 @@ SHAPE = ModelConfig(
 CONFIG = SFTConfig(row_length=64, max_tokens_per_micro_batch=128, batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mesh"])
 def test_a_learner_calls_what_was_built_from_shapes(mesh: tuple[int, ...] | None) -> None:
     place = None if mesh is None else make_mesh(mesh)

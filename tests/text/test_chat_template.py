@@ -174,6 +174,7 @@ def brief(brief_child: chat_template._RenderProcess, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(chat_template, "_process", brief_child)
 
 
+@pytest.mark.slow
 def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
     source = (
         "{% for m in messages %}{% if m.role == 'loop' %}" + DOUBLED + "{{ ns.s }}{% endif %}{{ m.role }}{% endfor %}"

@@ -96,6 +96,7 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(jax.random.normal(restored["key"], (4,)), jax.random.normal(state["key"], (4,)))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.sampled_from(["float32", "float16", "int32", "uint8"]).flatmap(
@@ -167,6 +168,7 @@ def test_a_target_without_shardings_lands_on_the_first_device(saved: Checkpointe
     assert restored["scale"].sharding == SingleDeviceSharding(jax.devices()[0])
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_once(tmp_path: Path) -> None:
     """The buffers are donated to the next steps while the save is still being written."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
@@ -649,6 +651,7 @@ print(megabytes("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and counts on glibc")
 def test_a_save_holds_no_second_copy(tmp_path: Path) -> None:
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]

@@ -78,6 +78,7 @@ def test_sums_are_those_of_plain_gradients(kind: str, loss: str) -> None:
     assert any(float(jnp.abs(x).max()) > 0.1 for x in sums.loops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora", "value"])
 def test_the_gradient_of_all_layers_does_not_exist_beside_its_sum(kind: str) -> None:
     """The loop back carries the sums; what it stacks beside them is nothing of a weight's shape."""

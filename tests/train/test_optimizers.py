@@ -412,6 +412,7 @@ def test_muon_on_a_mesh_is_muon(mesh: tuple[int, int]) -> None:
     assert any(not leaf.sharding.is_fully_replicated for leaf in momentum.values())
 
 
+@pytest.mark.slow
 def test_muon_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Bit for bit; the weights are bfloat16, whose float32 copies are saved too."""
     start, optimizer = tree(dtype="bfloat16"), make_optimizer(MUON, 4)

@@ -264,6 +264,7 @@ class NotebookSpy:
         self.drawn.append(text)
 
 
+@pytest.mark.slow
 def test_a_notebook_has_one_output_that_stays_short(monkeypatch):
     spy = NotebookSpy()
     monkeypatch.setattr("covey.train.progress.NotebookOutput", lambda: spy)
@@ -284,6 +285,7 @@ def test_a_notebook_has_one_output_that_stays_short(monkeypatch):
     assert any("update: compiling program 1" in text for text in spy.drawn)
 
 
+@pytest.mark.slow
 def test_an_output_is_not_drawn_too_often(monkeypatch):
     now, drawn = 0.0, []
 

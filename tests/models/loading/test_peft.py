@@ -44,6 +44,7 @@ def tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Non
     safetensors.numpy.save_file(held, file)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_peft_on_transformers(base: Decoder, logits: Logits) -> None:
     """Rank-stabilised: the scale is alpha / sqrt(rank)."""
     golden = np.load(GOLDEN / "logits.npz")

@@ -338,6 +338,7 @@ def test_a_shared_tensor_with_other_rows_is_refused(golden_folder: Callable[[str
         weights.load(folder)
 
 
+@pytest.mark.slow
 def test_the_text_part_is_read_under_the_names_of_the_hub_too(golden_folder: Callable[[str], Path]) -> None:
     """There all of it lies under `language_model`, and images have tensors of other names."""
     folder = golden_folder("gemma3")
