@@ -324,11 +324,18 @@ def read_until(terminal: int, text: str) -> str:
 
 
 def test_ctrl_c_ends_the_watch_and_not_the_run(folder: Path) -> None:
-    with running(folder):
-        process = subprocess.Popen([*COVEY, "watch", str(folder)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+    # Where the tests run in the background the signal is ignored, and a process would inherit that.
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            running(folder),
+            subprocess.Popen([*COVEY, "watch", str(folder)], stdout=subprocess.PIPE, text=True) as process,
+        ):
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, kept)
     assert process.returncode == 130
     assert "the watch has ended, and the run goes on" in out
