@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from covey.config import strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
-from covey.config.schema import HUBS
+from covey.config.schema import HUBS, EnvsConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.errors import CoveyError, DataError, RecipeError, WeightsError, nearest
 
@@ -77,10 +77,10 @@ def _check_reward(name: str) -> None:
     resolve(name)
 
 
-def _check_environment(name: str) -> None:
+def _check_environment(config: EnvsConfig) -> None:
     from covey.envs.registry import resolve  # late: it needs NumPy
 
-    resolve(name)
+    resolve(str(config.environment), config)
 
 
 def _stage_checks(recipe: Recipe) -> Iterator[Check]:
@@ -89,7 +89,7 @@ def _stage_checks(recipe: Recipe) -> Iterator[Check]:
         if source:
             yield Check(role, partial(_check_model, source))
     if recipe.envs.environment:
-        yield Check("environment", partial(_check_environment, recipe.envs.environment))
+        yield Check("environment", partial(_check_environment, recipe.envs))
     yield Check("training", partial(_check_stages, recipe))
 
 

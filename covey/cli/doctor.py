@@ -105,6 +105,7 @@ def _extras() -> Iterator[Finding]:
 EXTRAS = {
     "hub": "hf:org/name models and data sets, Parquet files",
     "math": "mathematical answers compared as mathematics",
+    "openenv": "environments of OpenEnv servers",
     "tfds": "GSM8K and others from TensorFlow Datasets",
     "track": "experiment trackers",
 }

@@ -30,6 +30,7 @@ from covey.config.schema import (
     SFTEvalConfig,
 )
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
+from covey.config.schema.envs import metric_name
 from covey.errors import RecipeError, nearest, raise_together
 
 BUILT_IN = Path(__file__).parent / "recipes"
@@ -318,7 +319,7 @@ def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
     training, rewards = recipe.training, list(recipe.rewards) if isinstance(recipe, Recipe) else []
     rewards += ["reward_model"] if isinstance(recipe, Recipe) and recipe.reward_model else []
     if isinstance(recipe, Recipe) and recipe.envs.environment:
-        rewards.append(recipe.envs.environment.rpartition(":")[2].lower())
+        rewards.append(metric_name(recipe.envs.environment))
     told = {problem.what for problem in training.contradictions()}
     for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, rewards):
         if problem.what not in told:

@@ -87,6 +87,7 @@ class Episodes:
             state.environment = await self._runner.make(state.row)
             prompt = checked_prompt(await self._runner.call("reset", state.environment.reset), limit)
         except EpisodeError as error:
+            await self._close(state)
             self._fail(state, error)
             prompt = None
         state.record = replace(state.record, seconds=time.perf_counter() - began)

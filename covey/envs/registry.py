@@ -1,14 +1,21 @@
-"""The built-in environments by name, and environments of the user's modules by `module:Class`."""
+"""The built-in environments by name, those of the user's modules by `module:Class`, and adapters to other libraries."""
 
+from importlib import import_module
+
+from covey.config.schema import EnvsConfig
+from covey.config.schema.envs import metric_name
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
 from covey.errors import RecipeError, nearest
 from covey.rewards.registry import import_user_module
 
 
-def resolve(name: str) -> Factory:
-    """Return the factory of the environment `name`: a key of `ENVIRONMENTS`, or `package.module:Class`, also from the
-    working folder.
+def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
+    """Return the factory of the environment `name`: a key of `ENVIRONMENTS`, `package.module:Class`, also from the
+    working folder, or what an adapter finds, such as `openenv:URL`.
+
+    Args:
+        config: settings that an adapter may need.
 
     Raises:
         RecipeError: it does not exist, or its module cannot be imported.
@@ -16,6 +23,11 @@ def resolve(name: str) -> Factory:
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     module_name, colon, attribute = name.partition(":")
+    if module_name in ADAPTERS and colon:
+        adapted: Factory = import_module(ADAPTERS[module_name]).factory(
+            attribute, config or EnvsConfig(environment=name)
+        )
+        return adapted
     if not colon:
         fix = f"{nearest(name, ENVIRONMENTS)}; an environment of your own is named package.module:Class"
         raise RecipeError(f"there is no environment {name!r}", fix=fix, where=WHERE)
@@ -29,16 +41,17 @@ def resolve(name: str) -> Factory:
 
 
 def environment_name(environment: str | Factory) -> str:
-    """Return the name of an environment in metrics: that of its class or function, in small letters.
-
-    >>> environment_name("guess"), environment_name("games.words:Hangman")
-    ('guess', 'hangman')
-    """
+    """Return the name of an environment in metrics: that of its class or function, in small letters."""
     if not isinstance(environment, str):
         environment = str(getattr(environment, "__name__", type(environment).__name__))
-    return environment.rpartition(":")[2].lower()
+    return metric_name(environment)
 
 
 WHERE = "envs.environment"
 
 ENVIRONMENTS: dict[str, Factory] = {"guess": Guess}
+
+ADAPTERS = {"openenv": "covey.envs.openenv"}
+"""Part of a name before the colon → module whose `factory(rest of the name, settings)` finds the environment. It is
+imported when it is first used.
+"""

@@ -50,7 +50,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         chosen = environment or (config.environment if config else None)
         assert chosen, "an environment, or settings that name one"
         self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
-        self.name, self._factory = environment_name(chosen), resolve(chosen) if isinstance(chosen, str) else chosen
+        self.name = environment_name(chosen)
+        self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
         self.failed = 0
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None

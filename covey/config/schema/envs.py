@@ -10,7 +10,9 @@ class EnvsConfig(Config, section="envs"):
     """Environment in which the model acts in turns."""
 
     environment: str | None = None
-    """A built-in environment (guess), or your own: module:Class. Not set: every sample is one turn."""
+    """A built-in environment (guess), your own (module:Class), or one of an OpenEnv server (openenv:URL). Not set:
+    every sample is one turn.
+    """
     max_turns: PositiveInt = 8
     """Largest number of turns that the model has in an episode."""
     max_turn_tokens: PositiveInt | None = None
@@ -36,6 +38,10 @@ class EnvsConfig(Config, section="envs"):
     """Reward of such an episode under the treatment value."""
     budget: NonNegativeInt = 100
     """Number of failures in the whole run that none and value accept; one more stops the run."""
+    action_field: str | None = None
+    """Field of an OpenEnv action that takes the model's reply as text. Not set: the reply must be a JSON object."""
+    private_addresses: bool = False
+    """Whether an OpenEnv server may be at a private address, such as 127.0.0.1."""
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings of an environment where there is none."""
@@ -46,3 +52,13 @@ class EnvsConfig(Config, section="envs"):
 
 CHANGES = {"max_turns": 8, "max_turn_tokens": None, "on_error": "raise", "value": 0.0}
 """Settings whose change without an environment is a mistake, with their defaults."""
+
+
+def metric_name(environment: str) -> str:
+    """Return the name of an environment in metrics: that of its class, function or server, in small letters.
+
+    >>> metric_name("guess"), metric_name("games.words:Hangman"), metric_name("openenv:wss://a.org")
+    ('guess', 'hangman', 'openenv')
+    """
+    adapter, _, name = environment.partition(":")
+    return "openenv" if adapter == "openenv" else (name or adapter).lower()
