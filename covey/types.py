@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # neither is imported: prompts, data and settings are described without arrays too
+    import numpy as np
     from jax import Array
 
 Message = Mapping[str, str]
@@ -79,12 +78,12 @@ class Completion:
         episode: its course in an environment; None without one.
     """
 
-    tokens: np.ndarray
-    logps: np.ndarray
-    sampler_logps: np.ndarray
+    tokens: "np.ndarray"
+    logps: "np.ndarray"
+    sampler_logps: "np.ndarray"
     finish: FinishReason
     text: str = ""
-    mask: np.ndarray | None = None
+    mask: "np.ndarray | None" = None
     episode: Episode | None = None
 
     @property
@@ -108,12 +107,12 @@ class Group:
     """
 
     prompt: Prompt
-    prompt_tokens: np.ndarray
+    prompt_tokens: "np.ndarray"
     completions: tuple[Completion, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    rewards: np.ndarray | None = None
-    rewards_by_function: Mapping[str, np.ndarray] = field(default_factory=dict)
-    advantages: np.ndarray | None = None
+    rewards: "np.ndarray | None" = None
+    rewards_by_function: "Mapping[str, np.ndarray]" = field(default_factory=dict)
+    advantages: "np.ndarray | None" = None
 
 
 class Mean(NamedTuple):
