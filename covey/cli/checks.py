@@ -72,13 +72,13 @@ def _check_path(key: str, path: str) -> None:
 
 
 def _check_reward(name: str) -> None:
-    from covey.rewards.registry import resolve  # late: it needs NumPy, and the checks before do not
+    from covey.rewards.registry import resolve  # late, here and below: a command without rewards does not need it
 
     resolve(name)
 
 
 def _check_environment(config: EnvsConfig) -> None:
-    from covey.envs.registry import resolve  # late: it needs NumPy
+    from covey.envs.registry import resolve
 
     resolve(str(config.environment), config)
 
@@ -100,7 +100,7 @@ def _check_model(source: str) -> None:
 
 
 def _check_stages(recipe: Recipe) -> None:
-    from covey.rl.microbatch import stage_sizes  # late: it needs NumPy
+    from covey.rl.stage_sizes import stage_sizes  # late, as above
 
     stage_sizes(recipe.training, recipe.grpo.num_generations)
 

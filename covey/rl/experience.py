@@ -26,7 +26,8 @@ from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.microbatch import StageSizes, merge, service_batches, slices
+from covey.rl.microbatch import merge, service_batches, slices
+from covey.rl.stage_sizes import StageSizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

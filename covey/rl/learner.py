@@ -28,9 +28,9 @@ from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
 from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog, Take, gather_step_log
 from covey.rl.metrics import combine_updates, group_metrics, sampling_metrics, work_metrics
-from covey.rl.microbatch import stage_sizes
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
+from covey.rl.stage_sizes import stage_sizes
 from covey.train.history import History
 from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.train.optimizers import last_learning_rate

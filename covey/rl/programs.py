@@ -24,8 +24,8 @@ from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards
 from covey.rl.batch import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
 from covey.rl.inference import RowScorer, ValueScorer
-from covey.rl.microbatch import stage_sizes
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.device import Programs
 from covey.sampling.scheduler import Scheduler
 from covey.train.optimizers import make_optimizer

@@ -13,8 +13,9 @@ from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError, RewardError
 from covey.rl import learner
-from covey.rl.microbatch import StageSizes, cut, merge
+from covey.rl.microbatch import cut, merge
 from covey.rl.queue import DataQueue, Ended, produce
+from covey.rl.stage_sizes import StageSizes
 
 STAGES = ("rollout", "ref_logps", "old_logps", "train")
 

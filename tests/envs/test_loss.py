@@ -19,8 +19,8 @@ from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.rl.experience import ExperienceBuilder
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics
-from covey.rl.microbatch import stage_sizes
 from covey.rl.roles import ClusterConfig
+from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, Episode, Group
 

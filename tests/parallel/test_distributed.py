@@ -27,9 +27,9 @@ from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.rl.experience import ExperienceBuilder, StepLog
 from covey.rl.grpo import group_advantages
-from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
+from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.train import trainer
 from covey.types import Completion, FinishReason, Group

@@ -15,9 +15,9 @@ from covey.rewards import RewardRunner
 from covey.rl.batch import TrainBatch
 from covey.rl.experience import ExperienceBuilder, StepLog, tokens_in_loss
 from covey.rl.grpo import group_advantages
-from covey.rl.microbatch import stage_sizes
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
+from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

@@ -32,9 +32,9 @@ from covey.parallel import flatten, make_mesh
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.microbatch import StageSizes
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from covey.config.schema import RLTrainingConfig
 from covey.errors import DataError, RecipeError
-from covey.rl.microbatch import STAGES, StageSizes, cut, merge, service_batches, slices, stage_sizes
+from covey.rl.microbatch import cut, merge, service_batches, slices
+from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
 
 sizes = st.integers(1, 9)
 all_sizes = st.builds(StageSizes, rollout=sizes, ref_logps=sizes, old_logps=sizes, train=sizes)
