@@ -18,7 +18,7 @@ from covey.config.schema import GRPOConfig, OptimizerConfig, RLTrainingConfig, R
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.scratch import character_tokenizer
+from covey.models.scratch_checkpoint import character_tokenizer
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner

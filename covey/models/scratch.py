@@ -1,21 +1,14 @@
-"""Small models made from scratch: an untrained model and its tokenizer from a name, without files or JAX.
+"""Names and descriptions of the small models that are made from scratch (`scratch_checkpoint`), without files.
 
 `scratch:NAME@SEED` is a model source like others, and an origin: name and seed determine every weight. The seed
-defaults to that of the run, and to 0 where there is no run. The tokenizer has an alphabet, one token per character.
+defaults to that of the run, and to 0 where there is no run. This module imports neither JAX nor NumPy.
 """
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import tokenizers
-from tokenizers import decoders, models
-
 from covey.errors import WeightsError, nearest
-from covey.models import families
 from covey.models.config import ModelConfig
-from covey.text.tokenizer import Tokenizer
 
 PREFIX = "scratch:"
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<eos>")
@@ -55,34 +48,6 @@ class ScratchSpec:
         )
 
 
-class ScratchCheckpoint:
-    """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
-
-    Weights are drawn by NumPy's frozen generator, so that a seed gives the same weights in every version. They follow
-    the initial distributions of `Decoder`, except that the embedding's spread is that of the matrices, with which sums
-    are learnt sooner.
-
-    Raises:
-        WeightsError: there is no such name, or the seed is not valid.
-    """
-
-    def __init__(self, source: str):
-        name, self.seed = parse_source(source)
-        self.config = SCRATCH_MODELS[name].config
-        self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet, SCRATCH_MODELS[name].words)
-
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
-        random = np.random.RandomState(self.seed)
-        for path in families.parameter_paths(self.config):
-            shape = _shape(self.config, path)
-            if path.endswith(".scale"):
-                yield path, np.ones(shape, np.float32)
-            else:
-                inputs = shape[0] if path.endswith(".kernel") else shape[1]
-                yield path, (random.standard_normal(shape) * inputs**-0.5).astype(np.float32)
-
-
 def scratch_names() -> list[str]:
     """Return the sources of this kind."""
     return [PREFIX + name for name in SCRATCH_MODELS]
@@ -111,25 +76,6 @@ def with_seed(source: str, seed: int) -> str:
     ('scratch:arithmetic-tiny@7', 'scratch:arithmetic-tiny@1', 'smollm2-135m')
     """
     return f"{source}@{seed}" if source.startswith(PREFIX) and "@" not in source else source
-
-
-def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> Tokenizer:
-    """Return a tokenizer: the control tokens, then one token per character of `alphabet`, then one per word; no BOS, no
-    chat format.
-    """
-    tokens = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="<unk>", fuse_unk=False))
-    inner.add_special_tokens(list(SPECIAL_TOKENS))
-    inner.add_tokens(list(words))
-    inner.decoder = decoders.Fuse()
-    return Tokenizer(inner, eos_id=tokens["<eos>"], pad_id=tokens["<pad>"])
-
-
-def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
-    """Return the shape of a parameter of the family llama; `weights.fill_parameters` refuses any other."""
-    kind = path.split(".")[-2]
-    shapes = {"embed": (c.vocab_size, c.hidden_size), **c.projection_shapes()}
-    return shapes.get(kind, (c.hidden_size,))
 
 
 SCRATCH_MODELS: dict[str, ScratchSpec] = {

@@ -7,7 +7,7 @@ from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, sources, sums
-from covey.models.scratch import ScratchCheckpoint
+from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.types import Prompt
 

@@ -18,11 +18,10 @@ from covey.models.loading import sources, weights
 from covey.models.scratch import (
     SCRATCH_MODELS,
     SPECIAL_TOKENS,
-    ScratchCheckpoint,
-    character_tokenizer,
     parse_source,
     with_seed,
 )
+from covey.models.scratch_checkpoint import ScratchCheckpoint, character_tokenizer
 from covey.parallel import flatten
 from covey.run.load_model import load_source
 

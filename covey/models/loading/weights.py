@@ -28,7 +28,8 @@ from covey.models.decoder import Decoder
 from covey.models.loading import config_fields, sources, text_part
 from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.quantised import parse_format, quantise_tensors
-from covey.models.scratch import PREFIX, ScratchCheckpoint
+from covey.models.scratch import PREFIX
+from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.parallel.placement import build_for_devices
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
@@ -41,7 +42,7 @@ PutArray = Callable[[str, np.ndarray], jax.Array]
 
 
 class Checkpoint(Protocol):
-    """Interface of a checkpoint: `FolderCheckpoint`, `gguf.GGUFCheckpoint` and `scratch.ScratchCheckpoint` have it."""
+    """Interface of a checkpoint: `FolderCheckpoint`, `gguf.GGUFCheckpoint` and `ScratchCheckpoint` have it."""
 
     config: ModelConfig
     tokenizer: Tokenizer
