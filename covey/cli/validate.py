@@ -77,7 +77,7 @@ def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool) -
     Raises:
         CoveyError: the data cannot be read, or lack a column that a reward function needs.
     """
-    from covey.data import sources  # late, here and below: they need NumPy
+    from covey.data import sources  # late, here and below: a mistake in the settings is found without them
 
     if (checked.data.path or "").startswith(HUBS):
         return f"{checked.data.path}, which is not read here"

@@ -1,10 +1,18 @@
-"""Reward functions and the code that runs them."""
+"""Reward functions and the code that runs them.
 
-from covey.rewards.call import RewardFn
-from covey.rewards.episode import environment_reward
-from covey.rewards.registry import REWARDS, resolve
-from covey.rewards.sandbox.runner import RewardRunner
-from covey.rewards.score import check_columns, function_names, score
+Each name is imported at its first use: to check the name of a reward function needs no NumPy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey.rewards.call import RewardFn
+    from covey.rewards.episode import environment_reward
+    from covey.rewards.functions import check_columns, function_names
+    from covey.rewards.registry import REWARDS, resolve
+    from covey.rewards.sandbox.runner import RewardRunner
+    from covey.rewards.scoring import score
 
 __all__ = [
     "REWARDS",
@@ -16,3 +24,22 @@ __all__ = [
     "resolve",
     "score",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'covey.rewards' has no attribute {name!r}")
+    return getattr(import_module(f"covey.rewards.{_HOMES[name]}"), name)
+
+
+_HOMES = {
+    "REWARDS": "registry",
+    "RewardFn": "call",
+    "RewardRunner": "sandbox.runner",
+    "check_columns": "functions",
+    "environment_reward": "episode",
+    "function_names": "functions",
+    "resolve": "registry",
+    "score": "scoring",
+}
+"""Map from name to the module that defines it."""

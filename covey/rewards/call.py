@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import RecipeError, RewardError, nearest
 from covey.types import Completion, Group
+
+if TYPE_CHECKING:  # imported where an array is made: to name a reward function needs no NumPy
+    import numpy as np
 
 RewardFn = Callable[..., Any]
 """`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function with this signature."""
@@ -74,7 +75,7 @@ class Outcome:
         seconds: duration of the call.
     """
 
-    values: np.ndarray | None
+    values: "np.ndarray | None"
     invalid: Mapping[int, str] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
@@ -141,6 +142,8 @@ async def await_outcome(result: Awaitable[Any], count: int) -> Outcome:
 
 def check_result(result: Any, count: int) -> Outcome:
     """Check `result`, which a function returned for `count` completions; iterating over it may raise."""
+    import numpy as np
+
     want = _wanted(count)
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
         return _malformed(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
@@ -162,10 +165,13 @@ def as_float(value: Any) -> float | None:
     Scalars of NumPy and JAX are accepted.
     """
     try:
-        scalar = getattr(value, "ndim", 0) == 0
-        if value is None or (scalar and np.ma.is_masked(value)):
+        if value is None:
             return math.nan
-        if scalar and hasattr(value, "item"):
+        if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
+            from numpy.ma import is_masked
+
+            if is_masked(value):
+                return math.nan
             value = value.item()
         found = float(value) if isinstance(value, numbers.Real) else math.inf
     except Exception:  # too large, or of a type whose every method raises

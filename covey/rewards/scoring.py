@@ -3,15 +3,14 @@
 `call` defines what a function receives and may return; `sandbox.runner` handles its failures.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 
 from covey.errors import RecipeError
-from covey.rewards.call import RewardFn, check_parameters
+from covey.rewards.call import RewardFn
+from covey.rewards.functions import function_names
 from covey.rewards.registry import resolve
 from covey.rewards.sandbox.runner import RewardRunner
 from covey.types import Group
@@ -51,36 +50,6 @@ def score(
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
     totals[~scored.any(axis=0)] = np.nan
     return _split(groups, names, table, totals)
-
-
-def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse functions that require a column that no row has, before any completion is sampled.
-
-    Raises:
-        RewardError: it names the function, the missing column and the available columns.
-    """
-    columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-    functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
-    for name, function in zip(function_names(functions), functions, strict=True):
-        check_parameters(name, function, columns)
-
-
-def function_names(functions: Sequence[RewardFn]) -> list[str]:
-    """Return a unique name for each function (`f`, `f_2`, ...), as used in metrics and samples."""
-    names: list[str] = []
-    for function in functions:
-        name, number = _function_name(function), 2
-        while name in names:
-            name, number = f"{_function_name(function)}_{number}", number + 1
-        names.append(name)
-    return names
-
-
-def _function_name(function: RewardFn) -> str:
-    if isinstance(function, partial):
-        return _function_name(function.func)
-    name = getattr(function, "__name__", type(function).__name__)
-    return "reward" if name == "<lambda>" else name
 
 
 def _check_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, LossInputs, policy_loss
 from covey.losses.shaping import kl_penalty
-from covey.rewards.score import score
+from covey.rewards.scoring import score
 from covey.types import Completion, FinishReason, Group, MetricSums
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
 
@@ -263,6 +261,8 @@ def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, A
 def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
+    import numpy as np  # late: naming a reward function needs this module, and no arrays
+
     if isinstance(value, (np.ndarray, np.generic)):
         return _json_value(value.tolist())
     if isinstance(value, Mapping):
