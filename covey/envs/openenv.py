@@ -79,12 +79,16 @@ class Server:
         """
         from websockets.asyncio.client import connect
 
-        class Direct(connect):  # websockets itself would follow ten redirects, to any address
+        class Direct(connect):  # type: ignore[misc]  # it has no types here
+            """Connect without following redirects; websockets follows ten, to any address."""
+
             def process_redirect(self, exc: Exception) -> Exception | str:
                 return exc
 
-        limits = {"max_size": MAX_BYTES, "compression": None, "close_timeout": CLOSE_SECONDS, "ping_interval": None}
-        return await Direct(self.url, host=await self._address(), proxy=None, **limits)
+        # No limit of time: that of the whole call holds.
+        times = {"open_timeout": None, "ping_interval": None, "close_timeout": CLOSE_SECONDS}
+        address, limits = await self._address(), {"max_size": MAX_BYTES, "compression": None}
+        return await Direct(self.url, host=address, proxy=None, **times, **limits)
 
     async def _address(self) -> str:
         """Resolve the server's name to an address that may be used."""
@@ -114,7 +118,7 @@ class OpenEnv:
         """Connect, and return the row's prompt followed by the first observation."""
         self._socket = await self._server.connect()
         try:
-            return with_text(self._prompt, (await self._ask("reset", self._start)).messages)
+            return with_text(self._prompt, str((await self._ask("reset", self._start)).messages))
         except BaseException:  # also where a limit of time cancels this
             self._socket.transport.abort()
             raise
@@ -218,7 +222,7 @@ def action_of(reply: str, field: str | None) -> dict[str, Any] | None:
     return action
 
 
-def with_text(prompt: Prompt, text: Any) -> Prompt:
+def with_text(prompt: Prompt, text: str) -> Prompt:
     """Return a prompt followed by a text: in a chat as a paragraph of its last message, if that is the user's.
 
     >>> with_text("Guess: ", "1-9"), with_text([{"role": "user", "content": "Guess."}], "1-9")

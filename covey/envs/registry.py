@@ -51,7 +51,7 @@ WHERE = "envs.environment"
 
 ENVIRONMENTS: dict[str, Factory] = {"guess": Guess}
 
-ADAPTERS = {"openenv": "covey.envs.openenv"}
+ADAPTERS = {"openenv": "covey.envs.openenv", "verifiers": "covey.envs.verifiers"}
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` finds the environment. It is
 imported when it is first used.
 """

@@ -10,8 +10,8 @@ class EnvsConfig(Config, section="envs"):
     """Environment in which the model acts in turns."""
 
     environment: str | None = None
-    """A built-in environment (guess), your own (module:Class), or one of an OpenEnv server (openenv:URL). Not set:
-    every sample is one turn.
+    """A built-in environment (guess), your own (module:Class), one of the library verifiers (verifiers:MODULE), or one
+    of an OpenEnv server (openenv:URL). Not set: every sample is one turn.
     """
     max_turns: PositiveInt = 8
     """Largest number of turns that the model has in an episode."""
