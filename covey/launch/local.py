@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from covey.config.base import Config, NonNegativeInt, PositiveInt
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError
 from covey.launch.command import TrainingCommand
@@ -53,12 +53,16 @@ class LocalOptions(Config):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first process that failed: its number and exit code, which is negative for a signal."""
+    """The first process that failed: its number and exit code, which is negative for a signal; `PEER_LOST` stands for
+    one that still runs, but that the others have given up.
+    """
 
     number: int
     code: int
 
     def __str__(self) -> str:
+        if self.code == PEER_LOST:
+            return f"process {self.number} was stopped, or hung"
         killed = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
         return f"process {self.number} {killed}"
 
@@ -124,8 +128,19 @@ class Attempt:
             codes = [process.poll() for process in self._processes]
             failures = [Failure(number, code) for number, code in enumerate(codes) if code]
             if None not in codes or any(failure.code not in STOPPED_CODES for failure in failures):
-                return cause(failures) if failures else None
+                return self._first_cause(failures)
             time.sleep(POLL_SECONDS)
+
+    def _first_cause(self, failures: Sequence[Failure]) -> Failure | None:
+        """Return the process that caused the failures of the others: one that still runs if all have given it up."""
+        if failures and all(failure.code == PEER_LOST for failure in failures):
+            self._wait_for_all(NOTICE_SECONDS)
+            codes = [process.poll() for process in self._processes]
+            failures = [Failure(n, PEER_LOST if code is None else code) for n, code in enumerate(codes) if code != 0]
+            running = [n for n, code in enumerate(codes) if code is None]
+            if running and all(failure.code == PEER_LOST for failure in failures):
+                return Failure(running[0], PEER_LOST)
+        return cause(failures) if failures else None
 
     def _start(self, number: int, port: int) -> "subprocess.Popen[bytes]":
         environment = process_environment(os.environ, number, self._options, port)
@@ -167,8 +182,10 @@ class Attempt:
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that caused the others: first one killed by a signal, and last one that was asked to stop."""
-    return min(failures, key=lambda failure: (failure.code in STOPPED_CODES, failure.code > 0))
+    """Return the failure that caused the others: first one killed by a signal; behind the others one that was ended
+    because of another, and last one that was asked to stop.
+    """
+    return min(failures, key=lambda f: (f.code in STOPPED_CODES, f.code == PEER_LOST, f.code > 0))
 
 
 def process_environment(base: Mapping[str, str], number: int, options: LocalOptions, port: int) -> dict[str, str]:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from covey.config.processes import ADDRESS
 from covey.errors import CoveyError, RecipeError, Stopped
-from covey.parallel import wire
+from covey.parallel import liveness, wire
 from covey.parallel.joining import join
 from covey.parallel.reshard import mesh_of
 
@@ -39,7 +39,7 @@ REPORTED = 2000
 """Largest length of an error text sent to the other processes, in bytes."""
 
 
-class PeerError(CoveyError):
+class PeerError(liveness.PeerLostError):
     """Another process has failed or ended, so this one cannot go on.
 
     Attributes:
@@ -54,7 +54,8 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """Join the processes that the environment names (`joining`), if any, for the body of the `with` statement.
 
     Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
-    joined. An error in the body ends all processes: the others get a `PeerError` at their next exchange.
+    joined. An error in the body ends all processes: the others get a `PeerError` at their next exchange, or are ended
+    by their watch (`liveness`), as they are when a process is stopped or gone.
 
     Args:
         environment: environment variables; the system's if not set.
@@ -68,8 +69,9 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         yield
         return
     try:
-        yield
-        _meet("the end")
+        with liveness.watching():
+            yield
+            _meet("the end")
     except PeerError:
         raise
     except BaseException as error:

@@ -21,7 +21,7 @@ from covey.data.rows import as_rows
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
-from covey.parallel import distributed
+from covey.parallel import distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve
 from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
@@ -126,9 +126,13 @@ class Learner(Keywords, ABC):
             groups = map(builder.replace_tied, groups)
             experience = map(builder.compute_logps, groups)
             experience = map(builder.estimate_advantages, experience)
-            with self._queued(builder.micro_batches(experience)) as micro_batches, builder.clock("update"):
+            with (
+                self._queued(builder.micro_batches(experience)) as micro_batches,
+                builder.clock("update"),
+                order.phase("update", self.step),
+            ):
                 updates = self._update_repeatedly(micro_batches, min(self.config.num_iterations, total - self.step))
-            with builder.clock("sync"):
+            with builder.clock("sync"), order.phase("sync", self.step):
                 self.cluster.sync_weights()
             self.step, self._prompts = self.step + len(updates), loader.position
             record = self._record(builder, updates, total)

@@ -20,6 +20,7 @@ from covey.models.decoder import Decoder, num_parameters
 from covey.models.loading.weights import load
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
+from covey.parallel import order
 from covey.parallel.placement import place_model
 from covey.sft.batch import (
     Fitted,
@@ -110,7 +111,8 @@ class SFTLearner(Keywords):
             self.on_phase("update")
             groups = self._to_groups(next(loader))
             rows = pack_rows(groups, self.config, cost)
-            metrics = self._update_or_skip(trainer, groups, rows)
+            with order.phase("update", self.step):
+                metrics = self._update_or_skip(trainer, groups, rows)
             self.step += 1
             metrics |= self._work_metrics(groups, rows, time.perf_counter() - started)
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}

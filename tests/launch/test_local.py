@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER
+from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER, PEER_LOST
 from covey.errors import CoveyError
 from covey.launch import LocalOptions, launch, local
 from covey.launch.command import TrainingCommand, training_command
@@ -19,7 +19,7 @@ WAIT = "while True: time.sleep(0.05)"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.4)
     monkeypatch.setattr(local, "STOP_SECONDS", 1.0)
     monkeypatch.setattr(local, "POLL_SECONDS", 0.02)
 
@@ -71,6 +71,14 @@ def test_the_first_cause_is_chosen():
     failures = [local.Failure(0, 75), local.Failure(1, 1), local.Failure(2, -9)]
     assert local.cause(failures) == failures[2]
     assert local.cause(failures[:2]) == failures[1]
+    assert local.cause([local.Failure(0, PEER_LOST), failures[1]]) == failures[1]
+
+
+def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd):
+    """The trap: the others end by themselves, and the first of them is taken for the cause."""
+    code = f"if me == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.2)\nsys.exit({PEER_LOST})"
+    assert launched(tmp_path, code, processes=3) == PEER_LOST
+    assert "process 1 was stopped, or hung; the others were stopped" in capfd.readouterr().err
 
 
 def test_a_signal_reaches_all_and_is_no_failure(tmp_path):

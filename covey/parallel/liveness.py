@@ -1,0 +1,222 @@
+"""Watch over the processes of a run: name the one that is stopped or gone, and end the others.
+
+A thread of each process writes a beat into the shared store (`parallel.store`) every second and reads those of the
+others. JAX's own heartbeat comes from a C++ thread and says little: a stopped process is noticed late, and nobody is
+told which one it is; a process that waits for it in a device program would wait for ever.
+
+A process whose beats stop for `SILENT_SECONDS` is taken to be stopped or gone. A process that fails says so itself
+(`failed`). Either is written into the store as the verdict, so that all processes name the same one. A process that
+reads a verdict has `END_SECONDS` to end by itself, for instance by the `PeerLostError` that `order.phase` raises; then
+its watch ends it with the exit code `PEER_LOST`.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import jax
+
+from covey.config.processes import PEER_LOST
+from covey.display import printable
+from covey.errors import CoveyError
+from covey.parallel.store import CoordinationStore, Store
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 18.0
+"""Seconds without a beat after which a process is taken to be stopped or gone."""
+BLAME_SECONDS = 6.0
+"""Seconds that a process whose device program has failed waits to see whose beats have stopped."""
+END_SECONDS = 8.0
+"""Seconds that a process has to end by itself once it knows of a failure."""
+BEATS, VERDICT, ENDED = "covey/watch/beats", "covey/watch/verdict", "ended"
+
+
+class PeerLostError(CoveyError):
+    """Another process of the run is stopped, gone, or has failed, so this one cannot go on."""
+
+
+def end_process(verdict: str) -> None:
+    """Print the verdict and end this process at once: its main thread may wait in a device program for ever."""
+    print(printable(f"covey: {verdict}; this process ends too"), file=sys.stderr, flush=True)
+    os._exit(PEER_LOST)
+
+
+@dataclass
+class Beat:
+    """Last beat of another process: its text, and the seconds since it was new, as far as this process was running."""
+
+    text: str = ""
+    silent: float = 0.0
+
+    def describe(self) -> str:
+        """Return what the process did last, and where it runs."""
+        told: Mapping[str, str] = json.loads(self.text)
+        return f"{told['doing']}; process {told['pid']} on {told['host']}"
+
+
+class Watch:
+    """Write this process's beats, and watch those of the others, between `start` and `stop`.
+
+    Args:
+        store: what the processes share.
+        index: index of this process.
+        count: number of processes.
+        silent: seconds without a beat after which a process is taken to be lost.
+        every: seconds between beats.
+        end: called with the verdict, `END_SECONDS` after it is known; ends the process.
+
+    Attributes:
+        verdict: text that names the process that is lost; empty as long as there is none.
+        doing: phase that this process is in; the others show it when its beats stop.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        index: int,
+        count: int,
+        silent: float = SILENT_SECONDS,
+        every: float = BEAT_SECONDS,
+        end: Callable[[str], None] = end_process,
+    ):
+        self._store, self._index, self._count = store, index, count
+        self._silent, self._every, self._end = silent, every, end
+        self.verdict, self.doing = "", "start"
+        self._beats = {number: Beat() for number in range(count) if number != index}
+        self._rounds, self._store_silent, self._stopped = 0, 0.0, threading.Event()
+        self._writes = threading.Lock()
+
+    def start(self) -> None:
+        """Start the two threads: one that talks to the store, which may hang, and one that looks at the clock."""
+        for work in (self._beat, self._judge):
+            threading.Thread(target=work, name=f"liveness{work.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop watching, and tell the others that this process has ended as it should."""
+        self._stopped.set()
+        with self._writes, suppress(jax.errors.JaxRuntimeError):
+            self._store.set(f"{BEATS}/{self._index}", ENDED)
+
+    def failed(self, reason: str) -> None:
+        """Tell the others that this process has failed, unless another one is known to be lost."""
+        if not self.verdict:
+            self._publish(f"process {self._index} has failed: {reason}")
+
+    def blame(self, seconds: float = BLAME_SECONDS) -> str:
+        """Wait until a process is known to be lost; return the verdict, or "" if all still beat after `seconds`.
+
+        For a process whose device program has failed: a closed connection says that a process is gone, not which.
+        """
+        for beat in self._beats.values():
+            beat.silent = 0.0
+        until = time.monotonic() + seconds
+        while not self.verdict and time.monotonic() < until:
+            time.sleep(self._every / 4)
+        longest = max(self._watched(), key=lambda number: self._beats[number].silent, default=None)
+        if not self.verdict and longest is not None and self._beats[longest].silent > seconds / 2:
+            self._lose(longest)
+        return self.verdict
+
+    def _watched(self) -> list[int]:
+        """Return the processes that have begun to beat and have not ended."""
+        return [number for number, beat in self._beats.items() if beat.text not in ("", ENDED)]
+
+    def _beat(self) -> None:
+        while not self._stopped.is_set():
+            self._rounds += 1
+            told = {"beat": self._rounds, "doing": self.doing, "pid": str(os.getpid()), "host": socket.gethostname()}
+            try:
+                with self._writes:
+                    if not self._stopped.is_set():
+                        self._store.set(f"{BEATS}/{self._index}", json.dumps(told))
+                found = self._store.under("covey/watch")
+            except jax.errors.JaxRuntimeError:
+                return  # process 0 is gone; `_judge` notices that rounds have stopped
+            self._note(found)
+            self._stopped.wait(self._every)
+
+    def _note(self, found: Mapping[str, str]) -> None:
+        for number, beat in self._beats.items():
+            text = found.get(f"beats/{number}", "")
+            if text != beat.text:
+                beat.text, beat.silent = text, 0.0
+        self._store_silent = 0.0
+        self.verdict = self.verdict or found.get("verdict", "")
+
+    def _judge(self) -> None:
+        # Seconds are counted in steps of the loop: a process that was halted itself must not blame the others for it.
+        before = time.monotonic()
+        while not self.verdict and not self._stopped.wait(self._every / 2):
+            now = time.monotonic()
+            self._count_silence(min(now - before, self._every))
+            before = now
+        last = 0 if self._index else 2 * self._every  # process 0 keeps the store: JAX aborts the others without it
+        if self.verdict and not self._stopped.wait(END_SECONDS + last):
+            self._end(self.verdict)
+
+    def _count_silence(self, passed: float) -> None:
+        self._store_silent += passed
+        if self._store_silent > self._silent and self._index:
+            self._lose(0)
+        if self._store_silent > 2 * self._every + passed:
+            return  # without the store nothing is known of the others
+        for number in self._watched():
+            self._beats[number].silent += passed
+            if self._beats[number].silent > self._silent:
+                self._lose(number)
+                return
+
+    def _lose(self, number: int) -> None:
+        beat = self._beats[number]
+        last = f" (last: {beat.describe()})" if beat.text not in ("", ENDED) else ""
+        seconds = max(beat.silent, self._store_silent)
+        self._publish(f"process {number} of {self._count} has given no sign for {seconds:.0f} s{last}")
+
+    def _publish(self, verdict: str) -> None:
+        self.verdict = self.verdict or verdict
+        # In a thread: where process 0 is stopped, the request never returns.
+        threading.Thread(target=self._write_verdict, args=(self.verdict,), daemon=True).start()
+
+    def _write_verdict(self, verdict: str) -> None:
+        with suppress(jax.errors.JaxRuntimeError):
+            self._store.set(VERDICT, verdict)
+
+
+_watch: Watch | None = None
+
+
+def current() -> Watch | None:
+    """Return the running watch; None with one process."""
+    return _watch
+
+
+@contextmanager
+def watching(silent: float = SILENT_SECONDS) -> Iterator[None]:
+    """Watch the processes for the body of the `with` statement; with one process do nothing.
+
+    An error in the body is told to the others, and the watch goes on: the process may wait for them at its end. A
+    signal is not: the processes agree on where they stop.
+    """
+    global _watch
+    if jax.process_count() == 1 or _watch is not None:
+        yield
+        return
+    _watch = Watch(CoordinationStore(), jax.process_index(), jax.process_count(), silent)
+    _watch.start()
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PeerLostError):
+            _watch.failed(str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}")
+        raise
+    except BaseException:
+        _watch.stop()
+        raise
+    _watch.stop()
+    _watch = None

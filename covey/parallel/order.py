@@ -1,0 +1,137 @@
+"""One order of the programs over several processes, launched from one thread.
+
+Every process must launch the same programs over several processes in the same order. Where two of them do not, or where
+two threads of one process launch some, the collectives take each other's data: results are wrong without an error, or
+all wait for ever. So before a phase that launches such programs, each process writes a digest of program, step and
+phase into the shared store (`parallel.store`) and compares it with that of process 0, which compares it with that of
+each other process. A process that differs is refused before it launches anything.
+
+    with order.phase("update", step):
+        ...  # launches programs over all processes
+
+With one process a phase does nothing. A launch outside of any phase is not seen.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from covey.errors import CoveyError
+from covey.parallel import liveness
+from covey.parallel.liveness import PeerLostError, Watch
+from covey.parallel.store import POLL_SECONDS, CoordinationStore, Store
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 60.0
+"""Seconds that a process waits for another one before it says so."""
+
+
+class OrderError(CoveyError):
+    """A process wants to launch another program than the others, or wants to launch one from a second thread."""
+
+
+class LaunchOrder:
+    """Order of the phases of one process, compared with that of the others.
+
+    Args:
+        store: what the processes share.
+        index: index of this process.
+        count: number of processes.
+        watch: names a process that is lost while this one waits for it.
+        name: name of the order in the store.
+    """
+
+    def __init__(self, store: Store, index: int, count: int, watch: Watch | None = None, name: str = "order"):
+        self._store, self._index, self._count, self._watch, self._name = store, index, count, watch, name
+        self._number, self._thread = 0, threading.current_thread()
+
+    def enter(self, name: str, step: int, program: object = "") -> None:
+        """Compare the phase `name` of `step` with that of the others, before it launches anything.
+
+        Args:
+            name: name of the phase.
+            step: number of the step.
+            program: what else must be equal, such as shapes; its `repr` is compared.
+
+        Raises:
+            OrderError: another process is at another phase, or this is another thread than the first one's.
+            PeerLostError: another process is stopped, gone, or has failed.
+        """
+        what = f"{name!r} of step {step}"
+        self._refuse_second_thread(what)
+        if self._watch is not None:
+            self._watch.doing = what
+        digest = hashlib.blake2b(repr((name, step, program)).encode(), digest_size=12).hexdigest()
+        self._store.set(f"{self._folder()}/{self._index}", f"{digest} {what}")
+        for number in range(1, self._count) if self._index == 0 else (0,):
+            self._compare(number, digest, what)
+        if self._index == 0 and self._number:  # all have read what was written for the phase before
+            self._store.delete(self._folder(self._number - 1))
+        self._number += 1
+
+    def _folder(self, number: int | None = None) -> str:
+        return f"covey/{self._name}/{self._number if number is None else number}"
+
+    def _refuse_second_thread(self, what: str) -> None:
+        thread = threading.current_thread()
+        if thread is not self._thread:
+            raise OrderError(
+                f"process {self._index}: the thread {thread.name!r} wants to launch {what}, and "
+                f"{self._thread.name!r} launches the programs over several processes",
+                want="one thread that launches them: between two threads their order differs from process to process",
+                fix="let other threads do host work only",
+            )
+
+    def _compare(self, number: int, digest: str, what: str) -> None:
+        theirs, _, wanted = self._wait_for(number, what).partition(" ")
+        if theirs == digest:
+            return
+        differs = f"with other shapes or another program than process {number}"
+        raise OrderError(
+            f"process {self._index} wants to launch {what}, "
+            + (f"process {number} {wanted}" if wanted != what else differs),
+            want="the same programs in the same order in every process",
+            fix="look for what depends on the process: its time, its random numbers, its share of the data",
+        )
+
+    def _wait_for(self, number: int, what: str) -> str:
+        started, reported = time.monotonic(), False
+        while (found := self._store.wait(f"{self._folder()}/{number}", POLL_SECONDS)) is None:
+            if self._watch is not None and self._watch.verdict:
+                raise PeerLostError(self._watch.verdict, fix="its own output, or the system's log, says why")
+            if not reported and time.monotonic() - started > REPORT_SECONDS:
+                log.warning(f"waiting for process {number} before {what} since {REPORT_SECONDS:.0f} s")
+                reported = True
+        return found
+
+
+_order: LaunchOrder | None = None
+
+
+@contextmanager
+def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
+    """Launch programs over several processes in the body of the `with` statement; arguments and errors as for
+    `LaunchOrder.enter`. If a device program fails because a process is gone, that process is named.
+
+    All processes must call it, from the thread that called it first.
+    """
+    global _order
+    if jax.process_count() == 1:
+        yield
+        return
+    if _order is None:
+        _order = LaunchOrder(CoordinationStore(), jax.process_index(), jax.process_count(), liveness.current())
+    _order.enter(name, step, program)
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if isinstance(error, CoveyError) or (watch := liveness.current()) is None or not (lost := watch.blame()):
+            raise
+        raise PeerLostError(lost, fix="its own output, or the system's log, says why") from error
