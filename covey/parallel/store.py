@@ -5,10 +5,14 @@ Process 0 keeps the store. A request takes about 0.3 ms within a machine.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
 from jax._src import distributed as runtime  # the only way to the client at jax 0.10
+
+from covey.errors import CoveyError
 
 POLL_SECONDS = 1.0
 """Seconds of one request that waits; Python handles signals between two of them."""
@@ -76,6 +80,30 @@ def exchange(value: str, about: str) -> list[str]:
     if number and jax.process_index() == 0:  # all have read the values of the exchange before
         store.delete(f"covey/exchange/{about}/{number - 1}")
     return values
+
+
+@contextmanager
+def together(about: str, several: bool = True) -> Iterator[None]:
+    """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
+
+    Args:
+        about: name of this place, the same in all processes.
+        several: whether the other processes come here too; if not, nothing is waited for.
+
+    Raises:
+        CoveyError: the body has raised an error in another process.
+    """
+    if not several:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        exchange(str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}", about)
+        raise
+    for number, failure in enumerate(exchange("", about)):
+        if failure:
+            raise CoveyError(f"process {number} has failed at this: {failure}")
 
 
 def _waited_for(store: Store, key: str) -> str:

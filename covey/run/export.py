@@ -1,5 +1,6 @@
 """Export a run or a model to other formats; the result is read back and compared before it is renamed into place."""
 
+import math
 import shlex
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     difference = _write(history, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
     echo(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+    if math.isnan(difference.max_logit):
+        echo("each process has read back what it has written: all bytes are equal")
+        return
     largest = f"{difference.max_difference:.2g} at most; the largest is {difference.max_logit:.2g}"
     echo(f"logits of what was read back differ by {largest}")
 

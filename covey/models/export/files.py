@@ -24,10 +24,13 @@ from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merge_kernel, projections
 from covey.parallel.reshard import flatten
+from covey.parallel.store import exchange, together
 
 
 class Difference(NamedTuple):
-    """Difference between the logits of two models: the largest one, and the largest logit for comparison."""
+    """Difference between the logits of two models: the largest one, and the largest logit for comparison. Where no
+    process has the whole model, the tensors that were read back are equal, and the largest logit is not known (nan).
+    """
 
     max_difference: float
     max_logit: float
@@ -51,23 +54,29 @@ def check_new_folder(out: Path) -> None:
 @contextmanager
 def new_folder(out: Path, card: str) -> Iterator[Path]:
     """Yield a temporary folder beside `out`, with `card` as its README.md; rename it to `out` at the end, or delete it
-    on failure.
+    on failure. Several processes share one, which the first makes and renames.
 
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
     """
-    check_new_folder(out)
-    draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    draft = out.with_name(f".{out.name}.{exchange(secrets.token_hex(4), 'export/name')[0]}")
+    first = jax.process_index() == 0
     try:
-        draft.mkdir(parents=True)
-        (draft / "README.md").write_text(card, encoding="utf-8")
+        with together("export/folder"):
+            if first:
+                check_new_folder(out)
+                draft.mkdir(parents=True)
+                (draft / "README.md").write_text(card, encoding="utf-8")
         yield draft
-        check_new_folder(out)
-        os.rename(draft, out)  # replaces an empty folder and nothing else
+        with together("export/rename"):
+            if first:
+                check_new_folder(out)
+                os.rename(draft, out)  # replaces an empty folder and nothing else
     except OSError as error:
         raise CoveyError(f"cannot be written: {error.strerror or error}", where=str(out)) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if first:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def export_parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -75,13 +84,20 @@ def export_parameters(model: Decoder, dtype: str, vectors: str | None = None) ->
 
     `vectors` is the type of norms and biases where it differs from `dtype`.
     """
+    for path, on_devices in export_arrays(model, dtype, vectors):
+        array = np.asarray(on_devices)
+        del on_devices
+        yield path, array
+        del array  # free it before the next is made
+
+
+def export_arrays(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, jax.Array]]:
+    """Yield (our path, array on the devices) as `export_parameters` does."""
     state, linears = parameter_arrays(model), projections(model)
     for path in families.parameter_paths(model.config):
         linear, array = linears.get(path.removesuffix(".kernel")), state[path]
         kind = dtype if array.ndim > 1 else vectors or dtype
-        array = np.asarray(array.astype(kind) if linear is None else merge_kernel(linear, kind))
-        yield path, array
-        del array  # free it before the next is made
+        yield path, array.astype(kind) if linear is None else merge_kernel(linear, kind)
 
 
 def parameter_arrays(model: Decoder) -> dict[str, Any]:

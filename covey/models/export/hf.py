@@ -4,11 +4,13 @@ generation config, model card.
 If the model was loaded from such a folder, the folder's config and tokenizer files are copied unchanged.
 """
 
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
+import jax
 import numpy as np
 from tokenizers import Tokenizer as Inner
 from tokenizers import processors
@@ -24,12 +26,15 @@ from covey.models.export.files import (
     write_json,
     write_safetensors,
 )
+from covey.models.export.sharded import lies_over_processes, write_jointly
 from covey.models.loading import weights
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.text_part import is_whole
 from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000
+WriteFiles = Callable[[Decoder, str, Mapping[Path, Sequence[str]]], None]
+"""Function that writes a model's tensors, in a type, to files: the names of those in each of them."""
 
 
 def write_hf(
@@ -52,7 +57,8 @@ def write_hf(
         card: text of README.md.
 
     Returns:
-        The difference between the logits of the written model, read back, and those of `model`.
+        The difference between the logits of the written model, read back, and those of `model`. If the model's arrays
+        lie over several processes, all must call this; each writes its shards, and reads back what it has written.
 
     Raises:
         CoveyError: `out` is in use, or cannot be written.
@@ -60,9 +66,13 @@ def write_hf(
     """
     dtype = dtype or str(model.head_weight.dtype)
     with new_folder(out, card) as folder:
-        write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
-        _write_tokenizer(tokenizer, source, folder)
-        _write_weights(model, folder, dtype, shard_size)
+        if jax.process_index() == 0:
+            write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
+            _write_tokenizer(tokenizer, source, folder)
+        if lies_over_processes(model):
+            _write_weights(model, folder, dtype, shard_size, write_jointly)
+            return Difference(0.0, math.nan)
+        _write_weights(model, folder, dtype, shard_size, write_from_one)
         written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))
         return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
 
@@ -70,17 +80,22 @@ def write_hf(
 # --- weights
 
 
-def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int) -> None:
+def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int, write: WriteFiles) -> None:
     sizes = _tensor_sizes(model, dtype)
     shards = list(_split_shards(sizes, shard_size))
     files = [_file_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    tensors = _named_tensors(model, dtype)
-    for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, dict(islice(tensors, len(shard))))
-    if len(files) > 1:
+    write(model, dtype, {folder / file: shard for file, shard in zip(files, shards, strict=True)})
+    if len(files) > 1 and jax.process_index() == 0:
         file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_from_one(model: Decoder, dtype: str, files: Mapping[Path, Sequence[str]]) -> None:
+    """Write the tensors named for each of `files`, from one process."""
+    tensors = _named_tensors(model, dtype)
+    for file, names in files.items():
+        write_safetensors(file, dict(islice(tensors, len(names))))
 
 
 def _named_tensors(model: Decoder, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
