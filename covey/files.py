@@ -7,9 +7,10 @@ the user and is followed.
 """
 
 import hashlib
+import re
 from pathlib import Path
 
-from covey.errors import WeightsError
+from covey.errors import CoveyError, WeightsError
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -41,6 +42,24 @@ def check_file(path: Path) -> None:
             fix="git lfs pull in this folder, or fetch the model without git",
             where=str(path),
         )
+
+
+def refuse_url(folder: str | Path) -> None:
+    """Refuse the address of an object store in place of a folder for a run or for checkpoints.
+
+    Raises:
+        CoveyError: it is one; the error tells the way round.
+    """
+    found = re.match(r"([a-z][a-z0-9]+):/", str(folder))
+    if found is None:
+        return
+    tools = {"s3": "mount-s3 or s3fs", "gs": "gcsfuse"}.get(found[1], "its file system driver")
+    raise CoveyError(
+        f"runs and checkpoints are not written to {found[1]}:// addresses",
+        want="a folder; for several machines one that all of them share",
+        fix=f"mount the bucket ({tools}) and name the mounted folder, or copy whole steps from a local folder",
+        where=str(folder),
+    )
 
 
 def file_sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is
 from covey.config.schema import HUBS, EnvsConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.errors import CoveyError, DataError, RecipeError, WeightsError, nearest
+from covey.files import refuse_url
 
 MAX_NEIGHBOURS = 500
 """Largest number of files that a mistyped one is compared with."""
@@ -161,12 +162,13 @@ def new_run_folder(recipe: AnyRecipe) -> Path:
     """Return the folder of a new run: `out`, or runs/<name>-<n> with the first n that is free.
 
     Raises:
-        CoveyError: something is already there.
+        CoveyError: something is already there, or it is the address of an object store.
     """
     if recipe.out is None:
         taken = {path.name for path in Path("runs").glob(f"{recipe.name}-*")}
         return Path("runs") / next(n for i in range(1, len(taken) + 2) if (n := f"{recipe.name}-{i}") not in taken)
     out = Path(recipe.out).expanduser()
+    refuse_url(out)
     if is_run(out):
         raise CoveyError("a run is already here", fix=f"--out ANOTHER, or: {resume_command(out)}", where=str(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
