@@ -272,8 +272,6 @@ class Run(ABC, Generic[RecipeT]):
     def save(self) -> None:
         """Start writing a checkpoint."""
         self.folder.saved = self.step
-        if not self.folder.writes:
-            return
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
         extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}

@@ -17,6 +17,7 @@ import numpy as np
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
+from covey.files import refuse_url
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release, replace_file
@@ -32,7 +33,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     Args:
         out: the folder.
-        saves: its checkpoints, locked by the first process.
+        saves: its checkpoints, locked by the first process; all save together.
         resuming: continue from the state in the folder.
         rows: names of the files that must have rows up to the last checkpoint.
 
@@ -119,7 +120,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.refuse_replaced()
         if self._rows is not None:
             self._rows.sync()
-            self.saves.save(step, state, extra, score=score)
+        self.saves.save(step, state, extra, score=score)
 
     def keep_bad_batch(
         self, step: int, groups: Iterable[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
@@ -135,6 +136,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     """Create the folder of a new run. After an error of the user it is left as it was, unless it is worth keeping, so
     that the corrected command can use the name.
     """
+    refuse_url(out)
     text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
     refuse_secrets(text)
     made = writes and claim(path, CHECKPOINTS)
@@ -160,8 +162,8 @@ def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, rows: Sequence[str]) ->
 
 
 def _checkpoints(path: Path, recipe: Recipe | SFTRecipe) -> Checkpointer:
-    """Open the checkpoints; the process that writes locks them."""
-    return Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, read_only=not distributed.is_first())
+    """Open the checkpoints; the first process locks them."""
+    return Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep)
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

@@ -9,6 +9,10 @@ A step is written to `00000500.partial`. SHA256SUMS is written last and marks th
 place. If the process is killed at any moment, the folder holds complete steps, and leftovers that the next writer
 finishes or removes. Orbax silently casts dtypes and reads corrupted bytes, so this module refuses files that do not
 match their digest and leaves that do not match the target.
+
+With several processes each writes the shards that it has, and the digests of its own files (`train.joint_save`);
+process 0 merges them and does the rest. All need the folder at the same path. A checkpoint may be restored on another
+number of processes and another mesh.
 """
 
 import json
@@ -31,8 +35,11 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
+from covey.files import refuse_url
 from covey.parallel.reshard import flatten
+from covey.parallel.store import together
 from covey.train.checksums import (
+    Digests,
     describe_damage,
     finish_interrupted,
     holds_lock,
@@ -42,6 +49,7 @@ from covey.train.checksums import (
     take_lock,
     write_checksums,
 )
+from covey.train.joint_save import find_damage, gather_digests, is_joint
 
 ARRAYS, META = "arrays", "meta.json"
 BYTES_IN_FLIGHT = 2**28
@@ -49,8 +57,7 @@ BYTES_IN_FLIGHT = 2**28
 
 
 class Checkpointer:
-    """Save and restore the checkpoints of one run. With several processes one writes, and each reads for itself: their
-    arrays are replicas (`parallel.distributed`).
+    """Save and restore the checkpoints of one run. Several processes call each method together.
 
     Close it, preferably with `with`: a save still in progress when the program exits is lost (earlier steps are not).
 
@@ -60,18 +67,21 @@ class Checkpointer:
         read_only: only restore: no lock is taken, nothing is removed, and a run may be writing at the same time.
 
     Raises:
+        CoveyError: the folder is the address of an object store.
         ResumeError: another writer holds the folder, or it is not writable.
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False):
         if max_to_keep < 1:
             raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
+        refuse_url(folder)
         self.folder = Path(folder).absolute()
         self._max_to_keep = max_to_keep
         self._pending: Future[None] | None = None
         self._reading: Future[None] | None = None
         self._abandoned: set[int] = set()
-        self._lock = None if read_only else take_lock(self.folder)
+        self._reads_only, self._is_first = read_only, jax.process_index() == 0
+        self._lock = take_lock(self.folder) if self._is_first and not read_only else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         logging.getLogger("absl").addFilter(_is_not_orbax_error)
         if self._lock is not None:
@@ -117,24 +127,27 @@ class Checkpointer:
 
         If the disk fills up during writing, the next `save`, `wait` or `close` raises a ResumeError.
         """
-        if self._lock is None:
+        if self._reads_only:
             raise CoveyError("these checkpoints were opened to be read, or are closed", want="an open Checkpointer")
         self.wait()
-        self._refuse_going_back(step)
         flat = flatten(state)
+        joint = is_joint(flat.values())
+        if not (joint or self._is_first):
+            return  # the arrays of each process are replicas
         meta = {"step": step, "leaves": {name: _entry(name, leaf) for name, leaf in flat.items()}, "extra": extra or {}}
         if score is not None and math.isfinite(score):
             meta["score"] = score
         text = json.dumps(meta, indent=1)
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
-        if needed > shutil.disk_usage(self.folder).free:
-            raise self._not_written(step, needed, "the disk is full")
-        partial = refuse_file_at(refuse_file_at(self._path(step)).with_suffix(".partial"))
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = self._path(step).with_suffix(".partial")
+        with together("checkpoint/prepare", joint):
+            if self._is_first:
+                self._prepare(step, partial, needed)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
-        writing = self._worker.submit(_write(partial / ARRAYS, stored))
+        writing = self._worker.submit(_write(partial / ARRAYS, stored, joint))
         self._reading = writing if any(map(_is_in_host_memory, stored.values())) else None
-        self._pending = self._worker.submit(self._complete, partial, text, writing, needed)
+        complete = self._complete_jointly if joint else self._complete
+        self._pending = self._worker.submit(complete, partial, text, writing, needed)
 
     def restore(
         self,
@@ -160,7 +173,7 @@ class Checkpointer:
         self.wait()
         step = self._existing(step)
         path = self._path(step)
-        if damage := describe_damage(path):
+        if damage := find_damage(path):
             raise self._damaged(step, damage)
         meta = self._meta(step)
         check(meta["extra"])
@@ -185,7 +198,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the last save, then release the lock of the folder."""
-        lock, self._lock = self._lock, None
+        lock, self._lock, self._reads_only = self._lock, None, True
         try:
             self.wait()
         finally:
@@ -211,14 +224,41 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 
-    def _complete(self, partial: Path, meta: str, writing: Future[None], needed: int) -> None:
-        """Run in the worker thread, after Orbax: seal, rename into place, and remove steps no longer kept."""
+    def _prepare(self, step: int, partial: Path, needed: int) -> None:
+        """Refuse a step that cannot be written; remove what an earlier attempt has left."""
+        self._refuse_going_back(step)
+        if needed > shutil.disk_usage(self.folder).free:
+            raise self._not_written(step, needed, "the disk is full")
+        refuse_file_at(self._path(step))
+        shutil.rmtree(refuse_file_at(partial), ignore_errors=True)
+
+    def _complete_jointly(self, partial: Path, meta: str, writing: Future[None], needed: int) -> None:
+        """Run in the worker thread of each process, after Orbax: digest its own files; process 0 completes the step."""
+        with together("checkpoint/written"):
+            writing.result()
+        digests = gather_digests(partial)
+        with together("checkpoint/complete"):
+            if self._is_first:
+                self._complete(partial, meta, writing, needed, digests)
+
+    def _complete(
+        self, partial: Path, meta: str, writing: Future[None], needed: int, known: Digests | None = None
+    ) -> None:
+        """Run in the worker thread, after Orbax: seal, rename into place, and remove steps no longer kept.
+
+        Args:
+            partial: folder of the step while it is written.
+            meta: text of meta.json.
+            writing: what Orbax does.
+            needed: bytes of the step.
+            known: digests of files that were digested by the processes that have written them.
+        """
         release_free_memory()  # of what Orbax encoded
         try:
             writing.result()
             partial.mkdir(exist_ok=True)
             (partial / META).write_text(meta)
-            write_checksums(partial)
+            write_checksums(partial, known)
             put_in_place(partial)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
             shutil.rmtree(partial, ignore_errors=True)
@@ -288,22 +328,27 @@ class Checkpointer:
         )
 
 
-def _write(path: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
+def _write(path: Path, arrays: Mapping[str, jax.Array], joint: bool) -> Callable[[], Any]:
     """Let Orbax begin to write the arrays; return a function that waits until they are written.
 
-    With several processes, `v1` would wait for the others to save too and would refuse arrays of one process alone. So
-    there Orbax's older API, which does neither, writes the same files from host arrays.
+    With several processes, `v1` waits for the others to save too and refuses arrays of one process alone. So one that
+    saves alone uses Orbax's older API, which does neither; it writes the same files from host arrays.
     """
     if not arrays:
         return lambda: None
-    if jax.process_count() == 1:
+    if joint or jax.process_count() == 1:
         context, largest = ocp.Context(), max(leaf.nbytes for leaf in arrays.values())
         context.memory.write_concurrent_bytes = max(BYTES_IN_FLIGHT, largest + 1)  # an array must be smaller
         with context:
-            wait: Callable[[], Any] = ocp.save_async(path, arrays).result
+            wait: Callable[[], Any] = ocp.save_async(path, {n: _of_all(x, joint) for n, x in arrays.items()}).result
         return wait
     on_host = {name: np.asarray(leaf) for name, leaf in arrays.items()}
     return lambda: _write_alone(path, on_host)
+
+
+def _of_all(leaf: jax.Array, joint: bool) -> Any:
+    """Return what Orbax takes for `leaf`: in a joint save, an array that each process has alone goes by its values."""
+    return np.asarray(leaf) if joint and leaf.is_fully_addressable else leaf
 
 
 def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -364,13 +409,9 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
         return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=_sharding(leaf))
 
     wanted = {name: stored(leaf) for name, leaf in target.items() if 0 not in leaf.shape}
-    context = ocp.Context()
-    if jax.process_count() > 1:  # alone: Orbax would wait for the others at each array
-        me = jax.process_index()
-        context.multiprocessing.primary_host, context.multiprocessing.active_processes = me, {me}
-    context.pytree.loading.partial_load = True
-    with context:
-        found = ocp.load(path / ARRAYS, wanted) if wanted else {}
+    shared = {name: leaf for name, leaf in wanted.items() if not leaf.sharding.is_fully_addressable}
+    own = {name: leaf for name, leaf in wanted.items() if name not in shared}
+    found = _load_arrays(path / ARRAYS, shared, joint=True) | _load_arrays(path / ARRAYS, own, joint=False)
 
     def as_saved(name: str, leaf: Any) -> jax.Array:
         if name not in found:
@@ -380,6 +421,20 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
         return jax.random.wrap_key_data(data, impl=leaves[name]["key"]) if _is_key(leaf) else data
 
     return {name: as_saved(name, leaf) for name, leaf in target.items()}
+
+
+def _load_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], joint: bool) -> dict[str, jax.Array]:
+    """Load arrays from Orbax: those over several processes together, those of this process alone without the others."""
+    if not wanted:
+        return {}
+    context = ocp.Context()
+    if jax.process_count() > 1 and not joint:  # Orbax would wait for the others at each array
+        me = jax.process_index()
+        context.multiprocessing.primary_host, context.multiprocessing.active_processes = me, {me}
+    context.pytree.loading.partial_load = True
+    with context:
+        found: dict[str, jax.Array] = ocp.load(path, wanted)
+    return found
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:

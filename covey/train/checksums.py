@@ -21,24 +21,42 @@ from covey.errors import ResumeError
 from covey.files import file_sha256
 
 SUMS, LOCK = "SHA256SUMS", "lock"
+Digests = dict[str, str]
+"""SHA-256 of files by their names relative to the folder."""
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def files_in(folder: Path) -> dict[str, Path]:
     """Return every file under `folder` except SHA256SUMS, by relative name. Hidden files are ignored."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
     return {str(path.relative_to(folder)): path for path in paths if path != folder / SUMS}
 
 
-def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+def _digests(files: Mapping[str, Path]) -> Digests:
     with ThreadPoolExecutor() as pool:
         return dict(zip(files, pool.map(file_sha256, files.values()), strict=True))
 
 
-def write_checksums(folder: Path) -> None:
-    """Sync all files to disk, then write the digests, which mark the folder complete."""
+def digest_synced(files: Mapping[str, Path]) -> Digests:
+    """Sync the files to disk and return their digests."""
+    for path in files.values():
+        sync(path)
+    return _digests(files)
+
+
+def write_checksums(folder: Path, known: Digests | None = None) -> None:
+    """Sync all files to disk, then write the digests, which mark the folder complete.
+
+    Args:
+        folder: what is sealed.
+        known: digests of files that other processes have written and synced.
+    """
+    files, known = files_in(folder), known or {}
+    if missing := sorted(known.keys() - files.keys()):
+        raise OSError(f"{missing[0]}, which another process has written, is not here: do all share this folder?")
+    digests = known | _digests({name: path for name, path in files.items() if name not in known})
     draft = folder / f".{SUMS}"
-    draft.write_text("".join(f"{digest}  {name}\n" for name, digest in _digests(_files(folder)).items()))
-    for path in [*folder.rglob("*"), folder]:
+    draft.write_text("".join(f"{digests[name]}  {name}\n" for name in files))
+    for path in [*(path for path in folder.rglob("*") if str(path.relative_to(folder)) not in known), folder]:
         sync(path)
     draft.rename(folder / SUMS)
     sync(folder)
@@ -63,18 +81,24 @@ def replace_file(file: Path, data: bytes) -> None:
     os.replace(temporary, file)
 
 
-def describe_damage(folder: Path) -> str:
-    """Describe the damage to the files of a checkpoint; empty when they are intact."""
+def describe_damage(folder: Path, part: tuple[int, int] = (0, 1)) -> str:
+    """Describe the damage to the files of a checkpoint; empty when they are intact.
+
+    Args:
+        folder: the checkpoint.
+        part: (number, count): only the digests of this part of the files are compared, out of `count` parts.
+    """
     try:
         lines = (folder / SUMS).read_text().splitlines()
         listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read ({error})"
-    files = _files(folder)
+    files = files_in(folder)
     if odd := sorted(listed.keys() ^ files.keys()):
         return f"{odd[0]} is missing" if odd[0] in listed else f"{odd[0]} is not listed in {SUMS}"
-    digests = _digests(files)
-    changed = [name for name in files if digests[name] != listed[name]]
+    by_size = sorted(files, key=lambda name: -files[name].stat().st_size)
+    digests = _digests({name: files[name] for name in by_size[part[0] :: part[1]]})
+    changed = [name for name in files if digests.get(name, listed[name]) != listed[name]]
     return f"{', '.join(changed)} changed since it was written" if changed else ""
 
 

@@ -491,8 +491,21 @@ def test_a_full_disk_is_reported_and_the_steps_before_stay(saved: Checkpointer, 
     assert bits(saved.restore(target=params(0))[0]) == bits(params(3))
 
 
+@pytest.mark.parametrize(("address", "tool"), [("s3://bucket/run", "mount-s3"), ("gs://bucket/run", "gcsfuse")])
+def test_an_object_store_is_refused_by_name(
+    address: str, tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trap: a path takes it for a folder `s3:` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (address, Path(address)):
+        with pytest.raises(CoveyError, match=f"{address[:5]} addresses") as refused:
+            Checkpointer(folder)
+        assert tool in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path) -> None:
+    def full(folder: Path, known: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_checksums", full)

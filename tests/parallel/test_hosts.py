@@ -1,0 +1,250 @@
+"""Processes share one order of programs, one checkpoint and one export; one that is stopped or killed is named. This
+file is also what the processes run: `test_hosts.py work SILENT`, `test_hosts.py save FOLDER`.
+"""
+
+import filecmp
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from covey.config.processes import ADDRESS, COUNT, NUMBER, PEER_LOST
+from covey.errors import CoveyError, ResumeError
+from covey.launch.local import _free_port
+from covey.models.export import write_hf
+from covey.models.loading import weights
+from covey.parallel import joining, liveness, make_mesh, order, shardings
+from covey.parallel.order import LaunchOrder
+from covey.parallel.store import CoordinationStore, exchange
+from covey.train import checkpoint
+from covey.train.checkpoint import Checkpointer
+from covey.train.checksums import describe_damage
+
+STOPPED = 2
+"""The process that halts itself."""
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CoveyError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def say(*what: object) -> None:
+    print(*what, flush=True)
+
+
+def work(silent: float) -> None:
+    """All checks in turn; at the end one process halts, one waits for it in a phase and one in a device program."""
+    joining.join(os.environ)
+    me, count = jax.process_index(), jax.process_count()
+    with liveness.watching(silent):
+        assert exchange(f"from {me}", "test") == [f"from {number}" for number in range(count)]
+        started = time.perf_counter()
+        for step in range(100):
+            with order.phase("update", step, (4, 128)):
+                pass
+        say("ms", 10 * (time.perf_counter() - started))
+        other = LaunchOrder(CoordinationStore(), me, count, name="another")
+        say("order", refused(lambda: other.enter("sample" if me == 1 else "update", 7)))
+        other = LaunchOrder(CoordinationStore(), me, count, name="shapes")
+        say("shapes", refused(lambda: other.enter("update", 7, (4 + me, 128))))
+        thread = threading.Thread(target=lambda: say("thread", refused(lambda: enter("sync", 8))), name="producer")
+        thread.start()
+        thread.join()
+        total, x = program(count)
+        exchange("compiled", "test")
+        if me == STOPPED:
+            say("stops")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if me == 1:
+            total(x).block_until_ready()
+        say("lost", refused(lambda: enter("update", 100)))
+        time.sleep(60)
+
+
+def enter(name: str, step: int) -> None:
+    with order.phase(name, step):
+        pass
+
+
+def program(count: int) -> tuple[Any, jax.Array]:
+    mesh = make_mesh((count,), ("fsdp",), jax.devices())
+    host = np.arange(count, dtype=np.float32)
+    x = jax.make_array_from_callback(host.shape, NamedSharding(mesh, P("fsdp")), lambda at: host[at])
+    total = jax.jit(jnp.sum)
+    assert float(total(x).addressable_shards[0].data) == host.sum()
+    return total, x
+
+
+# Checkpoints and exports: 2 processes of 2 devices against 1 of 4.
+
+MODEL = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+SHAPES = {"grid": (P("fsdp", "tp"), (64, 96)), "columns": (P(None, "fsdp"), (32, 8)), "whole": (P(), (5,))}
+
+
+def grid(fsdp: int, tp: int) -> Mesh:
+    return make_mesh((fsdp, tp), ("fsdp", "tp"), jax.devices())
+
+
+def put(host: np.ndarray, place: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
+
+
+def values(step: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(step)
+    return {name: random.normal(size=shape).astype(np.float32) for name, (_, shape) in SHAPES.items()}
+
+
+def state(step: int, mesh: Mesh) -> dict[str, Any]:
+    places = {name: NamedSharding(mesh, spec) for name, (spec, _) in SHAPES.items()}
+    arrays = {name: put(host, places[name]) for name, host in values(step).items()}
+    key = jax.jit(lambda: jax.random.key(step), out_shardings=NamedSharding(mesh, P()))()
+    return {"params": arrays, "key": key, "step": jnp.int32(step)}
+
+
+def is_right(found: Any, step: int, mesh: Mesh) -> bool:
+    """Return whether this process's shards are those of `state`, with the layout on `mesh`."""
+    wanted = state(step, mesh)
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+        if leaf.dtype == other.dtype and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            pairs = zip(leaf.addressable_shards, other.addressable_shards, strict=True)
+            assert all(np.array_equal(one.data, two.data) for one, two in pairs)
+    return True
+
+
+def loaded_on(mesh: Mesh) -> weights.LoadedModel[Any]:
+    """The model, with each process's shards alone on its devices."""
+
+    def put_shards(path: str, host: np.ndarray) -> jax.Array:
+        return put(host, shardings({path: host}, mesh)[path])
+
+    return weights.load(MODEL, param_dtype="bfloat16", put=put_shards)
+
+
+def save(folder: Path) -> None:
+    """Resume what another number of processes saved; save, export, and be killed in the middle of a save."""
+    joining.join(os.environ)
+    mesh, me = grid(4, 1), jax.process_index()
+    with liveness.watching(6.0), Checkpointer(folder / "saves") as saves:
+        found, extra = saves.restore(1, state(0, mesh))
+        say("restored", is_right(found, 1, mesh), extra)
+        saves.save(2, state(2, mesh), {"from": me})
+        saves.wait()
+        say("own files", len(list((folder / "saves" / "00000002").rglob(f"ocdbt.process_{me}"))))
+        loaded = loaded_on(grid(2, 2))
+        write_hf(loaded.model, loaded.tokenizer, folder / "two", source=MODEL, shard_size=20_000)
+        say("refused", refused(lambda: saves.save(1, state(1, mesh))))
+        if me == 1:
+            checkpoint.gather_digests = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+        saves.save(3, state(3, mesh))
+        saves.wait()
+
+
+def processes(count: int, devices: int, words: list[str]) -> list["subprocess.Popen[str]"]:
+    """Start this many processes that find each other, with so many devices each."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}")
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        ADDRESS: f"127.0.0.1:{_free_port()}",
+        COUNT: str(count),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=environment | {NUMBER: str(number)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped() -> None:
+    started = processes(3, 1, [__file__, "work", "6"])
+    try:
+        texts = [started[number].communicate(timeout=120)[0] for number in (0, 1)]
+    finally:
+        for process in started:
+            process.kill()
+    texts.append(started[2].communicate()[0])
+    shown = "\n\n".join(texts)
+    assert [process.returncode for process in started] == [PEER_LOST, PEER_LOST, -signal.SIGKILL], shown
+    assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], shown
+    assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], shown
+    assert "order not refused" in texts[2]
+    assert "with other shapes or another program than process 0" in texts[1]
+    for number, text in enumerate(texts):
+        assert f"process {number}: the thread 'producer' wants to launch 'sync' of step 8" in text
+    assert "lost PeerLostError: process 2 of 3 has given no sign for" in texts[0]
+    assert f"process {started[2].pid} on" in texts[0]
+    assert "covey: process 2 of 3 has given no sign for" in texts[1]
+    assert float(texts[0].partition("ms ")[2].split()[0]) < 100
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(tmp_path: Path) -> None:
+    """Process 1 is killed in the middle of the third save."""
+    folder, mesh = tmp_path / "saves", grid(2, 2)
+    with Checkpointer(folder) as saves:
+        saves.save(1, state(1, mesh), {"from": "one"})
+    (tmp_path / "one").mkdir()
+    loaded = loaded_on(mesh)
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "one", source=MODEL, shard_size=20_000)
+    started = processes(2, 2, [__file__, "save", str(tmp_path)])
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    shown = "\n\n".join(texts)
+    assert [process.returncode for process in started] == [PEER_LOST, -signal.SIGKILL], shown
+    assert "covey: process 1 of 2 has given no sign for" in texts[0], shown
+    for text in texts:
+        assert "restored True {'from': 'one'}" in text, shown
+        assert "own files 1" in text
+        assert "checkpoint 1 would come before 2" in text
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "two", names, shallow=False) == (names, [], [])
+    assert sum(name.endswith(".safetensors") for name in names) > 1
+
+    with Checkpointer(folder) as saves:
+        assert saves.steps() == [1, 2]
+        assert not list(folder.glob("*.partial*"))
+        found, extra = saves.restore(target=state(0, grid(1, 4)))
+        assert is_right(found, 2, grid(1, 4))
+        assert extra == {"from": 0}
+        file = max((folder / "00000002").rglob("ocdbt.process_1/**/*"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with pytest.raises(ResumeError, match=r"ocdbt\.process_1"):
+            saves.restore(2)
+    assert describe_damage(folder / "00000002", (0, 9)) or describe_damage(folder / "00000002", (1, 9))
+
+
+def test_one_process_needs_no_order() -> None:
+    with liveness.watching(), order.phase("update", 1), order.phase("update", 0):
+        assert liveness.current() is None
+    assert exchange("alone", "test") == ["alone"]
+
+
+if __name__ == "__main__":
+    work(float(sys.argv[2])) if sys.argv[1] == "work" else save(Path(sys.argv[2]))
