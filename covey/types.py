@@ -49,6 +49,8 @@ class Episode:
         failure: what went wrong in the environment; empty if nothing did.
         reward: reward of the whole episode; None where it is not scored, because the environment failed.
         seconds: time spent in the environment.
+        tool_calls: number of tool calls that were answered.
+        tool_failures: number of those that failed.
     """
 
     messages: tuple[Message, ...] = ()
@@ -58,6 +60,8 @@ class Episode:
     failure: str = ""
     reward: float | None = None
     seconds: float = 0.0
+    tool_calls: int = 0
+    tool_failures: int = 0
 
 
 @dataclass(frozen=True)

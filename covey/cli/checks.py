@@ -1,7 +1,7 @@
 """Check what can be checked before JAX is imported: paths, names of reward functions, a run folder that is taken."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -84,6 +84,14 @@ def _check_environment(config: EnvsConfig) -> None:
     resolve(str(config.environment), config)
 
 
+def _check_tools(names: Sequence[str]) -> None:
+    from covey.envs.registry import resolve_tool  # late: both need NumPy
+    from covey.envs.tools import Tool
+
+    for name in names:
+        Tool.of(resolve_tool(name))
+
+
 def _stage_checks(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of settings that only an RL run has."""
     for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
@@ -91,6 +99,8 @@ def _stage_checks(recipe: Recipe) -> Iterator[Check]:
             yield Check(role, partial(_check_model, source))
     if recipe.envs.environment:
         yield Check("environment", partial(_check_environment, recipe.envs))
+    if recipe.envs.tools:
+        yield Check("tools", partial(_check_tools, recipe.envs.tools))
     yield Check("training", partial(_check_stages, recipe))
 
 

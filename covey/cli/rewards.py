@@ -51,8 +51,13 @@ def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None,
     Raises:
         CoveyError: the recipe names no reward function, or the file, the data or the model cannot be read.
     """
-    if loaded.envs.environment:
-        what = f"this recipe scores by the environment {loaded.envs.environment}, in several turns"
+    if loaded.envs.environment or loaded.envs.tools:
+        by = (
+            f"the environment {loaded.envs.environment}"
+            if loaded.envs.environment
+            else "what the model does with tools"
+        )
+        what = f"this recipe scores by {by}, in several turns"
         raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {loaded.name} plays episodes")
     if not loaded.rewards:
         raise CoveyError("this recipe names no reward function", want="one or more in rewards", where="rewards")

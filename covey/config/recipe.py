@@ -275,16 +275,17 @@ def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
 
 def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     rollout, grpo = recipe.rollout, recipe.grpo
-    acts = recipe.envs.environment is not None
-    if not (recipe.rewards or recipe.reward_model or acts):
+    scored = recipe.envs.environment is not None
+    if not (recipe.rewards or recipe.reward_model or scored):
         want = "the name of at least one reward function, or an environment"
         yield Problem("rewards", "rewards is empty: nothing would be learnt", want)
-    if acts and rollout.tool != "none":
-        what = f"rollout.tool is {rollout.tool}, and envs.environment is {recipe.envs.environment}"
-        yield Problem("rollout.tool", what, "one of them: an environment can calculate")
+    if (scored or recipe.envs.tools) and rollout.tool != "none":
+        other = f"envs.environment is {recipe.envs.environment}" if scored else "there are tools in envs.tools"
+        what, want = f"rollout.tool is {rollout.tool}, and {other}", "one of them: an environment can calculate"
+        yield Problem("rollout.tool", what, want if scored else "one of them: calculator is one of envs.tools too")
     if len(set(recipe.rewards)) < len(recipe.rewards):
         yield Problem("rewards", "rewards names a function twice", "each once; weigh it with grpo.reward_weights")
-    scores = acts + len(recipe.rewards) + (recipe.reward_model is not None)
+    scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
     if grpo.reward_weights is not None and len(grpo.reward_weights) != scores:
         what = f"grpo.reward_weights has {len(grpo.reward_weights)} numbers for {scores} reward functions"
         yield Problem("grpo.reward_weights", what, "one for each, the environment's first, the reward model's last")

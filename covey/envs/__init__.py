@@ -3,5 +3,6 @@
 from covey.envs.protocol import Environment, Factory, Step
 from covey.envs.registry import resolve
 from covey.envs.runner import EnvironmentRunner
+from covey.envs.schemas import json_schema
 
-__all__ = ["Environment", "EnvironmentRunner", "Factory", "Step", "resolve"]
+__all__ = ["Environment", "EnvironmentRunner", "Factory", "Step", "json_schema", "resolve"]

@@ -13,10 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
 from covey.envs.runner import EnvironmentRunner
+from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.sampling.turns import Response, Turn
+from covey.text.messages import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
 
@@ -54,6 +58,8 @@ class Episodes:
         self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
         self._warned = False
+        runner.prepare(tokenizer.chat_template)
+        self._tools = runner.tools
 
     def begin(self) -> list[Prompt]:
         """Make and reset all environments; return the prompt of each row.
@@ -66,6 +72,10 @@ class Episodes:
             self._common_prompt(number, [f.result() for f in group], self._states[number])
             for number, group in enumerate(futures)
         ]
+
+    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+        """Encode a prompt that `begin` returned to int32 [n]; the chat template lists the tools, if there are any."""
+        return self._tokenizer.encode_prompt(prompt, tools=self._schemas)
 
     def answer(self, turn: Turn) -> "Future[Response]":
         """Return the future response of the environment to a turn of the model."""
@@ -113,13 +123,16 @@ class Episodes:
             return None
         tokens = turn.tokens[state.start :]
         stopped = int(tokens[-1]) in self._tokenizer.stop_ids
-        reply = self._tokenizer.decode(tokens[:-1] if stopped else tokens)
+        said_tokens = tokens[:-1] if stopped else tokens
+        reply = self._tokenizer.decode(said_tokens)
         ends, began = (*state.record.turn_ends, len(turn.tokens)), time.perf_counter()
         said: Message = {"role": "assistant", "content": reply}
         state.record = replace(state.record, turn_ends=ends, messages=(*state.record.messages, said))
         try:
             assert state.environment is not None, "an episode without a failure has an environment"
-            found = await self._runner.call("step", state.environment.step, reply)
+            # A family may mark its calls by control tokens, which are no part of what the model says otherwise.
+            shown = self._tokenizer.decode(said_tokens, skip_special=False) if self._tools else reply
+            found = await self._runner.call("step", state.environment.step, shown)
             step = checked_step(found, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)
         except (EpisodeError, DataError) as error:
@@ -137,16 +150,27 @@ class Episodes:
         rewards = (*record.turn_rewards, step.reward)
         messages = (*record.messages, *(m for m in shown if m["content"]))
         state.record = replace(
-            record, messages=messages, turn_rewards=rewards, reward=float(sum(rewards)), done=step.done
+            record,
+            messages=messages,
+            turn_rewards=rewards,
+            reward=float(sum(rewards)) if self._runner.scores else None,
+            done=step.done,
+            tool_calls=record.tool_calls + _count(step, "tool_calls"),
+            tool_failures=record.tool_failures + _count(step, "tool_failures"),
         )
         if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.room:
             return None
-        response = self._tokenizer.encode_turn(state.chat, step.messages, int(turn.tokens[-1]))
+        calls = self._tools is not None and self._tools.format.turn_has_calls
+        last = int(turn.tokens[-1])
+        response = self._tokenizer.encode_turn(
+            state.chat, step.messages, last, tools=self._schemas, turn_has_calls=calls
+        )
         if len(response) >= turn.room:
             return None
-        if not turn.sample.number:  # rendering takes time, and the samples of a row are alike
+        if not turn.sample.number and not calls:  # rendering takes time, and the samples of a row are alike
             self._warn_of_rewritten_history(state.chat, reply, step.messages)
-        state.chat, state.start = _continued(state.chat, reply, step.messages), len(turn.tokens) + len(response)
+        said = turn_with_call("call") if calls else {"role": "assistant", "content": reply}
+        state.chat, state.start = _continued(state.chat, said, step.messages), len(turn.tokens) + len(response)
         return response
 
     def _fail(self, state: _State, error: EpisodeError) -> None:
@@ -163,6 +187,11 @@ class Episodes:
             except EpisodeError as error:
                 log.warning(f"the environment {self._runner.name!r} {error.what}")
 
+    @property
+    def _schemas(self) -> Sequence[Schema]:
+        """Schemas of the tools that the chat template lists."""
+        return self._tools.template_schemas if self._tools else ()
+
     def _warn_of_rewritten_history(self, chat: Prompt, reply: str, messages: Prompt) -> None:
         if self._warned or self._tokenizer.keeps_history(chat, reply, messages):
             return
@@ -173,10 +202,16 @@ class Episodes:
         )
 
 
-def _continued(chat: Prompt, reply: str, messages: Prompt) -> Prompt:
+def _continued(chat: Prompt, said: Message, messages: Prompt) -> Prompt:
     if isinstance(chat, str) or isinstance(messages, str):
         return chat
-    return [*chat, {"role": "assistant", "content": reply}, *messages]
+    return [*chat, said, *messages]
+
+
+def _count(step: Step, name: str) -> int:
+    """Return a number of `Step.info`; 0 if it is none."""
+    value = step.info.get(name, 0) if isinstance(step.info, Mapping) else 0
+    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def _unusable(error: DataError) -> EpisodeError:

@@ -1,9 +1,14 @@
-"""The built-in environments by name, those of the user's modules by `module:Class`, and adapters to other libraries."""
+"""The built-in environments and tools by name, those of the user's modules by `module:Class` and `module:function`, and
+adapters to other libraries.
+"""
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import metric_name
+from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
 from covey.errors import RecipeError, nearest
@@ -20,24 +25,22 @@ def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
     Raises:
         RecipeError: it does not exist, or its module cannot be imported.
     """
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    module_name, colon, attribute = name.partition(":")
-    if module_name in ADAPTERS and colon:
-        adapted: Factory = import_module(ADAPTERS[module_name]).factory(
-            attribute, config or EnvsConfig(environment=name)
-        )
+    adapter, colon, rest = name.partition(":")
+    if adapter in ADAPTERS and colon:
+        adapted: Factory = import_module(ADAPTERS[adapter]).factory(rest, config or EnvsConfig(environment=name))
         return adapted
-    if not colon:
-        fix = f"{nearest(name, ENVIRONMENTS)}; an environment of your own is named package.module:Class"
-        raise RecipeError(f"there is no environment {name!r}", fix=fix, where=WHERE)
-    module = import_user_module(module_name, f"environment {name!r}", "package.module:Class", WHERE)
-    factory: Factory | None = getattr(module, attribute, None)
-    if not callable(factory):
-        have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        fix = nearest(attribute, have) if have else ""
-        raise RecipeError(f"{module_name} has no class or function {attribute!r}", fix=fix, where=WHERE)
+    factory: Factory = _resolve(name, ENVIRONMENTS, "environment", "Class", "envs.environment")
     return factory
+
+
+def resolve_tool(name: str) -> Callable[..., Any]:
+    """Return the function of the tool `name`: a key of `TOOLS`, or `package.module:function`, also from the working
+    folder.
+
+    Raises:
+        RecipeError: it does not exist, or its module cannot be imported.
+    """
+    return _resolve(name, TOOLS, "tool", "function", "envs.tools")
 
 
 def environment_name(environment: str | Factory) -> str:
@@ -47,7 +50,22 @@ def environment_name(environment: str | Factory) -> str:
     return metric_name(environment)
 
 
-WHERE = "envs.environment"
+def _resolve(name: str, known: Mapping[str, Any], kind: str, member: str, where: str) -> Any:
+    """Return what `known` has under a name, or the member of a module of the user's."""
+    if name in known:
+        return known[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        fix = f"{nearest(name, known)}; a {member.lower()} of your own is named package.module:{member}"
+        raise RecipeError(f"there is no {kind} {name!r}", fix=fix, where=where)
+    module = import_user_module(module_name, f"{kind} {name!r}", f"package.module:{member}", where)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        fix = nearest(attribute, have) if have else ""
+        raise RecipeError(f"{module_name} has no class or function {attribute!r}", fix=fix, where=where)
+    return found
+
 
 ENVIRONMENTS: dict[str, Factory] = {"guess": Guess}
 
@@ -55,3 +73,5 @@ ADAPTERS = {"openenv": "covey.envs.openenv", "verifiers": "covey.envs.verifiers"
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` finds the environment. It is
 imported when it is first used.
 """
+
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}

@@ -6,21 +6,22 @@ environment depends on its row and its replies alone.
 """
 
 import asyncio
-import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from covey.config.schema import EnvsConfig
+from covey.envs.calling import call
+from covey.envs.calls import choose_format
 from covey.envs.protocol import Environment, Factory
-from covey.envs.registry import environment_name, resolve
-from covey.errors import EpisodeError
-from covey.rewards.call import deep_copy, excerpt, safe_format
-from covey.rewards.exits import block_exit
+from covey.envs.registry import environment_name, resolve, resolve_tool
+from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
+from covey.errors import EpisodeError, RecipeError
+from covey.rewards.call import deep_copy, safe_format
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,25 +38,59 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
     Args:
         environment: a factory, or the name of one; by default that of the settings.
         config: limits, and the policy for failures.
+        tools: functions that the model may call in place of an environment, or names of such; by default those of the
+            settings.
 
     Attributes:
         name: name of the environment in metrics.
         failed: number of failures so far, which is compared with the budget.
+        scores: whether the environment gives rewards; tools give none.
+        tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
     Raises:
-        RecipeError: there is no environment of this name.
+        RecipeError: there is no environment or tool of this name, or a tool has no JSON Schema.
     """
 
-    def __init__(self, environment: str | Factory | None = None, config: EnvsConfig | None = None):
-        chosen = environment or (config.environment if config else None)
-        assert chosen, "an environment, or settings that name one"
+    def __init__(
+        self,
+        environment: str | Factory | None = None,
+        config: EnvsConfig | None = None,
+        *,
+        tools: Sequence[str | Callable[..., Any]] = (),
+    ):
+        chosen = environment or (config.environment if config and not tools else None)
+        functions = tools or (config.tools if config and not chosen else ())
+        assert chosen or functions, "an environment or tools, or settings that name them"
+        if environment and tools:
+            raise RecipeError("both an environment and tools are given", want="one of them", where="EnvironmentRunner")
         self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
-        self.name = environment_name(chosen)
-        self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
+        self._tools, self.scores = _tools_by_name(functions), not functions
+        self.tools: Toolset | None = None
+        self._factory: Factory = self._tool_environment
+        self.name = "tools"
+        self._seconds: float | None = None  # each call of a tool has its own limit
+        if chosen:
+            self.name, self._seconds = environment_name(chosen), self.config.timeout or None
+            self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
         self.failed = 0
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(self.config.concurrency)
+
+    def prepare(self, template: str | None) -> None:
+        """Choose the form in which a model with this chat template calls the tools, if there are any.
+
+        Raises:
+            RecipeError: the form is not known, or the model has no chat template.
+        """
+        if self._tools:
+            form = choose_format(self.config.tool_format, template)
+            seconds, limit = self.config.timeout or None, self.config.max_characters
+            self.tools = toolset(self._tools, form, template or "", seconds, limit)
+
+    def _tool_environment(self, row: Mapping[str, Any]) -> Environment:
+        assert self.tools is not None, "prepare() comes before the first episode"
+        return ToolEnvironment(row, self.tools)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine in the event loop, which is started when it is first needed."""
@@ -87,8 +122,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         """
         async with self._places:
             try:
-                async with asyncio.timeout(self.config.timeout or None) as limit:
-                    return await _call(function, args)
+                async with asyncio.timeout(self._seconds) as limit:
+                    return await call(function, args)
             except TimeoutError as error:
                 if not limit.expired():
                     raise _raised(what, error) from error
@@ -131,8 +166,16 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
 
 def open_environments(config: EnvsConfig) -> AbstractContextManager[EnvironmentRunner | None]:
-    """Open the runner of the environment that `config` names; None if it names none."""
-    return EnvironmentRunner(config=config) if config.environment else nullcontext()
+    """Open the runner of the environment or the tools that `config` names; None if it names none."""
+    return EnvironmentRunner(config=config) if config.environment or config.tools else nullcontext()
+
+
+def _tools_by_name(functions: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
+    tools = [Tool.of(resolve_tool(one) if isinstance(one, str) else one) for one in functions]
+    found = {tool.name: tool for tool in tools}
+    if len(found) < len(tools):
+        raise RecipeError("two tools have the same name", want="functions of different names", where="envs.tools")
+    return found
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -150,40 +193,6 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     with suppress(RuntimeError):  # it is closed already
         loop.call_soon_threadsafe(loop.stop)
     thread.join(END_SECONDS)
-
-
-async def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call an async function in the loop, another in a thread; await the result if it is awaitable."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    value, error = await _call_in_thread(function, args)
-    if error is not None:
-        raise error
-    return await value if isinstance(value, Awaitable) else value
-
-
-def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Awaitable[tuple[Any, Exception | None]]:
-    """Call a function in a thread of its own; return its value, or the error that it raised."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
-
-    def settle(outcome: tuple[Any, Exception | None]) -> None:
-        if not future.done():  # it is where nobody waits any more
-            future.set_result(outcome)
-
-    def run() -> None:
-        try:
-            with block_exit():
-                outcome: tuple[Any, Exception | None] = function(*args), None
-        except Exception as error:
-            outcome = None, error
-        except BaseException as error:  # an exit in an environment must not end the loop
-            outcome = None, EpisodeError(f"raised {type(error).__name__}: {excerpt(safe_format(error, str))}")
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _raised(what: str, error: BaseException) -> EpisodeError:

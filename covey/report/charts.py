@@ -67,6 +67,8 @@ CHARTS = (
     Chart("Episodes ended by the environment", "Completions", ("env/done",)),
     Chart("Seconds in the environment", "Completions", ("env/seconds",)),
     Chart("Failed episodes", "Completions", ("env/failed",)),
+    Chart("Tool calls of an episode", "Completions", ("env/tool_calls",)),
+    Chart("Failed tool calls", "Completions", ("env/tool_failures",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
     Chart("Different completions in a group", "Completions", ("completions/distinct_ratio",)),
     Chart(

@@ -235,7 +235,7 @@ class Learner(Keywords, ABC):
     def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
         several = [given] if callable(given) or isinstance(given, str) else given
         functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
-        if (environments := self.cluster.rollout.environments) is not None:
+        if (environments := self.cluster.rollout.environments) is not None and environments.scores:
             functions.insert(0, environment_reward(environments.name))
         if self.cluster.inference.has(Role.REWARD):
             functions.append(self.reward_model)

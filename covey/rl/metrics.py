@@ -45,15 +45,18 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str, float]:
-    """Compute turns, tokens and seconds of completions in an environment; nothing when there are none."""
+    """Compute turns, tokens, seconds and tool calls of completions in an environment; nothing when there are none."""
     if not episodes:
         return {}
+    calls, failures = (sum(getattr(one, name) for _, one in episodes) for name in ("tool_calls", "tool_failures"))
     return {
         "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
         "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
         "env/done": float(np.mean([episode.done for _, episode in episodes])),
         "env/seconds": float(np.mean([episode.seconds for _, episode in episodes])),
         "env/failed": float(sum(bool(episode.failure) for _, episode in episodes)),
+        "env/tool_calls": calls / len(episodes),
+        "env/tool_failures": failures / len(episodes),
     }
 
 

@@ -71,7 +71,8 @@ class RolloutWorker:
         model: defines the structure and the initial weights.
         tokenizer: shared by all roles.
         config: lengths, temperature, truncation, slots, seed, tool.
-        environments: runs the environment in which the model acts; None for completions of one turn.
+        environments: runs the environment in which the model acts, or the tools that it calls, where the text of a
+            completion is its last turn; None for completions of one turn.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
     there is both a tool and an environment.
@@ -134,7 +135,8 @@ class RolloutWorker:
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
         episodes = self.environments and Episodes(self.environments, examples, samples, self.tokenizer)
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
-        tokens = [self.tokenizer.encode_prompt(prompt) for prompt in row_prompts]
+        encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
+        tokens = [encode(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
         params = round_kernels(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
         sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
@@ -182,11 +184,19 @@ class RolloutWorker:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
         tool = make_tool(self.tokenizer, config)
+        if self.environments:
+            self.environments.prepare(self.tokenizer.chat_template)
         if tool and self.environments:
             what = f"rollout.tool is {config.tool}, and there is the environment {self.environments.name!r}"
             raise RecipeError(what, want="one of them", fix="let the environment calculate", where="rollout.tool")
         return tool
 
     def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
-        text = self.tokenizer.decode(completion.tokens) if tool is None else tool.text(completion.tokens)
+        if tool is not None:
+            text = tool.text(completion.tokens)
+        elif self.environments and self.environments.tools and completion.episode:
+            said = [m["content"] for m in completion.episode.messages if m["role"] == "assistant"]
+            text = said[-1] if said else ""  # the answer, behind all calls and results
+        else:
+            text = self.tokenizer.decode(completion.tokens)
         return dataclasses.replace(completion, text=text)

@@ -1,6 +1,8 @@
 """Checks and conversions of chat messages before they are passed to a chat template."""
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from covey.errors import DataError
 from covey.types import Message
@@ -42,4 +44,19 @@ def neutralise(messages: Sequence[Message]) -> list[dict[str, str]]:
     def usual(key: str, value: str) -> bool:
         return not value.strip() or (key == "role" and value in USUAL_ROLES)
 
-    return [{k: v if usual(k, v) else "neutral" for k, v in message.items()} for message in check_messages(messages)]
+    return [{k: v if usual(k, v) else NEUTRAL for k, v in message.items()} for message in check_messages(messages)]
+
+
+def turn_with_call(name: str) -> dict[str, str]:
+    """Return an assistant's turn that is a call of the tool `name` and nothing else."""
+    calls = [{"id": NEUTRAL, "type": "function", "function": {"name": name, "arguments": {}}}]
+    return {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
+
+
+def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a message as a template takes it: the JSON text in `tool_calls`, if there is one, as a list."""
+    return {**message, "tool_calls": json.loads(message["tool_calls"])} if "tool_calls" in message else message
+
+
+NEUTRAL = "neutral00"
+"""Word without meaning. It has nine letters and digits, because some templates refuse ids of calls that have not."""

@@ -28,7 +28,14 @@ import tokenizers
 from covey.errors import DataError, WeightsError
 from covey.files import check_file
 from covey.text import chat_template
-from covey.text.messages import check_messages, fold_system_message, neutralise, unused_mark
+from covey.text.messages import (
+    check_messages,
+    fold_system_message,
+    neutralise,
+    turn_with_call,
+    unused_mark,
+    with_calls,
+)
 from covey.text.tokenizers_library import library_errors, switch_dropout_off, unknown_id
 from covey.types import Message, Prompt
 
@@ -37,6 +44,8 @@ END_TOKENS = (
     "<eos>", "</s>",
 )  # fmt: skip
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
+ToolSchema = Mapping[str, Any]
+"""JSON Schema of a tool, as chat templates take it."""
 MAX_REMEMBERED = 2**22
 """Maximum number of tokens of encoded prompts that a tokenizer keeps: 16 MB."""
 
@@ -119,31 +128,40 @@ class Tokenizer:
         with library_errors(f"the tokenizer cannot decode {np.asarray(tokens)[:8].tolist()}"):
             return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
-    def encode_prompt(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> np.ndarray:
+    def encode_prompt(
+        self, prompt: Prompt, *, add_generation_prompt: bool = True, tools: Sequence[ToolSchema] = ()
+    ) -> np.ndarray:
         """Encode a prompt to int32 [n]: a string, after BOS if the model uses one, or messages in the chat template.
 
         The result is read-only and remembered: a run checks the lengths of all prompts and samples them many times.
+
+        Args:
+            prompt: text or chat messages.
+            add_generation_prompt: whether the beginning of the model's turn follows.
+            tools: JSON Schemas of tools that the chat template lists.
 
         Raises:
             DataError: messages are malformed, the template refuses them, or data become a control token and cannot be
                 encoded as ordinary text.
         """
         chat = prompt if isinstance(prompt, str) else tuple(tuple(m.items()) for m in check_messages(prompt))
-        found = self._remembered.get(key := (chat, add_generation_prompt))
+        found = self._remembered.get(key := (chat, add_generation_prompt, json.dumps(tools) if tools else ""))
         if found is None:
-            found = self._encode_prompt(prompt, add_generation_prompt)
+            found = self._encode_prompt(prompt, add_generation_prompt, tools)
             found.setflags(write=False)
             if self._num_remembered + found.size <= MAX_REMEMBERED:
                 self._remembered[key], self._num_remembered = found, self._num_remembered + found.size
         return found
 
-    def _encode_prompt(self, prompt: Prompt, add_generation_prompt: bool) -> np.ndarray:
+    def _encode_prompt(self, prompt: Prompt, add_generation_prompt: bool, tools: Sequence[ToolSchema]) -> np.ndarray:
         if isinstance(prompt, str):
             tokens = self.encode(prompt)
             doubled = tokens.size > 0 and tokens[0] == self.bos_id
             return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
-        mark = unused_mark(prompt)
-        return self._encode_guarded(lambda chat: self._render(chat, add_generation_prompt, mark), prompt, mark)
+        mark, variables = unused_mark(prompt), _tools_variable(tools)
+        return self._encode_guarded(
+            lambda chat: self._render(chat, add_generation_prompt, mark, variables), prompt, mark
+        )
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
         """Encode a completion to int32 [n]: the tokens to learn after `encode_prompt(prompt)`, with the stop token.
@@ -174,7 +192,15 @@ class Tokenizer:
             self._encode_guarded(written, chat, mark), lambda: self._encode_guarded(finished, chat, mark)
         )
 
-    def encode_turn(self, chat: Prompt, messages: Prompt, last: int) -> np.ndarray:
+    def encode_turn(
+        self,
+        chat: Prompt,
+        messages: Prompt,
+        last: int,
+        *,
+        tools: Sequence[ToolSchema] = (),
+        turn_has_calls: bool = False,
+    ) -> np.ndarray:
         """Encode what follows a turn that the model sampled to int32 [n]: the end of its turn, `messages`, and the
         beginning of its next turn.
 
@@ -185,6 +211,8 @@ class Tokenizer:
             chat: the conversation before the sampled turn.
             messages: the messages after it; text if `chat` is text.
             last: last sampled token. If the template ends a turn with it, the result begins behind it.
+            tools: JSON Schemas of tools that the chat template lists.
+            turn_has_calls: whether the placeholder is a tool call: some templates take a result only behind one.
 
         Raises:
             DataError: messages are malformed, the template refuses them or leaves out the sampled turn, or data become
@@ -195,11 +223,12 @@ class Tokenizer:
                 return self.encode(messages)
             raise DataError("a chat is continued by text, or text by chat messages", want="one form throughout")
         mark = unused_mark([*chat, *messages])
-        turn = {"role": "assistant", "content": unused_mark([*chat, *messages, {"role": "user", "content": mark}])}
+        place = unused_mark([*chat, *messages, {"role": "user", "content": mark}])
+        turn = turn_with_call(place) if turn_has_calls else {"role": "assistant", "content": place}
 
         def after_turn(following: Sequence[Message], add_generation_prompt: bool) -> str:
-            text = self._render([*chat, turn, *following], add_generation_prompt, mark)
-            _, found, after = text.rpartition(turn["content"])
+            text = self._render([*chat, turn, *following], add_generation_prompt, mark, _tools_variable(tools))
+            _, found, after = text.rpartition(place)
             if not found:
                 raise DataError("the model's chat template leaves out an assistant's turn", fix="use another template")
             return after
@@ -255,7 +284,8 @@ class Tokenizer:
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
-            return chat_template.render(self._template, given | {"messages": chat}, mark=mark, controls=controls)
+            values = given | {"messages": [with_calls(message) for message in chat]}
+            return chat_template.render(self._template, values, mark=mark, controls=controls)
 
         chat, folded = check_messages(messages), fold_system_message(messages)
         if folded is None:
@@ -367,6 +397,11 @@ class Tokenizer:
         spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
         choices = [token for token in (declared, *usual, *spare) if token is not None and token not in self.stop_ids]
         return choices[0] if choices else self.eos_id
+
+
+def _tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:
+    """Return the variable of a template that lists tools; none when there are none, as templates expect."""
+    return {"tools": list(tools)} if tools else {}
 
 
 def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:

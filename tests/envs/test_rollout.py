@@ -19,6 +19,7 @@ from flax import nnx
 
 from covey.config.schema import CALCULATOR_MARKERS, EnvsConfig, RolloutConfig
 from covey.envs import EnvironmentRunner, Step
+from covey.envs.calls import FORMATS, Call, CallFormat
 from covey.errors import EpisodeError, RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
@@ -156,6 +157,35 @@ def test_a_sample_that_waits_gives_its_slot_to_another() -> None:
     played(Noted, rows=[ROWS[2]] * 3, max_live=6)
     assert {number for number, turn in turns[:6]} == set(range(6))
     assert {turn for _, turn in turns[:6]} == {0}
+
+
+def test_tools_answer_turns_and_the_last_turn_is_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(text: str) -> int:
+        """Count the characters of a text.
+
+        Args:
+            text: The text.
+        """
+        return len(text)
+
+    def every_other(text: str) -> list[Call]:
+        return [Call("size", {"text": text})] if len(text) % 2 else []
+
+    monkeypatch.setitem(FORMATS, "hermes", CallFormat("hermes", every_other, lambda schemas: "T"))
+    config = EnvsConfig(tools=("calculator",), max_turn_tokens=9, max_turns=3)
+    with EnvironmentRunner(tools=[size], config=config) as WORKER.environments:
+        groups = WORKER.generate([ROWS[0]] * 3, 2, step=3)
+    counts = set()
+    for c in (completion for group in groups for completion in group.completions):
+        assert c.episode is not None
+        *before, last = [m["content"] for m in c.episode.messages if m["role"] == "assistant"]
+        assert c.text == last
+        results = [m["content"] for m in c.episode.messages if m["role"] == "user"]
+        shown = [f"<tool_response>\n{len(text)}\n</tool_response>" for text in [*before, last] if len(text) % 2]
+        assert results == shown
+        assert c.episode.done == (len(last) % 2 == 0)
+        counts.add(c.episode.tool_calls)
+    assert {0, 1} <= counts
 
 
 def test_a_failure_is_raised_where_the_sampler_runs() -> None:

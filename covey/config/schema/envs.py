@@ -1,17 +1,28 @@
 """Settings of the section `envs`: environments of several turns, their limits and the treatment of their failures."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
 from covey.config.reward_safety import OnRewardError
 
+ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral"]
+
 
 class EnvsConfig(Config, section="envs"):
-    """Environment in which the model acts in turns."""
+    """Environment in which the model acts in turns, or tools that it may call."""
 
     environment: str | None = None
     """A built-in environment (guess), your own (module:Class), one of the library verifiers (verifiers:MODULE), or one
-    of an OpenEnv server (openenv:URL). Not set: every sample is one turn.
+    of an OpenEnv server (openenv:URL). Not set: every sample is one turn, unless there are tools.
+    """
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call: built-in ones (calculator), and your own: module:function. Their results
+    follow its turn; a turn without a call ends the episode.
+    """
+    tool_format: ToolFormat = "auto"
+    """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,
+    also Qwen's) or a list (smollm), bare JSON (llama), or a list behind [TOOL_CALLS] (mistral).
     """
     max_turns: PositiveInt = 8
     """Largest number of turns that the model has in an episode."""
@@ -44,10 +55,19 @@ class EnvsConfig(Config, section="envs"):
     """Whether an OpenEnv server may be at a private address, such as 127.0.0.1."""
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for settings of an environment where there is none."""
-        if self.environment is None and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
+        """Yield a problem for settings of an environment where there is none, and for one beside tools."""
+        if self.environment is not None and self.tools:
+            what = f"envs.tools names {self.tools[0]!r}, and envs.environment is {self.environment}"
+            yield Problem("tools", what, "one of them: an environment can answer calls itself")
+        if len(set(self.tools)) < len(self.tools):
+            yield Problem("tools", "envs.tools names a tool twice", "each once")
+        acts = self.environment is not None or self.tools
+        if not acts and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
             what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
-            yield Problem(changed[0], what, "an environment, or no other setting of envs")
+            yield Problem(changed[0], what, "an environment, tools, or no other setting of envs")
+        if self.tool_format != "auto" and not self.tools:
+            what = f"envs.tool_format is {self.tool_format}, and there are no tools"
+            yield Problem("tool_format", what, "auto, or envs.tools")
 
 
 CHANGES = {"max_turns": 8, "max_turn_tokens": None, "on_error": "raise", "value": 0.0}

@@ -1,0 +1,184 @@
+"""Tool calls in the text of a model: how each family writes them, and how it is told which tools there are.
+
+    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen 2.5 and 3
+    smollm   <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>   SmolLM2
+    llama    {"name": "add", "parameters": {"a": 1}}                           Llama 3.1 and 3.2
+    mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]              Mistral 7B v0.3, Nemo
+
+A chat template that lists the tools says which of them its model knows. For one that has no place for tools the system
+message lists them, as the family's own documentation does. The text of a model is not trusted.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.config.schema.envs import ToolFormat
+from covey.envs.schemas import Schema
+from covey.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the model wrote.
+
+    Attributes:
+        name: name of the tool; empty if it cannot be read.
+        arguments: its arguments by name, as they stand in the JSON.
+        id: what the result is named by, where the format does that.
+        error: why it cannot be executed; empty if it can.
+    """
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Form in which a family of models writes calls.
+
+    Attributes:
+        name: value of `envs.tool_format`.
+        parse: text of a turn, control tokens included → its calls; none if it has no call.
+        system: schemas → text of a system message that lists the tools; None if only a chat template can.
+        turn_has_calls: whether the chat template takes a result only behind a turn that is given to it as calls.
+    """
+
+    name: str
+    parse: Callable[[str], list[Call]]
+    system: Callable[[Sequence[Schema]], str] | None
+    turn_has_calls: bool = False
+
+
+def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
+    """Return the format of a model's calls: the one that `name` says, or with `auto` that of its chat template.
+
+    Raises:
+        RecipeError: the model has no chat template, or it lists tools in a form that is not known here.
+    """
+    if template is None:
+        what = "this model has no chat template, so it cannot be told which tools there are"
+        raise RecipeError(what, fix="use the model's instruction-tuned variant", where="envs.tools")
+    if name != "auto":
+        return FORMATS[name]
+    found = next((known for pattern, known in TEMPLATES if re.search(pattern, template, re.DOTALL)), None)
+    if found is None:
+        raise RecipeError(
+            "the model's chat template lists tools in a form that is not known here",
+            want=f"one of the forms {', '.join(FORMATS)}",
+            fix="name the form in which the model is to write calls: --envs.tool-format",
+            where="envs.tool_format",
+        )
+    return FORMATS[found]
+
+
+def lists_tools(template: str) -> bool:
+    """Return whether a chat template has a place for tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def _tagged(text: str) -> list[Call]:
+    """Read what stands between `<tool_call>` and `</tool_call>`, or the end of the turn: a call, or a list of calls."""
+    return [
+        call for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL) for call in _read(body)
+    ]
+
+
+def _bare(text: str) -> list[Call]:
+    """Read a turn that is a JSON object with a name, or several with semicolons between them."""
+    body = text.strip()
+    for end in ("<|eot_id|>", "<|eom_id|>"):
+        body = body.removesuffix(end)
+    marked = body.startswith("<|python_tag|>")
+    body = body.removeprefix("<|python_tag|>").strip()
+    if not (marked or re.match(r'\{\s*"name"', body)):
+        return []
+    return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", body) for call in _read(part)]
+
+
+def _listed(text: str) -> list[Call]:
+    """Read the list behind `[TOOL_CALLS]`."""
+    _, marked, body = text.partition("[TOOL_CALLS]")
+    return _read(body.removesuffix("</s>")) if marked else []
+
+
+def _read(text: str) -> list[Call]:
+    """Read one call, or a list of calls, from JSON."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        return [Call(error=f"the call is not valid JSON: {error.msg} at character {error.pos + 1}")]
+    except (ValueError, RecursionError):  # NaN, a number of thousands of digits, brackets a thousand deep
+        return [Call(error="the call is not valid JSON")]
+    return [_call(one) for one in value] if isinstance(value, list) else [_call(value)]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _call(value: Any) -> Call:
+    """Return a call from a JSON value."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return Call(error='a call is an object with a "name" and "arguments"')
+    identifier = value.get("id")
+    named = identifier if isinstance(identifier, str) and re.fullmatch(r"[a-zA-Z0-9]{9}", identifier) else ""
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return Call(name, id=named, error="the arguments are not an object")
+    return Call(name, arguments, named)
+
+
+def _lines(schemas: Sequence[Schema]) -> str:
+    return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+
+
+def _hermes_system(schemas: Sequence[Schema]) -> str:
+    """Return the text that Qwen 2.5's chat template writes behind the system message."""
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function"
+        f" signatures within <tools></tools> XML tags:\n<tools>\n{_lines(schemas)}\n</tools>\n\nFor each function call,"
+        " return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def _smollm_system(schemas: Sequence[Schema]) -> str:
+    """Return a short form of the system message in SmolLM2's documentation."""
+    return (
+        f"You have access to the following tools:\n<tools>\n{_lines(schemas)}\n</tools>\n\nTo call tools, answer with"
+        ' <tool_call>[{"name": "func_name", "arguments": {"argument": "value"}}]</tool_call> and no other text. The'
+        " result follows; then give the answer."
+    )
+
+
+def _llama_system(schemas: Sequence[Schema]) -> str:
+    """Return the text that Llama 3.1's chat template writes before the user's first message."""
+    shown = "\n\n".join(json.dumps(schema, indent=4, ensure_ascii=False) for schema in schemas)
+    return (
+        "Given the following functions, please respond with a JSON for a function call with its proper arguments that"
+        ' best answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of'
+        f" argument name and its value}}. Do not use variables.\n\n{shown}"
+    )
+
+
+FORMATS: dict[str, CallFormat] = {
+    "hermes": CallFormat("hermes", _tagged, _hermes_system),
+    "smollm": CallFormat("smollm", _tagged, _smollm_system),
+    "llama": CallFormat("llama", _bare, _llama_system),
+    "mistral": CallFormat("mistral", _listed, None, turn_has_calls=True),
+}
+
+TEMPLATES: Sequence[tuple[str, str]] = (
+    (r"\[TOOL_CALLS\](?!.*\[ARGS\])", "mistral"),
+    (r"\btools\b.*<tool_call>(?!.*(<function=|<arg_key>))", "hermes"),
+    (r'Respond in the format \{"name": function name, "parameters": ', "llama"),
+    (r"\A(?!.*\btools\b).*named SmolLM", "smollm"),
+    (r"\A(?!.*\btools\b)", "hermes"),
+)
+"""Pattern of a chat template → format of the calls in it, the first that is found. Those without tools come last."""

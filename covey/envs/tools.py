@@ -1,0 +1,222 @@
+"""Tools: functions that the model calls in its turns, and the environment that answers.
+
+    turn of the model ─▶ calls in it ─▶ arguments checked ─▶ functions called, in order ─▶ their results as messages
+
+A turn without a call ends the episode. What the model writes is not trusted: a call of an unknown tool, with other
+arguments than the function takes, or one that raises or takes too long gets an error message as its result, and is
+counted as a failure.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from covey.envs.calling import call
+from covey.envs.calls import Call, CallFormat, lists_tools
+from covey.envs.protocol import Step
+from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
+from covey.errors import EpisodeError, RecipeError
+from covey.rewards.call import safe_format
+from covey.types import Message, Prompt
+
+MAX_CALLS = 16
+"""Maximum number of calls of one turn that are executed."""
+MAX_ERROR = 300
+"""Maximum characters of an error message to the model."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class CallError(Exception):
+    """A call that cannot be executed, or failed; its text is for the model."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: name of the function.
+        function: the function, sync or async.
+        schema: its JSON Schema, as chat templates take it.
+        arguments: its arguments: each with what checks and converts a JSON value, and whether it must be given.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: Schema
+    arguments: Mapping[str, tuple["TypeAdapter[Any]", bool]]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Tool":
+        """Return the tool of a function.
+
+        Raises:
+            RecipeError: the function has no JSON Schema.
+        """
+        hints = type_hints(function)
+        arguments = {
+            name: (TypeAdapter(hints[name], config=STRICT), parameter.default is inspect.Parameter.empty)
+            for name, parameter in parameters(function).items()
+        }
+        return cls(function_name(function), function, json_schema(function), arguments)
+
+    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call as the function takes them.
+
+        Raises:
+            CallError: one is missing, unknown, or not of its type.
+        """
+        if unknown := [name for name in given if name not in self.arguments]:
+            raise CallError(f"{self.name} has no argument {unknown[0]!r:.80}; it has: {', '.join(self.arguments)}")
+        if missing := [name for name, (_, needed) in self.arguments.items() if needed and name not in given]:
+            raise CallError(f"{self.name} needs the argument {missing[0]!r}")
+        return {name: self._converted(name, value) for name, value in given.items()}
+
+    def _converted(self, name: str, value: Any) -> Any:
+        """Return a JSON value as the type of the argument; numbers stay numbers, and texts texts."""
+        try:
+            return self.arguments[name][0].validate_json(json.dumps(value))
+        except ValidationError as error:
+            said = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise CallError(f"the argument {name!r} of {self.name} is wrong: {said}") from None
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """The tools of a run, and the form in which the model calls them.
+
+    Attributes:
+        tools: tools by name.
+        format: how the model writes calls.
+        in_template: whether the chat template lists the tools; otherwise a system message does, and results are
+            messages of the user.
+        seconds: time limit of a call; None for none.
+        max_characters: limit of the messages of one turn.
+    """
+
+    tools: Mapping[str, Tool]
+    format: CallFormat
+    in_template: bool
+    seconds: float | None
+    max_characters: int
+
+    @property
+    def template_schemas(self) -> list[Schema]:
+        """Schemas for the chat template; none if that does not list tools."""
+        return [tool.schema for tool in self.tools.values()] if self.in_template else []
+
+    def prompt(self, chat: Prompt) -> Prompt:
+        """Return the prompt, with the tools in its system message if the chat template does not list them.
+
+        Raises:
+            EpisodeError: it is plain text.
+        """
+        if isinstance(chat, str):
+            what = "has tools, and the prompt of the row is plain text"
+            raise EpisodeError(what, want="chat messages", fix="set data.system, which makes them of text")
+        if self.in_template:
+            return chat
+        assert self.format.system is not None, "toolset() refuses a format without it"
+        text = self.format.system([tool.schema for tool in self.tools.values()])
+        first, rest = (chat[:1], chat[1:]) if chat and chat[0]["role"] == "system" else ([], chat)
+        return [{"role": "system", "content": "\n\n".join([*(m["content"] for m in first), text])}, *rest]
+
+    def messages(self, results: Sequence[tuple[Call, str]]) -> list[Message]:
+        """Return the messages that tell the model the results of its calls."""
+        limit = max(self.max_characters // max(len(results), 1) - 100, 0)
+        texts = [text if len(text) <= limit else f"{text[:limit]} … (cut)" for _, text in results]
+        if not self.in_template:
+            return [{"role": "user", "content": "\n".join(f"<tool_response>\n{t}\n</tool_response>" for t in texts)}]
+        return [
+            {
+                "role": "tool",
+                "name": call.name if call.name in self.tools else "",
+                "tool_call_id": call.id,
+                "content": t,
+            }
+            for (call, _), t in zip(results, texts, strict=True)
+        ]
+
+
+def toolset(
+    tools: Mapping[str, Tool], form: CallFormat, template: str, seconds: float | None, max_characters: int
+) -> Toolset:
+    """Return the toolset for a model with this chat template.
+
+    Raises:
+        RecipeError: the template does not list tools, and the form is one in which only a template can.
+    """
+    in_template = lists_tools(template)
+    if not in_template and form.system is None:
+        what = f"the model's chat template has no place for tools, which the form {form.name} needs"
+        raise RecipeError(what, want="hermes, smollm or llama", where="envs.tool_format")
+    return Toolset(tools, form, in_template, seconds, max_characters)
+
+
+class ToolEnvironment:
+    """An environment that answers the model's tool calls. It gives no reward: reward functions score the episode."""
+
+    def __init__(self, row: Mapping[str, Any], tools: Toolset):
+        self._prompt: Prompt = row["prompt"]
+        self._tools, self._count = tools, 0
+
+    def reset(self) -> Prompt:
+        """Return the row's prompt, with the tools in it if the chat template does not list them."""
+        return self._tools.prompt(self._prompt)
+
+    async def step(self, reply: str) -> Step:
+        """Execute the calls of a turn, one after the other, and return the results; a turn without one is the last."""
+        calls = self._tools.format.parse(reply)
+        if not calls:
+            return Step(done=True)
+        results, failures = [], 0
+        for one in calls[:MAX_CALLS]:
+            failed, text = await self._result(one)
+            failures += failed
+            self._count += 1
+            results.append((Call(one.name, id=one.id or f"call{self._count:05d}"), text))
+        return Step(self._tools.messages(results), info={"tool_calls": len(results), "tool_failures": failures})
+
+    async def _result(self, one: Call) -> tuple[bool, str]:
+        """Return whether a call failed, and the text of its result or the error."""
+        try:
+            return False, as_text(await self._execute(one))
+        except CallError as error:
+            return True, f"Error: {error}"[:MAX_ERROR]
+
+    async def _execute(self, one: Call) -> Any:
+        if one.error:
+            raise CallError(one.error)
+        if (tool := self._tools.tools.get(one.name)) is None:
+            raise CallError(f"there is no tool {one.name!r:.80}; there are: {', '.join(self._tools.tools)}")
+        arguments, seconds = tool.check(one.arguments), self._tools.seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await call(partial(tool.function, **arguments), ())
+        except TimeoutError as error:
+            took = f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"
+            raise CallError(took) from None
+        except EpisodeError as error:
+            raise CallError(f"{tool.name} {error.what}") from None
+        except Exception as error:
+            raise CallError(f"{type(error).__name__}: {safe_format(error, str)}") from None
+
+
+def as_text(result: Any) -> str:
+    """Return a tool's result as text: text as it is, lists, mappings, booleans and None as JSON.
+
+    >>> as_text("3"), as_text(2.5), as_text({"sum": [1, None]})
+    ('3', '2.5', '{"sum": [1, null]}')
+    """
+    if isinstance(result, dict | list | tuple | bool | None):
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):  # what it holds is no JSON
+            return safe_format(result)
+    return safe_format(result, str)

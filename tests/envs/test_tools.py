@@ -1,0 +1,368 @@
+"""Tools without a model: their schemas, the calls of each family, what is refused, and conversations."""
+
+import asyncio
+import json
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.config import recipe
+from covey.config.schema import EnvsConfig
+from covey.envs import EnvironmentRunner, json_schema
+from covey.envs.calls import FORMATS, choose_format
+from covey.envs.episodes import Episodes
+from covey.envs.tools import MAX_CALLS, CallError, Tool
+from covey.errors import EpisodeError, RecipeError
+from covey.rewards.arithmetic import arithmetic_answer
+from covey.sampling.scheduler import Sample
+from covey.sampling.turns import Turn
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, Episode, FinishReason
+
+PARITY = Path(__file__).parents[1] / "parity"
+PLAIN, NESTED, CHOSEN, *OTHERS = runpy.run_path(str(PARITY / "tool_functions.py"))["FUNCTIONS"]
+INNER = Tokenizer.from_folder(PARITY / "golden" / "tiny-llama").inner
+ASK = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "2 + 3?"}]
+
+# Each has the lines of its family that concern tools.
+QWEN = """{%- if tools %}{{ '<|im_start|>system\n' + messages[0].content + '\n<tools>' }}{%- for tool in tools %}
+{{- '\n' + tool | tojson }}{%- endfor %}{{ '\n</tools>\n<tool_call>{"name": ...}</tool_call><|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}{%- if message.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- elif message.role != 'system' %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+LLAMA = """{%- if tools is defined %}{{- 'Respond in the format {"name": function name, "parameters": ...}' }}
+{%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}{%- endif %}{%- for message in messages %}
+{{- '<|im_start|>' + ('ipython' if message.role == 'tool' else message.role) + '\n' }}
+{{- (message.content | tojson if message.role == 'tool' else message.content) + '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+MISTRAL = """{%- set ns = namespace(index=0) %}{%- for message in messages %}{%- if message.role != 'tool' and
+message.tool_calls is not defined and message.role != 'system' %}
+{%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{%- endif %}{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools is defined %}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{%- endif %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{%- endfor %}{{- ']' + eos_token }}
+{%- elif message.role == 'tool' %}{%- if message.tool_call_id | length != 9 %}{{- raise_exception('id') }}{%- endif %}
+{{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif message.role == 'assistant' %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
+SMOLLM = """{%- if messages[0].role != 'system' %}{{- 'named SmolLM' }}{%- endif %}{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def tokenizer_of(template: str | None) -> Tokenizer:
+    return Tokenizer(INNER, eos_id=INNER.token_to_id("<|im_end|>"), chat_template=template)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def shout(text: str) -> dict[str, str]:
+    """Say it louder.
+
+    Args:
+        text: What to say.
+    """
+    await asyncio.sleep(0)
+    return {"said": text.upper()}
+
+
+class Play:
+    """An episode that is played by hand."""
+
+    def __init__(self, template: str = QWEN, tools: Any = (add, shout), prompt: Any = ASK, **settings: Any):
+        config = EnvsConfig(tools=("calculator",), **{"timeout": 5.0, **settings})
+        self.runner, self.tokenizer = EnvironmentRunner(config=config, tools=tools), tokenizer_of(template)
+        self.episodes = Episodes(self.runner, [{"prompt": prompt}], 1, self.tokenizer)
+        (self.prompt,) = self.episodes.begin()
+        self.tokens = np.zeros(0, np.int32)
+
+    def asked(self) -> str:
+        return self.tokenizer.decode(self.episodes.encode_prompt(self.prompt), skip_special=False)
+
+    def says(self, text: str) -> str | None:
+        """What is appended to a turn of the model, as text."""
+        said = np.append(self.tokenizer.encode(text), self.tokenizer.eos_id).astype(np.int32)
+        self.tokens = np.concatenate([self.tokens, said])
+        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, 2000)).result(10)
+        if response is None:
+            return None
+        self.tokens = np.concatenate([self.tokens, response])
+        return self.tokenizer.decode(response, skip_special=False)
+
+    def over(self) -> Episode:
+        none = np.zeros(len(self.tokens), np.float32)
+        found = self.episodes.completion(0, 0, Completion(self.tokens, none, none, FinishReason.STOP)).episode
+        assert found is not None
+        return found
+
+
+def hermes(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_a_function_has_the_schema_that_transformers_gives_it() -> None:
+    golden = json.loads((PARITY / "golden" / "tool_schemas.json").read_text())["schemas"]
+    # As text: a template prints the keys in their order.
+    assert [json.dumps(json_schema(f)) for f in (PLAIN, NESTED, CHOSEN, *OTHERS)] == [
+        json.dumps(schema) for schema in golden
+    ]
+
+
+def undescribed(a: int) -> int:
+    """Do it."""
+    return a
+
+
+def unhinted(a) -> int:  # type: ignore[no-untyped-def]
+    """Do it.
+
+    Args:
+        a: It.
+    """
+    return int(a)
+
+
+def custom(a: Path) -> None:
+    """Do it.
+
+    Args:
+        a: It.
+    """
+
+
+def several(*a: int) -> None:
+    """Do it.
+
+    Args:
+        a: It.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (undescribed, "'a' that its docstring does not describe"),
+        (unhinted, "'a' without a type hint"),
+        (custom, "Path'>, which has no JSON Schema"),
+        (several, r"\*a: int, which cannot be given by its name"),
+        (lambda: 1, "has no docstring"),
+    ],
+)
+def test_a_function_without_a_schema_is_refused(function: Any, what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        Tool.of(function)
+
+
+def test_arguments_are_checked_and_converted() -> None:
+    tool = Tool.of(CHOSEN)
+    good = {"drink": "tea", "size": "small", "number": 2, "colour": "red"}
+    assert tool.check(good)["colour"].name == "RED"
+    assert Tool.of(NESTED).check({"a": [1], "b": [], "c": {"x": [1]}, "d": [1, "x"]})["d"] == (1, "x")
+    assert Tool.of(PLAIN).check({"a": 1, "b": 2}) == {"a": 1, "b": 2.0}
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (PLAIN, {}, "needs the argument 'a'"),
+        (PLAIN, {"a": "1"}, "argument 'a' of plain is wrong: Input should be a valid integer"),
+        (PLAIN, {"a": True}, "'a' of plain is wrong"),
+        (PLAIN, {"a": 1, "e": 2}, "has no argument 'e'; it has: a, b, c, d"),
+        (PLAIN, {"a": 1, "b": float("inf")}, "'b' of plain is wrong"),
+        (PLAIN, {"a": 1, "c": "\ud800"}, "'c' of plain is wrong"),
+        (CHOSEN, {**good, "size": "huge"}, "'size' of chosen is wrong"),
+        (CHOSEN, {**good, "colour": "green"}, "'colour' of chosen is wrong"),
+    ]
+    for function, given, what in wrong:
+        with pytest.raises(CallError, match=what):
+            Tool.of(function).check(given)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "found"),
+    [
+        ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [("f", {"a": 1})]),
+        ("hermes", hermes("f") + "\n" + hermes("g", b="</x>"), [("f", {}), ("g", {"b": "</x>"})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', [("f", {})]),
+        ("hermes", '{"name": "f", "arguments": {}}', []),
+        ("smollm", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>', [("f", {}), ("g", {})]),
+        ("smollm", "<tool_call>[]</tool_call>", []),
+        ("llama", ' {"name": "f", "parameters": {"a": 1}}<|eot_id|>', [("f", {"a": 1})]),
+        (
+            "llama",
+            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+            [("f", {}), ("g", {})],
+        ),
+        ("llama", 'It is {"name": "f"}', []),
+        ("llama", '{"answer": 5}', []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefgh9"}]</s>', [("f", {"a": 1})]),
+        ("mistral", '[{"name": "f", "arguments": {}}]', []),
+    ],
+)
+def test_a_family_writes_calls_in_its_own_form(form: str, text: str, found: list[Any]) -> None:
+    calls = FORMATS[form].parse(text)
+    assert [(call.name, call.arguments) for call in calls] == found
+    assert not any(call.error for call in calls)
+    assert {call.id for call in calls} <= {"", "abcdefgh9"}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "5", '{"name": 5}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
+             '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "[" * 100_000, '"f"', "[[]]"],
+)  # fmt: skip
+def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
+    assert [bool(call.error) for call in FORMATS["hermes"].parse(f"<tool_call>{text}</tool_call>")] == [True]
+
+
+def test_the_chat_template_says_how_calls_are_written() -> None:
+    templates = {"hermes": QWEN, "llama": LLAMA, "mistral": MISTRAL, "smollm": SMOLLM}
+    assert [choose_format("auto", template).name for template in templates.values()] == list(templates)
+    assert choose_format("auto", "{{ messages[0].content }}").name == "hermes"
+    assert choose_format("llama", QWEN).name == "llama"
+    for template in ("{{ tools }}<tool_call><function=f>", "{{ tools }}", "{{ tools }}[TOOL_CALLS]f[ARGS]{}"):
+        with pytest.raises(RecipeError, match="in a form that is not known here"):
+            choose_format("auto", template)
+    with pytest.raises(RecipeError, match="no chat template"):
+        choose_format("auto", None)
+    with pytest.raises(RecipeError, match="no place for tools"):
+        Play(SMOLLM, tool_format="mistral")
+
+
+def test_a_conversation_with_calls_ends_with_a_turn_without_one() -> None:
+    play = Play()
+    assert f"\n{json.dumps(json_schema(add))}\n" in play.asked()
+    assert play.says(hermes("add", a=2, b=3) + hermes("shout", text="hi")) == (
+        '\n<|im_start|>user\n<tool_response>\n5\n</tool_response>\n<tool_response>\n{"said": "HI"}\n</tool_response>'
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert play.says("It is 5.") is None
+    episode = play.over()
+    assert [(m["role"], m["content"]) for m in episode.messages[1:]] == [
+        ("tool", "5"), ("tool", '{"said": "HI"}'), ("assistant", "It is 5."),
+    ]  # fmt: skip
+    assert (episode.tool_calls, episode.tool_failures, episode.done, episode.reward) == (2, 0, True, None)
+
+
+def test_a_family_sees_results_as_its_template_writes_them() -> None:
+    llama = Play(LLAMA)
+    assert json_schema(shout)["function"]["name"] in llama.asked()
+    call = '{"name": "shout", "parameters": {"text": "hi"}}'
+    assert llama.says(call) == '<|im_start|>ipython\n"{\\"said\\": \\"HI\\"}"<|im_end|><|im_start|>assistant\n'
+    mistral = Play(MISTRAL)
+    said = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}, "id": "abcdefgh9"}]'
+    for _ in range(2):  # roles alternate, though turns with calls follow each other
+        assert mistral.says(said) == '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefgh9"}[/TOOL_RESULTS]'
+    assert "call00003" in str(mistral.says(said.replace('"abcdefgh9"', '"no"')))
+
+
+def test_a_template_without_a_place_for_tools_has_them_in_the_system_message() -> None:
+    play = Play(SMOLLM)
+    assert play.asked().startswith("<|im_start|>system\nBe exact.\n\nYou have access to the following tools:\n<tools>")
+    said = '<tool_call>[{"name": "add", "arguments": {"a": 2, "b": 3}}]</tool_call>'
+    assert "user\n<tool_response>\n5\n</tool_response><|im_end|>" in str(play.says(said))
+    assert Play(SMOLLM, prompt=ASK[1:]).prompt[0]["content"].startswith("You have access")
+    with pytest.raises(EpisodeError, match=r"plain text(.|\n)*data\.system"):
+        Play(SMOLLM, prompt="2 + 3?")
+
+
+def test_what_fails_is_told_to_the_model_and_counted() -> None:
+    def slow(seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "x" * 100_000
+
+    def bad(how: str) -> Any:
+        """Fail.
+
+        Args:
+            how: In which way.
+        """
+        if how == "exit":
+            sys.exit(1)
+        raise ValueError(how * 1000)
+
+    play = Play(tools=(slow, bad), timeout=0.3, max_characters=2000)
+    answers = {
+        hermes("slow", seconds=9): "Error: slow took longer than 0.3 s",
+        hermes("slow", seconds=0): "x" * 1900 + " … (cut)",
+        hermes("bad", how="exit"): "Error: bad raised SystemExit: '1'",
+        hermes("bad", how="no"): "Error: ValueError: nono",
+        hermes("worse"): "Error: there is no tool 'worse'; there are: slow, bad",
+        hermes("slow", seconds="9"): "Error: the argument 'seconds' of slow is wrong",
+        "<tool_call>{": "Error: the call is not valid JSON: Expecting property name",
+    }
+    for number, (said, answer) in enumerate(answers.items(), 1):
+        assert f"<tool_response>\n{answer}" in str(play.says(said))[:2100]
+        assert play.episodes._states[0][0].record.tool_calls == number
+    assert play.over().tool_failures == len(answers) - 1
+    assert play.runner.failed == 0
+
+
+def test_calls_of_a_turn_are_executed_in_order_up_to_a_limit() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(number: int) -> None:
+        """Note it.
+
+        Args:
+            number: What.
+        """
+        seen.append((number, threading.active_count()))
+
+    play = Play(tools=(note,))
+    play.says("".join(hermes("note", number=number) for number in range(20)))
+    assert [number for number, _ in seen] == list(range(MAX_CALLS))
+    assert play.over().tool_calls == MAX_CALLS
+
+
+def test_tools_are_named_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = ["--envs.tools", "[calculator]", "--envs.max-turns", "3"]
+    assert recipe.load("arithmetic-smollm2", tools).envs.tools == ("calculator",)
+    for others, what in (
+        (["--envs.environment", "guess"], r"envs\.tools names 'calculator', and envs\.environment is guess"),
+        (["--rollout.tool", "calculator"], r"rollout\.tool is calculator, and there are tools"),
+        (["--rewards", "[]"], "rewards is empty"),
+        (["--envs.tools", "[]"], r"envs\.max_turns is 3, and envs\.environment is not set"),
+        (["--envs.tools", "[a, a]"], "names a tool twice"),
+    ):
+        with pytest.raises(RecipeError, match=what):
+            recipe.load("arithmetic-smollm2", [*tools, *others])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(
+        'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: It.\n    """\n'
+    )
+    assert [*EnvironmentRunner(tools=["my_tools:add", "calculator"])._tools] == ["add", "calculator"]
+    with pytest.raises(RecipeError, match=r"no tool 'calculater'(.|\n)*did you mean 'calculator'"):
+        EnvironmentRunner(tools=["calculater"])
+    with pytest.raises(RecipeError, match="two tools have the same name"):
+        EnvironmentRunner(tools=["my_tools:add", add])
+
+
+def test_the_calculator_is_a_tool() -> None:
+    play = Play(tools=["calculator"])
+    assert "<tool_response>\n160\n" in str(play.says(hermes("calculator", expression="(1,250 - 50) / 7.5")))
+    refused = str(play.says(hermes("calculator", expression="__import__('os')")))
+    assert "Error: ValueError: no value: wanted numbers" in refused
+
+
+def test_a_reward_sees_the_last_turn() -> None:
+    messages = [{"role": "assistant", "content": hermes("add")}, {"role": "assistant", "content": "5"}]
+    assert arithmetic_answer([""], [messages], answer=["5"]) == [1.0]
