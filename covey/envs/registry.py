@@ -11,6 +11,7 @@ from covey.config.schema.envs import metric_name
 from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
+from covey.envs.python_tool import python
 from covey.errors import RecipeError, nearest
 from covey.rewards.registry import import_user_module
 
@@ -74,4 +75,4 @@ ADAPTERS = {"openenv": "covey.envs.openenv", "verifiers": "covey.envs.verifiers"
 imported when it is first used.
 """
 
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}

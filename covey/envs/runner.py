@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -86,6 +86,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if self._tools:
             form = choose_format(self.config.tool_format, template)
             seconds, limit = self.config.timeout or None, self.config.max_characters
+            if self.tools is None:
+                _start(self._tools.values())
             self.tools = toolset(self._tools, form, template or "", seconds, limit)
 
     def _tool_environment(self, row: Mapping[str, Any]) -> Environment:
@@ -176,6 +178,13 @@ def _tools_by_name(functions: Sequence[str | Callable[..., Any]]) -> dict[str, T
     if len(found) < len(tools):
         raise RecipeError("two tools have the same name", want="functions of different names", where="envs.tools")
     return found
+
+
+def _start(tools: Iterable[Tool]) -> None:
+    """Call the function `at_start` of each tool that has one."""
+    for tool in tools:
+        if callable(begin := getattr(tool.function, "at_start", None)):
+            begin()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -17,8 +17,8 @@ class EnvsConfig(Config, section="envs"):
     of an OpenEnv server (openenv:URL). Not set: every sample is one turn, unless there are tools.
     """
     tools: tuple[str, ...] = ()
-    """Functions that the model may call: built-in ones (calculator), and your own: module:function. Their results
-    follow its turn; a turn without a call ends the episode.
+    """Functions that the model may call: built-in ones (calculator, python), and your own: module:function. Their
+    results follow its turn; a turn without a call ends the episode.
     """
     tool_format: ToolFormat = "auto"
     """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,

@@ -1,0 +1,129 @@
+"""The Python tool against programs that want out, or never end."""
+
+import errno
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from covey.envs import EnvironmentRunner, python_child, python_tool
+from covey.envs.python_tool import PROTECTIONS, Limits, ProgramError, python, run_program
+from covey.errors import RecipeError
+
+HOSTILE = """
+import os, socket, subprocess, signal, tempfile
+def tries(name, act):
+    try:
+        act()
+        print(name, 'DONE')
+    except BaseException as error:
+        print(name, type(error).__name__)
+parent = os.getppid()
+tries('passwd', lambda: open('/etc/passwd').read())
+tries('home', lambda: os.listdir('/root') + os.listdir('/home'))
+tries('secret', lambda: open(f'/proc/{parent}/environ').read())
+tries('outside', lambda: open('OUTSIDE', 'w'))
+tries('delete', lambda: os.remove('KEPT'))
+tries('above', lambda: os.mkdir('../x'))
+tries('tcp', lambda: socket.create_connection(('127.0.0.1', 22), 1))
+tries('udp', lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+tries('local', lambda: socket.socket(socket.AF_UNIX))
+tries('fork', lambda: [os.fork() for _ in range(10**6)])
+tries('system', lambda: subprocess.run(['id']))
+tries('exec', lambda: os.execv('/bin/sh', ['sh']))
+tries('kill', lambda: os.kill(parent, signal.SIGKILL))
+tries('group', lambda: os.killpg(os.getpgid(parent), signal.SIGKILL))
+tries('leave', os.setsid)
+tries('memory', lambda: bytearray(10**10))
+tries('large', lambda: open('large', 'wb').write(b'0' * (1 << 22)))
+open('x', 'w').write('mine')
+print(sorted(os.environ), os.listdir('.'), open('x').read())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def protections() -> None:
+    if run_program("").protections != PROTECTIONS:
+        pytest.skip("this kernel has no Landlock or no seccomp")
+
+
+def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
+    outside, kept = tmp_path / "outside", tmp_path / "kept"
+    kept.write_text("here")
+    before = os.environ["PATH"]
+    outcome = run_program(HOSTILE.replace("OUTSIDE", str(outside)).replace("KEPT", str(kept)))
+    assert outcome.failure == ""
+    *tries, last = outcome.output.splitlines()
+    assert len(tries) == 17
+    assert [line for line in tries if line.endswith("DONE")] == []
+    assert "memory MemoryError" in tries
+    assert re.fullmatch(
+        r"\['LC_ALL', 'PYTHONDONTWRITEBYTECODE', 'PYTHONHASHSEED'\] \[('x', 'large'|'large', 'x')\] mine", last
+    )
+    assert not outside.exists()
+    assert kept.read_text() == "here"
+    assert os.environ["PATH"] == before
+
+
+@pytest.mark.parametrize(
+    ("program", "limits", "failure"),
+    [
+        ("while True: pass", Limits(seconds=60, cpu_seconds=1), "more than 1 s of computing time"),
+        ("import os, time\nos.close(1); os.close(2); time.sleep(60)", Limits(seconds=0.5), "longer than 0.5 s"),
+        ("while True: print('x' * 1000)", Limits(), "printed more than 65,536 bytes"),  # it would be 1 GB in a second
+        ("i = 0\nwhile True:\n    i += 1; open(str(i), 'w')", Limits(), "wrote more than 33,554,432 bytes"),
+        ("import sys; print('bye'); sys.exit(3)", Limits(), "exit code 3"),
+    ],
+)
+def test_a_program_that_does_not_end_is_ended(program: str, limits: Limits, failure: str) -> None:
+    outcome = run_program(program, limits)
+    assert failure in outcome.failure
+    assert len(outcome.output) <= limits.output
+
+
+def test_the_model_gets_what_its_program_printed_or_why_it_failed() -> None:
+    assert python("import math\nprint(math.comb(20, 10), {'a', 'b'} == {'b', 'a'})") == "184756 True"
+    with pytest.raises(ProgramError, match=r"exit code 1(.|\n)*line 2(.|\n)*ZeroDivisionError: division by zero\Z"):
+        python("a = 0\nprint(1 / a)")
+
+
+def test_a_run_begins_only_where_all_protections_hold(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{{ messages[0].content }}"
+    with caplog.at_level(logging.INFO, "covey.envs"):
+        EnvironmentRunner(tools=["python"]).prepare(template)
+    assert "protections: limits, landlock, seccomp" in caplog.text
+    monkeypatch.setattr(python_tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
+    with pytest.raises(RecipeError, match=r"the Python tool has no moat(.|\n)*python_with_limits"):
+        EnvironmentRunner(tools=["python"]).prepare(template)
+
+
+@pytest.mark.parametrize("machine", sorted(python_child.MACHINES))
+def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None:
+    architecture, clone, signal_thread = python_child.MACHINES[machine]
+    program, refused = python_child.call_filter(machine, 77), python_child.REFUSE | errno.EPERM
+
+    def ruled(number: int, argument: int = 0, arch: int = architecture) -> int:
+        values, at, loaded = {python_child.NUMBER: number, python_child.ARCHITECTURE: arch, 16: argument}, 0, 0
+        while True:
+            code, yes, no, value = program[at]
+            at += 1
+            if code == python_child.RETURN:
+                return value
+            if code == python_child.LOAD:
+                loaded = values[value]
+            else:
+                holds = loaded == value if code == python_child.JUMP_EQUAL else loaded & value
+                at += yes if holds else no
+
+    special = {*python_child.REFUSED[machine], clone, python_child.CLONE3, signal_thread}
+    assert {ruled(number) for number in python_child.REFUSED[machine]} == {refused}
+    assert {ruled(number) for number in range(500) if number not in special} == {python_child.ALLOW}
+    assert ruled(python_child.CLONE3) == python_child.REFUSE | errno.ENOSYS
+    assert [ruled(clone, flags) for flags in (0x11, 0x3D0F00)] == [refused, python_child.ALLOW]  # a fork, a thread
+    assert [ruled(signal_thread, process) for process in (77, 1)] == [python_child.ALLOW, refused]
+    assert ruled(0, arch=1) == ruled(python_child.X32) == refused
+    assert len(special) == len(python_child.REFUSED[machine]) + 3
