@@ -269,10 +269,10 @@ def judge(case: Case, folder: Path) -> tuple[str, str]:
     """Return the name and the evidence of the first problem of the run of `case`; "" and what the note says if there is
     none.
     """
-    from covey.report.diagnosis import PROBLEM, History, diagnose
+    from covey.report.diagnosis import PROBLEM, RunHistory, diagnose
     from covey.report.run_data import read_run
 
-    first = diagnose(History.of(read_run(folder / case.name)))[0]
+    first = diagnose(RunHistory.of(read_run(folder / case.name)))[0]
     return (first.rule if first.level == PROBLEM else "", f"{first.title}: {first.evidence}")
 
 

@@ -24,7 +24,7 @@ from covey.errors import CoveyError
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
-from covey.report.diagnosis import Finding, History, diagnose
+from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, read_run
 from covey.report.script_json import script_json
@@ -56,7 +56,7 @@ def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding]
 
 def diagnose_runs(runs: Sequence[RunData]) -> list[Finding]:
     """Return the findings on `runs`, run by run; the titles name the run if there are several."""
-    found = [diagnose(History.of(run)) for run in runs]
+    found = [diagnose(RunHistory.of(run)) for run in runs]
     if len(runs) == 1:
         return found[0]
     named = zip(_names(runs), found, strict=True)

@@ -12,7 +12,7 @@ from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import text_part
 from covey.run.load_model import open_model
-from covey.run.model_card import History, model_card
+from covey.run.model_card import Lineage, model_card
 from covey.text.tokenizer import Tokenizer, read_json
 
 
@@ -29,14 +29,14 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
             family does not support the format (gguf).
     """
     formats.check_new_folder(out)
-    history = History.of(source)
+    lineage = Lineage.of(source)
     if kind == "peft":
-        _check_adapters(history, source, out)
+        _check_adapters(lineage, source, out)
     options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
     with show_log(info=echo, warning=echo):
         model, tokenizer = open_model(source, options)
     echo(f"writing {kind}, and reading it back")
-    difference = _write(history, model, tokenizer, out, kind, dtype, shard_size)
+    difference = _write(lineage, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
     echo(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
     if math.isnan(difference.max_logit):
@@ -47,27 +47,27 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
 
 
 def _write(
-    history: History, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
+    lineage: Lineage, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
 ) -> formats.Difference:
-    card = model_card(history, "transformers" if kind == "hf" else kind)
+    card = model_card(lineage, "transformers" if kind == "hf" else kind)
     if kind == "peft":
         return formats.write_peft(
-            model, tokenizer.vocab_size, out, base=_base(history), inside=_module(history), card=card
+            model, tokenizer.vocab_size, out, base=_base(lineage), inside=_module(lineage), card=card
         )
     if kind == "gguf":
         return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card)
-    folder = history.folder()
+    folder = lineage.folder()
     return formats.write_hf(model, tokenizer, out, source=folder, dtype=dtype, shard_size=shard_size, card=card)
 
 
-def _check_adapters(history: History, source: str, out: Path) -> None:
+def _check_adapters(lineage: Lineage, source: str, out: Path) -> None:
     """Refuse a run whose adapters are not usable elsewhere: it has none, or their base is the model of another run."""
-    trained = load_recipe(source).model if history.runs else ModelOptions()
+    trained = load_recipe(source).model if lineage.runs else ModelOptions()
     if not (trained.adapter or trained.lora.rank):
         raise formats.no_adapters_error()
-    if len(history.runs) > 1:
+    if len(lineage.runs) > 1:
         raise WeightsError(
-            f"the adapters of this run belong on the model that the run {history.runs[1].name!r} left, and nobody else "
+            f"the adapters of this run belong on the model that the run {lineage.runs[1].name!r} left, and nobody else "
             "has that",
             want="adapters of a model that others can load",
             fix=f"export base and adapters merged: covey export {shlex.quote(source)} --out {shlex.quote(str(out))}",
@@ -75,20 +75,20 @@ def _check_adapters(history: History, source: str, out: Path) -> None:
         )
 
 
-def _module(history: History) -> str:
+def _module(lineage: Lineage) -> str:
     """Return the module of the base that is our decoder: in a model with images it is a part."""
-    folder = history.folder()
+    folder = lineage.folder()
     whole = folder is not None and text_part.is_whole(read_json(folder / "config.json"))
     return text_part.MODULE if whole else "model"
 
 
-def _base(history: History) -> str:
+def _base(lineage: Lineage) -> str:
     """Return the base's name for adapter_config.json: its repository, or the name of a local one without its path."""
-    if repository := history.repository():
+    if repository := lineage.repository():
         return repository
-    local = Path(history.base).expanduser()
+    local = Path(lineage.base).expanduser()
     if not local.exists():
-        return history.base
+        return lineage.base
     name = local.resolve().name
     echo(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
     return name

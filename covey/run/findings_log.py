@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.config.base import flatten
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.report.diagnosis import PROBLEM, Finding, History, LiveDiagnosis, diagnose
+from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.run_data import read_lines, read_run
 from covey.run.folder import RunFolder
 from covey.train.json_lines import number
@@ -42,7 +42,7 @@ class FindingsLog:
 
     def end(self) -> None:
         """Log the findings on the finished run, as its report has them."""
-        for finding in self._safely(lambda: diagnose(History.of(read_run(self._folder.path)))):
+        for finding in self._safely(lambda: diagnose(RunHistory.of(read_run(self._folder.path)))):
             level = logging.WARNING if finding.level == PROBLEM else logging.INFO
             log.log(level, f"diagnosis: {describe(finding)}")
             for line in finding.samples:

@@ -23,14 +23,14 @@ from covey.train.run_files import SUMMARY
 
 
 @dataclass(frozen=True)
-class History:
+class Lineage:
     """The runs that made a model, the last one first, and the model that the first of them began with."""
 
     runs: tuple[Path, ...]
     base: str
 
     @classmethod
-    def of(cls, source: str) -> "History":
+    def of(cls, source: str) -> "Lineage":
         """Follow `model.source` from run to run."""
         runs: list[Path] = []
         while is_run(source):
@@ -56,7 +56,7 @@ class History:
         return origin if origin.startswith(("hf:", "pypi:")) else None
 
 
-def model_card(history: History, library: str) -> str:
+def model_card(lineage: Lineage, library: str) -> str:
     """Return README.md of an export: base, recipe, algorithm, and the results in summary.json.
 
     Args:
@@ -64,13 +64,13 @@ def model_card(history: History, library: str) -> str:
 
     It contains no local paths.
     """
-    base = Path(history.base).name
-    runs = [_describe(run) for run in reversed(history.runs)]
+    base = Path(lineage.base).name
+    runs = [_describe(run) for run in reversed(lineage.runs)]
     return _template().render(
         library=library,
-        repository=history.repository(),
+        repository=lineage.repository(),
         base=base,
-        origin=history.origin(),
+        origin=lineage.origin(),
         title=runs[-1]["recipe"].name if runs else base.removesuffix(".gguf"),
         version=__version__,
         runs=runs,

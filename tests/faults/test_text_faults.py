@@ -22,7 +22,7 @@ from covey.display import echo, escape_markdown, mask_secrets, printable, refuse
 from covey.errors import RecipeError
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
-from covey.run.model_card import History, model_card
+from covey.run.model_card import Lineage, model_card
 from covey.train.metrics import MetricsWriter, read_rows
 from covey.train.progress import Progress, SampleLine
 from covey.train.run_files import SAMPLES
@@ -165,7 +165,7 @@ def test_a_model_card_is_text(tmp_path: Path) -> None:
         f"rewards: [first_letter]\ndescription: {described}\nmodel: {{source: {source}}}\n"
     )
     (run / "summary.json").write_text(json.dumps({"before": {f"a|{NASTY}": 1.0}, "after": {f"a|{NASTY}": 2.0}}))
-    card = model_card(History.of(str(run)), "gguf")
+    card = model_card(Lineage.of(str(run)), "gguf")
     assert clean(card)
     assert "<script>" not in card
     assert "<img" not in card
@@ -195,11 +195,11 @@ def test_a_model_card_has_no_links_but_that_of_its_base(link: str, tmp_path: Pat
     (run / "recipe.yaml").write_text(json.dumps(ready | {"model": {"source": f"hf:org/name) {link}"}}))
     summary = {"model": f"hf:org/x`{link}`\n\n{link}", "before": {f"a {link}": 1.0}, "after": {}}
     (run / "summary.json").write_text(json.dumps(summary))
-    card = model_card(History.of(str(run)), "transformers")
+    card = model_card(Lineage.of(str(run)), "transformers")
     assert f"`{link}`" in card
     assert link not in without_code(card)
     assert "](https://huggingface.co/org/name)" not in card
-    alone = model_card(History((), "models/www.evil.example <b>x`"), "gguf")
+    alone = model_card(Lineage((), "models/www.evil.example <b>x`"), "gguf")
     assert not any(mark in without_code(alone) for mark in ("<b>", "evil.example"))
 
 

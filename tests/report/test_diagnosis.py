@@ -17,7 +17,7 @@ from covey.config import recipe
 from covey.config.metrics import metric
 from covey.config.schema import PPOConfig
 from covey.config.strict_yaml import leaves
-from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, History, LiveDiagnosis, diagnose
+from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.diagnosis.live import CERTAIN, FIRST_STEPS
 from covey.report.run_data import read_run
 
@@ -43,7 +43,9 @@ def step(first: float, last: float, at: int = N // 2, n: int = N, noise: float =
     return np.where(np.arange(n) < at, first, last) + wobble(noise, n)
 
 
-def history(n: int = N, method: str = "rl", settings: Mapping[str, Any] | None = None, /, **columns: Values) -> History:
+def history(
+    n: int = N, method: str = "rl", settings: Mapping[str, Any] | None = None, /, **columns: Values
+) -> RunHistory:
     """A run that learns, with other values in some columns; `a__b` stands for the metric a/b."""
     usual: dict[str, Values] = {
         "reward": ramp(0.2, 0.8, n), "reward_error": 0.05, "reward_std": 0.4, "frac_reward_zero_std": 0.1,
@@ -59,7 +61,7 @@ def history(n: int = N, method: str = "rl", settings: Mapping[str, Any] | None =
         for name, values in (usual | columns).items()
     }
     rows = [{"step": i + 1, **{name: float(values[i]) for name, values in table.items()}} for i in range(n)]
-    return History.from_rows(rows, method, SETTINGS | dict(settings or {}))
+    return RunHistory.from_rows(rows, method, SETTINGS | dict(settings or {}))
 
 
 SPREADS: dict[str, Values] = {"rewards__a__std": 0.4, "rewards__b__std": 0.4}
@@ -67,17 +69,17 @@ FLAT: dict[str, Values] = {"reward": 0.5 + wobble(0.02)}
 """A reward that neither rises nor falls."""
 
 
-def names(found: History) -> list[str]:
+def names(found: RunHistory) -> list[str]:
     return [one.rule for one in diagnose(found) if one.level == PROBLEM]
 
 
-def notes(found: History) -> list[str]:
+def notes(found: RunHistory) -> list[str]:
     return [one.rule or one.title for one in diagnose(found) if one.level == NOTE]
 
 
 # --- every rule, just above its threshold and just below
 
-EDGES: dict[str, tuple[History, History]] = {
+EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
     "updates not finite": (history(skipped=step(0, 1, N - 1)), history(skipped=0.0)),
     "sampler and trainer disagree": (
         history(sampling__logp_difference__mean=0.051),
@@ -139,7 +141,7 @@ EDGES: dict[str, tuple[History, History]] = {
         history(entropy=ramp(1.0, 0.9, noise=0.001), **FLAT),
     ),
 }  # fmt: skip
-SUPERVISED: dict[str, tuple[History, History]] = {
+SUPERVISED: dict[str, tuple[RunHistory, RunHistory]] = {
     "learning rate too high": (
         history(N, "sft", loss=step(1.0, 1.12, noise=0.001)),
         history(N, "sft", loss=step(1.0, 1.08, noise=0.001)),
@@ -151,7 +153,7 @@ SUPERVISED: dict[str, tuple[History, History]] = {
     ),
     "updates not finite": (history(N, "sft", skipped=step(0, 1, 5)), history(N, "sft", skipped=0.0)),
 }
-NOTED: dict[str, tuple[History, History]] = {
+NOTED: dict[str, tuple[RunHistory, RunHistory]] = {
     "critic predicts nothing": (
         history(N, "rl", {"grpo.algorithm": "ppo"}, critic__explained_variance=-0.01, **FLAT),
         history(N, "rl", {"grpo.algorithm": "ppo"}, critic__explained_variance=0.01, **FLAT),
@@ -336,14 +338,14 @@ def test_gaps_change_nothing(rule: str) -> None:
 
 def test_a_run_without_any_metric_is_no_error() -> None:
     rows = [{"step": i} for i in range(20)]
-    assert names(History.from_rows(rows)) == ["no completion scored"]
+    assert names(RunHistory.from_rows(rows)) == ["no completion scored"]
     for method in ("sft", "other"):
-        assert [one.level for one in diagnose(History.from_rows(rows, method))] == [NOTE]
+        assert [one.level for one in diagnose(RunHistory.from_rows(rows, method))] == [NOTE]
 
 
 def test_rows_whose_steps_do_not_ascend_are_left_out() -> None:
     rows: list[dict[str, Any]] = [{"step": 1, "reward": 1.0}, {"step": 1, "reward": 2.0}, {"step": "x"}, {"step": 3}]
-    assert History.from_rows(rows).steps.tolist() == [1, 3]
+    assert RunHistory.from_rows(rows).steps.tolist() == [1, 3]
 
 
 COLUMNS = sorted(
@@ -380,14 +382,14 @@ def test_the_scale_of_a_reward_changes_nothing(rule: str, above: bool, scale: fl
 # --- while the run trains
 
 
-def rows_of(found: History) -> list[dict[str, Any]]:
+def rows_of(found: RunHistory) -> list[dict[str, Any]]:
     return [
         {"step": int(number), **{name: float(values[i]) for name, values in found.columns.items()}}
         for i, number in enumerate(found.steps)
     ]
 
 
-def told(found: History, live: LiveDiagnosis | None = None) -> list[tuple[int, Finding]]:
+def told(found: RunHistory, live: LiveDiagnosis | None = None) -> list[tuple[int, Finding]]:
     live = live or LiveDiagnosis(found.method, found.settings)
     return [(row["step"], one) for row in rows_of(found) for one in live.step(row)]
 
@@ -470,7 +472,7 @@ def test_a_folder_gives_the_history_of_its_rows(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("method: rl\ngrpo: {num_generations: 8}\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "summary.json").write_text('{"before": {"accuracy": 0.5, "x": null}, "after": {"accuracy": 0.6}}')
-    found, wanted = History.of(read_run(tmp_path)), History.from_rows(rows)
+    found, wanted = RunHistory.of(read_run(tmp_path)), RunHistory.from_rows(rows)
     assert found.columns.keys() == wanted.columns.keys()
     for name, values in wanted.columns.items():
         np.testing.assert_array_equal(found.column(name), values)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.report.diagnosis import NOTE, PROBLEM, History, LiveDiagnosis, diagnose
+from covey.report.diagnosis import NOTE, PROBLEM, LiveDiagnosis, RunHistory, diagnose
 
 MISSED = {"cut-dapo": "reward never reached"}
 """A penalty for long answers taught it to write none: what is said is true, and not the cause."""
@@ -31,13 +31,13 @@ def column(steps: list[int], packed: Any) -> np.ndarray:
     return found
 
 
-def history(run: dict[str, Any]) -> History:
+def history(run: dict[str, Any]) -> RunHistory:
     columns = {name: column(run["steps"], packed) for name, packed in run["series"].items()}
     before, after = ({k: v for k, v in (run[when] or {}).items() if v is not None} for when in ("before", "after"))
-    return History(run["method"], run["settings"], np.array(run["steps"]), columns, before, after)
+    return RunHistory(run["method"], run["settings"], np.array(run["steps"]), columns, before, after)
 
 
-def rows(found: History) -> list[dict[str, Any]]:
+def rows(found: RunHistory) -> list[dict[str, Any]]:
     return [
         {"step": int(step), **{name: float(values[i]) for name, values in found.columns.items()}}
         for i, step in enumerate(found.steps)

@@ -2,8 +2,8 @@
 
 from covey.report.diagnosis.diagnose import diagnose
 from covey.report.diagnosis.finding import NOTE, PROBLEM, Finding
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.live import LiveDiagnosis
 from covey.report.diagnosis.rules import RULES, Rule
 
-__all__ = ["NOTE", "PROBLEM", "RULES", "Finding", "History", "LiveDiagnosis", "Rule", "diagnose"]
+__all__ = ["NOTE", "PROBLEM", "RULES", "Finding", "LiveDiagnosis", "Rule", "RunHistory", "diagnose"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from covey.report.diagnosis.finding import NOTE, PROBLEM, Finding
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.levels import change, improved
 from covey.report.diagnosis.outcome_checks import opposed_parts
 from covey.report.diagnosis.rules import RULES, Rule
@@ -20,13 +20,13 @@ Met = tuple[Rule, str]
 """A rule that is met, and its evidence."""
 
 
-def diagnose(history: History) -> list[Finding]:
+def diagnose(history: RunHistory) -> list[Finding]:
     """Return the findings on a run, the first cause first; one note if there is no problem."""
     with np.errstate(all="ignore"):  # numbers of any size
         return _diagnose(history)
 
 
-def _diagnose(history: History) -> list[Finding]:
+def _diagnose(history: RunHistory) -> list[Finding]:
     found = met(history)
     findings = [_finding(rule, _with_consequences(rule, seen, found)) for rule, seen in _causes(found)]
     if findings and findings[0].rule == "possible reward hacking":
@@ -36,7 +36,7 @@ def _diagnose(history: History) -> list[Finding]:
     return [_without_problem(history), *findings]
 
 
-def met(history: History) -> list[Met]:
+def met(history: RunHistory) -> list[Met]:
     """Return the rules that the run meets, in the order of the table."""
     return [(rule, seen) for rule in RULES if history.method in rule.methods and (seen := rule.check(history))]
 
@@ -59,13 +59,13 @@ def _finding(rule: Rule, evidence: str) -> Finding:
     return Finding(rule.title, rule.threshold, evidence, rule.fix, rule.name, rule.level)
 
 
-def _with_samples(finding: Finding, history: History) -> Finding:
+def _with_samples(finding: Finding, history: RunHistory) -> Finding:
     pair = opposed_parts(history)
     lines = samples_to_read(history, *pair) if pair else samples_to_read(history)
     return Finding(**(vars(finding) | {"samples": tuple(lines)}))
 
 
-def _without_problem(history: History) -> Finding:
+def _without_problem(history: RunHistory) -> Finding:
     """Return the note on a run without a problem."""
     n = len(history)
     if n < TREND_ROWS:

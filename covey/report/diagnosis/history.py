@@ -26,7 +26,7 @@ LARGEST_COUNT = 10**9
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """Metrics of a run by row.
 
     Attributes:
@@ -48,7 +48,7 @@ class History:
     _noise: dict[str, float] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, run: RunData) -> "History":
+    def of(cls, run: RunData) -> "RunHistory":
         """Return the history of a run that was read from its folder."""
         steps = np.array(run.steps, np.int64)
         columns = {}
@@ -65,7 +65,7 @@ class History:
         method: str = "rl",
         settings: Mapping[str, Any] | None = None,
         before: Mapping[str, float] | None = None,
-    ) -> "History":
+    ) -> "RunHistory":
         """Return the history of rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
         kept: list[Mapping[str, Any]] = []
         for row in rows:

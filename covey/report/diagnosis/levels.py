@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from covey.report.diagnosis.history import History, noise
+from covey.report.diagnosis.history import RunHistory, noise
 
 GAIN_ERRORS, FALL_ERRORS = 3.0, 4.0
 """Number of standard errors from which a rise, and from which a fall counts. A fall needs more: the level that it is
@@ -94,7 +94,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def level(history: History, name: str, start: int, stop: int) -> Level | None:
+def level(history: RunHistory, name: str, start: int, stop: int) -> Level | None:
     """Return the level of the metric `name` in the rows from `start` to before `stop`; None if none of them has it."""
     column = history.column(name)
     inside = column[start:stop]
@@ -108,19 +108,19 @@ def level(history: History, name: str, start: int, stop: int) -> Level | None:
     return Level(float(known.mean()), float(error), int(steps[0]), int(steps[-1]))
 
 
-def change(history: History, name: str) -> Change | None:
+def change(history: RunHistory, name: str) -> Change | None:
     """Return the change of `name` from the first window of the run to the last; None if a window lacks the metric."""
     early = level(history, name, 0, history.window)
     late = recent(history, name)
     return None if early is None or late is None else Change(early, late)
 
 
-def recent(history: History, name: str) -> Level | None:
+def recent(history: RunHistory, name: str) -> Level | None:
     """Return the level of `name` in the last window."""
     return level(history, name, max(0, len(history) - history.window), len(history))
 
 
-def spread(history: History, name: str = "reward") -> float:
+def spread(history: RunHistory, name: str = "reward") -> float:
     """Return the standard deviation of the reward over single completions, the largest of any window of the run.
 
     This is the unit in which rises and falls are measured, so that no rule depends on the scale of a reward.
@@ -141,18 +141,18 @@ def spread(history: History, name: str = "reward") -> float:
     return found or (float(known.std()) if known.size else 0.0)
 
 
-def gain(history: History) -> Change | None:
+def gain(history: RunHistory) -> Change | None:
     """Return the change of the reward from the first window to the last."""
     return change(history, "reward")
 
 
-def improved(history: History) -> bool:
+def improved(history: RunHistory) -> bool:
     """Return whether the reward has risen: by at least 3 standard errors, and by 5 % of the spread of completions."""
     found = gain(history)
     return found is not None and found.errors >= GAIN_ERRORS and found.difference >= MIN_GAIN * spread(history)
 
 
-def fall(history: History, name: str = "reward") -> Change | None:
+def fall(history: RunHistory, name: str = "reward") -> Change | None:
     """Return the largest fall of `name` from an earlier level to the last window; None if it has not fallen.
 
     A fall is at least 4 standard errors and 30 % of the spread of completions, from the level that shows it best.
@@ -166,7 +166,7 @@ def fall(history: History, name: str = "reward") -> Change | None:
     return min(falls, key=lambda one: one.difference)
 
 
-def earlier_levels(history: History, name: str) -> Iterator[Level]:
+def earlier_levels(history: RunHistory, name: str) -> Iterator[Level]:
     """Yield levels of `name` before the last window, each over at most a window."""
     for stop in _stops(len(history) - history.window):
         found = level(history, name, max(0, stop - history.window), stop)
@@ -190,7 +190,7 @@ def constant(values: Float[np.ndarray, "n"]) -> bool:
     return bool(known.size and np.ptp(known) <= ROUNDING * np.abs(known).max())
 
 
-def _sampling_error(history: History, start: int, stop: int) -> float:
+def _sampling_error(history: RunHistory, start: int, stop: int) -> float:
     """Return the standard error of the mean reward of some rows, from the spread of their completions. It is at least
     that of all completions as one group: two groups may have equal means by chance.
     """

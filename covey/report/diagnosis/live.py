@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.report.diagnosis.diagnose import diagnose
 from covey.report.diagnosis.finding import PROBLEM, Finding
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.rules import RULES
 
 CERTAIN = 5
@@ -52,7 +52,7 @@ class LiveDiagnosis:
         if n <= FIRST_STEPS or n < self._next:
             return []
         self._next = n * (1 + GROWTH)
-        history = History.from_rows(self._rows, self.method, self.settings, self.before)
+        history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before)
         found = {one.rule: one for one in diagnose(history) if one.level == PROBLEM and one.rule in LIVE}
         self._held = {rule: self._held.get(rule, 0) + 1 for rule in found}
         certain = [one for rule, one in found.items() if self._held[rule] >= CERTAIN and rule not in self._announced]

@@ -6,7 +6,7 @@ the table of rules states in words.
 
 import math
 
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.levels import GAIN_ERRORS, MIN_FALL, change, fall, improved, level, percent, spread
 from covey.report.diagnosis.signal_checks import TREND_ROWS
 
@@ -16,7 +16,7 @@ EVAL_LOSS_RISE, EVAL_LOSS_NATS = 0.05, 0.02
 """Rise of the held-out loss above its lowest that is overfitting: relative to it and to the fall before; in nats."""
 
 
-def opposed_parts(history: History) -> tuple[str, str] | None:
+def opposed_parts(history: RunHistory) -> tuple[str, str] | None:
     """Return a reward function that rose and one that fell meanwhile, while the reward did not fall; None if there are
     none. The pair that moved most is returned.
     """
@@ -35,7 +35,7 @@ def opposed_parts(history: History) -> tuple[str, str] | None:
     return max(pairs, key=lambda pair: rose[pair[0]] + fell[pair[1]], default=None)
 
 
-def hacked_parts(history: History) -> str:
+def hacked_parts(history: RunHistory) -> str:
     """Find that one reward function climbed while another fell."""
     pair = opposed_parts(history)
     if pair is None:
@@ -44,17 +44,17 @@ def hacked_parts(history: History) -> str:
     return f"{pair[0]} rose {up.text()}, and {pair[1]} fell {down.text()}" if up and down else ""
 
 
-def hacked_reward(history: History) -> str:
+def hacked_reward(history: RunHistory) -> str:
     """Find that the held-out accuracy fell while the reward rose, in training and on held-out prompts."""
     return _accuracy_fell(history) if _held_out_reward_rose(history) else ""
 
 
-def overfitting(history: History) -> str:
+def overfitting(history: RunHistory) -> str:
     """Find that the held-out accuracy fell while the training reward rose."""
     return "" if _held_out_reward_rose(history) else _accuracy_fell(history)
 
 
-def overfitting_of_loss(history: History) -> str:
+def overfitting_of_loss(history: RunHistory) -> str:
     """Find that the held-out loss rose from its lowest while the training loss fell."""
     found = history.evaluations("loss")
     if len(found) < 3:
@@ -72,7 +72,7 @@ def overfitting_of_loss(history: History) -> str:
     return f"{seen}, while the training loss went from {then.mean:.3g} to {now.mean:.3g}"
 
 
-def _accuracy_fell(history: History) -> str:
+def _accuracy_fell(history: RunHistory) -> str:
     """Return what shows that the held-out accuracy fell from its best while the training reward rose, or ""."""
     found, errors = history.evaluations("accuracy"), dict(history.evaluations("error"))
     if len(found) < 2 or len(history) < TREND_ROWS or not improved(history):
@@ -87,6 +87,6 @@ def _accuracy_fell(history: History) -> str:
     return seen + trained
 
 
-def _held_out_reward_rose(history: History) -> bool:
+def _held_out_reward_rose(history: RunHistory) -> bool:
     found = history.evaluations("reward")
     return len(found) > 1 and found[-1][1] > found[0][1]

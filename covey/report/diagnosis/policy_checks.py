@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.levels import (
     FALL_ERRORS,
     Change,
@@ -49,7 +49,7 @@ STILL, FLAT_LOSS, POWER = 0.05, 0.02, 0.15
 change, in units of the spread of completions, with which a flat reward is called flat."""
 
 
-def not_finite(history: History) -> str:
+def not_finite(history: RunHistory) -> str:
     """Find that updates were skipped because they were not finite."""
     skipped = np.flatnonzero(np.nan_to_num(history.column("skipped")) > 0)
     if not skipped.size:
@@ -58,7 +58,7 @@ def not_finite(history: History) -> str:
     return f"{skipped.size} of {len(history)} steps had an update that was not finite, the first of them step {first}"
 
 
-def disagreement(history: History) -> str:
+def disagreement(history: RunHistory) -> str:
     """Find that sampler and trainer give different log-probs to the same tokens."""
     name = "sampling/logp_difference/mean"
     now, first = recent(history, name), level(history, name, 0, history.window)
@@ -67,7 +67,7 @@ def disagreement(history: History) -> str:
     return f"their log-probs differ by {now.mean:.3g} nats per token on average in {now.span}"
 
 
-def bonus_too_large(history: History) -> str:
+def bonus_too_large(history: RunHistory) -> str:
     """Find that the entropy rises under an entropy bonus while the reward does not."""
     bonus, entropy = history.numeric_setting("grpo.entropy_bonus", 0.0), change(history, "entropy")
     if len(history) < TREND_ROWS or not bonus or entropy is None or improved(history):
@@ -77,7 +77,7 @@ def bonus_too_large(history: History) -> str:
     return f"the entropy went {entropy.text()} with a bonus of {bonus:.3g}{_and_reward(history)}"
 
 
-def rate_too_high(history: History) -> str:
+def rate_too_high(history: RunHistory) -> str:
     """Find that updates spoiled the model: the reward fell and stayed low, or it jumped in two other respects while
     nothing was gained."""
     if len(history) < TREND_ROWS or _rate(history) == 0:
@@ -93,7 +93,7 @@ def rate_too_high(history: History) -> str:
     return "; ".join([f"nothing was gained at a learning rate of {_rate(history):.3g}{_and_reward(history)}", *signs])
 
 
-def rate_too_high_for_loss(history: History) -> str:
+def rate_too_high_for_loss(history: RunHistory) -> str:
     """Find that the loss rose for good, or that it never fell below where it was before the first update."""
     loss, late = history.column("loss"), recent(history, "loss")
     lowest = min(earlier_levels(history, "loss"), key=lambda one: one.mean, default=None)
@@ -109,7 +109,7 @@ def rate_too_high_for_loss(history: History) -> str:
     return f"the loss rose {found.text()}, at a learning rate of {_rate(history):.3g}"
 
 
-def entropy_collapse(history: History) -> str:
+def entropy_collapse(history: RunHistory) -> str:
     """Find that the entropy fell to a fraction, and that groups have equal rewards although not all are right."""
     entropy, ties = change(history, "entropy"), recent(history, "frac_reward_zero_std")
     between = recent(history, "reward_error")
@@ -121,7 +121,7 @@ def entropy_collapse(history: History) -> str:
     return f"the entropy fell {entropy.text()}, and {percent(ties.mean)} of the groups had equal rewards in {ties.span}"
 
 
-def kl_runaway(history: History) -> str:
+def kl_runaway(history: RunHistory) -> str:
     """Find that the KL to the reference is high and still grows, or is very high."""
     n, window = len(history), history.window
     late, middle = recent(history, "kl"), level(history, "kl", max(0, n // 2 - window), max(1, n // 2))
@@ -132,7 +132,7 @@ def kl_runaway(history: History) -> str:
     return f"the KL grew {Change(middle, late).text()} nats per token{_and_reward(history)}"
 
 
-def longer_for_nothing(history: History) -> str:
+def longer_for_nothing(history: RunHistory) -> str:
     """Find that completions grow while the reward does not."""
     length = change(history, "completions/mean_length")
     if len(history) < TREND_ROWS or length is None or improved(history):
@@ -142,7 +142,7 @@ def longer_for_nothing(history: History) -> str:
     return f"the mean length went {length.text()} tokens{_and_reward(history)}"
 
 
-def beyond_the_clip(history: History) -> str:
+def beyond_the_clip(history: RunHistory) -> str:
     """Find that many tokens are clipped, for ratios of single tokens."""
     clipped = recent(history, "clip_ratio/region_mean")
     sequences = str(history.settings.get("grpo.algorithm")).startswith("gspo") or history.settings.get(
@@ -153,7 +153,7 @@ def beyond_the_clip(history: History) -> str:
     return f"{percent(clipped.mean)} of the tokens were clipped in {clipped.span}"
 
 
-def critic_predicts_nothing(history: History) -> str:
+def critic_predicts_nothing(history: RunHistory) -> str:
     """Find that the critic's values explain nothing of the returns, and that the reward does not rise."""
     explained = recent(history, "critic/explained_variance")
     if len(history) < LONG_ROWS or explained is None or explained.mean > 0 or improved(history):
@@ -161,7 +161,7 @@ def critic_predicts_nothing(history: History) -> str:
     return f"explained variance {explained.mean:.3g} in {explained.span}{_and_reward(history)}"
 
 
-def rate_too_low(history: History) -> str:
+def rate_too_low(history: RunHistory) -> str:
     """Find that neither the reward nor the policy moved, although there was a signal to learn from."""
     reward = gain(history)
     if len(history) < LONG_ROWS or reward is None or abs(reward.errors) >= 3:
@@ -178,7 +178,7 @@ def rate_too_low(history: History) -> str:
     return f"the mean reward went {reward.text()}{moved}, at a learning rate of {_rate(history):.3g}"
 
 
-def rate_too_low_for_loss(history: History) -> str:
+def rate_too_low_for_loss(history: RunHistory) -> str:
     """Find that the loss did not fall."""
     loss = change(history, "loss")
     if len(history) < LONG_ROWS or loss is None or loss.early.mean <= 0:
@@ -188,7 +188,7 @@ def rate_too_low_for_loss(history: History) -> str:
     return f"the loss went {loss.text()}, at a learning rate of {_rate(history):.3g}"
 
 
-def _signs(history: History) -> Iterator[str]:
+def _signs(history: RunHistory) -> Iterator[str]:
     """Yield what else jumped between the first step, which no update has touched, and the last window."""
     cut = _since_first(history, "completions/clipped_ratio")
     if cut and cut.difference >= JUMP:
@@ -208,23 +208,23 @@ def _signs(history: History) -> Iterator[str]:
         yield f"gradient norm {norms[0]:.3g} in the first step, {norms[spike]:.3g} in step {history.steps[spike]}"
 
 
-def _since_first(history: History, name: str) -> Change | None:
+def _since_first(history: RunHistory, name: str) -> Change | None:
     """Return the change of `name` from the first row, which no update has touched, to the last window."""
     first, late = level(history, name, 0, 1), recent(history, name)
     return None if first is None or late is None else Change(first, late)
 
 
-def _still(history: History, name: str) -> bool:
+def _still(history: RunHistory, name: str) -> bool:
     found = change(history, name)
     return found is None or abs(found.difference) <= STILL * abs(found.early.mean)
 
 
-def _rate(history: History) -> float:
+def _rate(history: RunHistory) -> float:
     """Return the highest learning rate of the run; NaN if it was not measured."""
     rates = history.column("learning_rate")
     return float(np.nanmax(rates)) if np.isfinite(rates).any() else math.nan
 
 
-def _and_reward(history: History) -> str:
+def _and_reward(history: RunHistory) -> str:
     found = gain(history)
     return f"; the mean reward went {found.text()}" if found else ""

@@ -11,7 +11,7 @@ from covey.report.diagnosis import outcome_checks as outcome
 from covey.report.diagnosis import policy_checks as policy
 from covey.report.diagnosis import signal_checks as signal
 from covey.report.diagnosis.finding import NOTE, PROBLEM
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.levels import FALL_ERRORS, GAIN_ERRORS, MIN_FALL, percent
 
 BOTH, RL, SFT = ("rl", "sft"), ("rl",), ("sft",)
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     name: str
     title: str
     threshold: str
-    check: Callable[[History], str]
+    check: Callable[[RunHistory], str]
     fix: str
     settings: tuple[str, ...]
     methods: tuple[str, ...] = RL

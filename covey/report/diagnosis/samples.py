@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from covey.display import printable
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.run_data import Row
 from covey.train.json_lines import is_count, number, parse_line
 
@@ -19,7 +19,7 @@ WIDTH = 160
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 
 
-def samples_to_read(history: History, high: str = "", low: str = "") -> list[str]:
+def samples_to_read(history: RunHistory, high: str = "", low: str = "") -> list[str]:
     """Return lines with the completions of the last window in which the reward function `high` gave most and `low`
     least; without names, those with the highest reward. There is at most one of each group.
     """
@@ -31,7 +31,7 @@ def samples_to_read(history: History, high: str = "", low: str = "") -> list[str
     return [line for _, line in sorted(best.values(), key=lambda one: -one[0])[:COUNT]]
 
 
-def _recent_rows(history: History) -> Iterator[Row]:
+def _recent_rows(history: RunHistory) -> Iterator[Row]:
     first = int(history.steps[-min(history.window, len(history))]) if len(history) else 0
     if history.samples is None or not history.samples.is_file():
         return

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from covey.report.diagnosis.history import History
+from covey.report.diagnosis.history import RunHistory
 from covey.report.diagnosis.levels import ROUNDING, all_zero, constant, improved, level, percent, recent, spread
 
 MIN_ROWS = 5
@@ -34,14 +34,14 @@ LEAST_KEPT = 0.7
 """Share of the probability below which top-k, top-p and min-p remove much."""
 
 
-def not_scored(history: History) -> str:
+def not_scored(history: RunHistory) -> str:
     """Find that no completion was scored."""
     if len(history) < MIN_ROWS or history.has("reward"):
         return ""
     return f"reward is missing in all {len(history)} steps"
 
 
-def constant_reward(history: History) -> str:
+def constant_reward(history: RunHistory) -> str:
     """Find that every completion had the same reward, other than 0."""
     rewards = history.column("reward")
     value = _only_reward(history)
@@ -51,7 +51,7 @@ def constant_reward(history: History) -> str:
     return f"every completion of {count} steps scored {value:.3g}{_completions(history, count)}"
 
 
-def never_rewarded(history: History) -> str:
+def never_rewarded(history: RunHistory) -> str:
     """Find that every completion had the reward 0, a penalty for long answers aside."""
     functions = history.functions()
     if _only_reward(history) != 0 and not (functions and len(_unrewarded(history)) == len(functions)):
@@ -66,13 +66,13 @@ def never_rewarded(history: History) -> str:
     return f"{so_far} had a reward other than 0{likely}{cut_off}"
 
 
-def part_never_rewarded(history: History) -> str:
+def part_never_rewarded(history: RunHistory) -> str:
     """Find reward functions that gave 0 to every completion while the reward varied."""
     parts = [] if _only_reward(history) is not None else _unrewarded(history)
     return f"0 for every completion in all {len(history)} steps: {', '.join(parts)}" if parts else ""
 
 
-def answers_cut(history: History) -> str:
+def answers_cut(history: RunHistory) -> str:
     """Find that many completions were cut off and that this did not get rarer, while the reward did not rise, or that
     nearly all were."""
     cut = recent(history, "completions/clipped_ratio")
@@ -89,7 +89,7 @@ def answers_cut(history: History) -> str:
     return f"completions were cut off{tokens}: {shares}"
 
 
-def too_hot(history: History) -> str:
+def too_hot(history: RunHistory) -> str:
     """Find that the sampling temperature costs most of the reward."""
     temperature = history.numeric_setting("rollout.temperature", 1.0)
     now = recent(history, "reward")
@@ -107,7 +107,7 @@ def too_hot(history: History) -> str:
     return f"the samples are drawn at temperature {temperature:.3g}, and the reward is {now.mean:.3g} in {now.span}"
 
 
-def too_similar(history: History) -> str:
+def too_similar(history: RunHistory) -> str:
     """Find that the completions of a group are nearly all the same text, since before the first update."""
     size, name = history.group_size, "completions/distinct_ratio"
     untrained, first, now = level(history, name, 0, 1), level(history, name, 0, history.window), recent(history, name)
@@ -119,17 +119,17 @@ def too_similar(history: History) -> str:
     return f"a group of {size} completions had {now.mean * size:.3g} different texts on average in {now.span}"
 
 
-def too_few_signals(history: History) -> str:
+def too_few_signals(history: RunHistory) -> str:
     """Find that most groups have equal rewards, that the reward did not rise, and that the prompts are not too easy."""
     return "" if _is_easy(history) else _ties(history)
 
 
-def too_easy(history: History) -> str:
+def too_easy(history: RunHistory) -> str:
     """Find that most groups have equal rewards because nearly every completion is right."""
     return _ties(history) if _is_easy(history) else ""
 
 
-def much_removed(history: History) -> str:
+def much_removed(history: RunHistory) -> str:
     """Find that top-k, top-p or min-p remove much of the probability."""
     kept = recent(history, "sampling/mass_kept")
     if len(history) < MIN_ROWS or kept is None or kept.mean >= LEAST_KEPT:
@@ -137,13 +137,13 @@ def much_removed(history: History) -> str:
     return f"{percent(kept.mean)} of the probability is kept on average in {kept.span}"
 
 
-def level_mean(history: History, name: str) -> float:
+def level_mean(history: RunHistory, name: str) -> float:
     """Return the mean of `name` over the whole run; 0 if it was not measured."""
     found = level(history, name, 0, len(history))
     return 0.0 if found is None else found.mean
 
 
-def _unrewarded(history: History) -> list[str]:
+def _unrewarded(history: RunHistory) -> list[str]:
     """Return the reward functions that gave 0 to every completion; none if the run is too short."""
     if len(history) < MIN_ROWS:
         return []
@@ -156,7 +156,7 @@ def _unrewarded(history: History) -> list[str]:
     ]
 
 
-def _only_reward(history: History) -> float | None:
+def _only_reward(history: RunHistory) -> float | None:
     """Return the reward that every completion of the run had; None if they differ, or the run is too short."""
     rewards = history.column("reward")
     if len(history) < MIN_ROWS or not constant(rewards):
@@ -166,7 +166,7 @@ def _only_reward(history: History) -> float | None:
     return float(rewards[np.isfinite(rewards)][0]) if alike else None
 
 
-def _ties(history: History) -> str:
+def _ties(history: RunHistory) -> str:
     if len(history) < MIN_ROWS or history.has_critic or _only_reward(history) is not None or improved(history):
         return ""
     now, ever = recent(history, "frac_reward_zero_std"), level_mean(history, "frac_reward_zero_std")
@@ -177,11 +177,11 @@ def _ties(history: History) -> str:
     return f"{percent(now.mean)} of the groups{size} had equal rewards in {now.span}, {percent(ever)} in the whole run"
 
 
-def _is_easy(history: History) -> bool:
+def _is_easy(history: RunHistory) -> bool:
     reward = recent(history, "reward")
     return reward is not None and reward.mean >= EASY * spread(history) > 0
 
 
-def _completions(history: History, rows: int) -> str:
+def _completions(history: RunHistory, rows: int) -> str:
     """Return the number of completions of `rows` steps in parentheses, if it is known."""
     return f" ({rows * history.samples_per_step} completions)" if history.samples_per_step else ""
