@@ -1,4 +1,4 @@
-"""Check the files of an untrusted checkpoint before they are read.
+"""Check files of an untrusted checkpoint before they are read, digest files, and replace them atomically.
 
 A file name in an index may not contain a path separator (`models.loading.weights`), and a link may not lead out of the
 checkpoint's folder: its target would be read, shown in errors and copied by exports. The one exception is the hub's
@@ -7,6 +7,7 @@ the user and is followed.
 """
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Write a file atomically: a reader sees the old one or the new one, never a part."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with temporary.open("wb") as draft:
+        draft.write(data)
+        draft.flush()
+        os.fsync(draft.fileno())
+    os.replace(temporary, file)
 
 
 def _leaves_folder(link: Path) -> bool:

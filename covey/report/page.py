@@ -21,6 +21,7 @@ from typing import Any
 from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
+from covey.files import replace_file
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
@@ -28,7 +29,6 @@ from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, read_run
 from covey.report.script_json import script_json
-from covey.train.checksums import replace_file
 from covey.train.json_lines import number
 
 GENERATOR = '<meta name="generator" content="Covey'

@@ -71,16 +71,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(file: Path, data: bytes) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, never a part."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with temporary.open("wb") as draft:
-        draft.write(data)
-        draft.flush()
-        os.fsync(draft.fileno())
-    os.replace(temporary, file)
-
-
 def describe_damage(folder: Path, part: tuple[int, int] = (0, 1)) -> str:
     """Describe the damage to the files of a checkpoint; empty when they are intact.
 

@@ -19,7 +19,8 @@ from typing import IO, Any
 import numpy as np
 
 from covey.errors import ResumeError
-from covey.train.checksums import is_open_at, replace_file, sync
+from covey.files import replace_file
+from covey.train.checksums import is_open_at, sync
 from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY
 from covey.types import Completion, Episode, Group, Prompt
 
