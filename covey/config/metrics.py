@@ -141,7 +141,12 @@ TABLE = (
     Metric("dynamic_sampling/tied", "groups", "groups of equal rewards that were left when the rounds were used up"),
     Metric("critic/loss", "", "loss of the critic; only ppo has a critic", lower_is_better=True),
     Metric("critic/grad_norm", "", "norm of the critic's gradient before it is clipped"),
-    Metric("critic/value_loss", "", "half the mean squared error of the critic's values per token, clipped"),
+    Metric(
+        "critic/value_loss",
+        "",
+        "half the mean squared error of the critic's values per token, clipped",
+        lower_is_better=True,
+    ),
     Metric("critic/value_mean", "reward", "mean of the critic's values"),
     Metric("critic/value_clip_ratio", "share", "tokens whose value was clipped"),
     Metric("critic/explained_variance", "", "1 − Var(return − value) / Var(return): 1 is a perfect prediction, 0 none"),
