@@ -4,7 +4,7 @@ import re
 from dataclasses import field
 from typing import Literal, TypeVar
 
-from covey.config.base import Config, NonNegativeInt, PositiveInt
+from covey.config.base import Config, GroupSize, NonNegativeInt
 from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 
@@ -23,7 +23,7 @@ class ChatOptions(Config):
 class GenerateOptions(ChatOptions):
     """Settings of `covey generate`."""
 
-    n: PositiveInt = 1
+    n: GroupSize = 1
     """Number of completions of the prompt."""
 
 

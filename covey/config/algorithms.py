@@ -13,6 +13,7 @@ from annotated_types import Gt
 from covey.config.base import (
     Config,
     Fraction,
+    GroupSize,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -52,7 +53,7 @@ class GRPOConfig(Config, section="grpo"):
 
     algorithm: AlgorithmName = "grpo"
     """Preset: the settings of a published algorithm."""
-    num_generations: PositiveInt = 8
+    num_generations: GroupSize = 8
     """Number of samples for each prompt: the group size G."""
     num_iterations: PositiveInt = 1
     """Number of updates on each batch of rollouts: μ."""
@@ -139,7 +140,7 @@ class PPOConfig(GRPOConfig):
     """GRPO's settings with PPO's defaults: the preset `ppo`, one sample a prompt."""
 
     algorithm: AlgorithmName = "ppo"
-    num_generations: PositiveInt = 1
+    num_generations: GroupSize = 1
     gamma: FromPreset[Probability] = from_preset(1.0)
     """gae: discount."""
     gae_lambda: FromPreset[Probability] = from_preset(0.95)

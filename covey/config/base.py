@@ -43,6 +43,8 @@ MAX_SHOWN = 200
 Int = Annotated[int, Le(MAX_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
 PositiveInt = Annotated[int, Ge(1), Le(MAX_INT)]
+GroupSize = Annotated[int, Ge(1), Le(2**16)]
+"""Number of completions of one prompt: larger groups than any that was published, and lists that fit the memory."""
 NonNegativeFloat = Annotated[float, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]

@@ -234,7 +234,7 @@ def test_sections_of_verl_are_answered_with_their_lines() -> None:
         (covey.Recipe, {"seed": -1}, "seed is -1", "at least 0"),
         (covey.RLTrainingConfig, {"show": ("klll",)}, "training.show names 'klll'", "did you mean 'kl'?"),
         (covey.RLTrainingConfig, {"max_steps": 10**5000}, "training.max_steps is a number of thousands", "2147483647"),
-        (covey.GRPOConfig, {"num_generations": 2**31}, "grpo.num_generations is 2147483648", "at most 2147483647"),
+        (covey.GRPOConfig, {"num_generations": 2**31}, "grpo.num_generations is 2147483648", "at most 65536"),
         (covey.EvalConfig, {"preset": "greedy", "top_p": 0.5}, "evaluation.top_p is set", "null for one of the two"),
         (covey.ModelOptions, {"quantize": "nf4"}, "model.quantize is nf4 without adapters", "lora.rank above 0"),
     ],

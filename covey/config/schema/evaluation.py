@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Literal
 
-from covey.config.base import NonNegativeInt, PositiveInt, Problem
+from covey.config.base import GroupSize, NonNegativeInt, Problem
 from covey.config.schema.sampling import SamplingConfig
 
 
@@ -15,7 +15,7 @@ class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when
     """Number of held-out prompts; 0 means all."""
     during_prompts: NonNegativeInt | None = None
     """covey train: number of held-out prompts of evaluations during training; `prompts` when not set, 0 means all."""
-    samples: PositiveInt = 1
+    samples: GroupSize = 1
     """Number of completions sampled for each prompt."""
     accuracy: str = ""
     """Reward function that is 1 or more for a right answer."""
