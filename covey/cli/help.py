@@ -163,7 +163,8 @@ examples
   covey rewards mine.yaml --prompts 32 --grpo.num-generations 16
   covey rewards quickstart --samples runs/quickstart-1/samples.jsonl --rewards first_letter
 
-The settings are those of covey train. A reward model is not asked.
+The settings are those of covey train. A reward model is not asked, and the penalty for long completions
+(grpo.overlong_buffer) is not added; the output says so for a recipe that has them.
 """
 
 PLAN = """\

@@ -60,7 +60,9 @@ def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None,
         what = f"this recipe scores by {by}, in several turns"
         raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {loaded.name} plays episodes")
     if not loaded.rewards:
-        raise CoveyError("this recipe names no reward function", want="one or more in rewards", where="rewards")
+        also = ", and its reward model is not asked" if loaded.reward_model else ""
+        what = f"this recipe names no reward function{also}"
+        raise CoveyError(what, want="one or more in rewards", where="rewards")
     groups = read_groups(Path(samples), loaded, prompts) if samples else _sample(loaded, prompts or PROMPTS)
 
     from covey.rewards.signal import choose_examples, measure_signal  # late: it needs NumPy
@@ -70,9 +72,18 @@ def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None,
     examples = [_example(group, index) for group, index in choose_examples(scored)]
     if as_json:
         origin = samples or loaded.model.source
-        echo(json.dumps({"recipe": loaded.name, "samples": origin, **signal.to_json(), "examples": examples}))
+        found = {**signal.to_json(), "examples": examples, "not_included": not_included(loaded)}
+        echo(json.dumps({"recipe": loaded.name, "samples": origin, **found}))
     else:
-        _print(signal, examples)
+        _print(signal, examples, not_included(loaded))
+
+
+def not_included(loaded: recipe.Recipe) -> list[str]:
+    """Return what a run adds to the rewards of the functions, and this command does not."""
+    buffer = algorithm_of(loaded.grpo).overlong_buffer
+    model = f"the reward model {loaded.reward_model} (reward_model)" if loaded.reward_model else ""
+    penalty = f"the penalty for long completions (grpo.overlong_buffer {buffer:g})" if buffer else ""
+    return [part for part in (model, penalty) if part]
 
 
 def _sample(loaded: recipe.Recipe, prompts: int) -> "list[Group]":
@@ -172,7 +183,7 @@ def _number(value: float) -> float | None:
     return None if value != value else float(value)
 
 
-def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]]) -> None:
+def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> None:
     echo(
         f"{signal.completions} completions of {signal.groups} prompts, {signal.truncated:.0%} cut at the limit\n",
         keep="\n",
@@ -181,6 +192,8 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]]) -> None:
     echo(f"{'function':<{width}}  {'mean':>8}  {'spread':>8}  {'differ':>6}  {'scored':>6}  {'failed':>6}")
     for one in signal.functions:
         echo(f"{one.name:<{width}}  {_row(one)}")
+    if missing:
+        echo(f"not included: {', '.join(missing)}; a run adds to the reward what they give")
     echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores\n", keep="\n")
     for example in examples:
         reward = "none" if example["reward"] is None else f"{example['reward']:+.3g}"

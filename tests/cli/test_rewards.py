@@ -48,6 +48,15 @@ def test_the_table_shows_no_control_characters(capsys: Any) -> None:
     assert "There is a signal: the rewards differ in 1 of 1 groups" in shown
 
 
+def test_what_a_run_adds_to_the_rewards_is_named(capsys: Any) -> None:
+    words = ["rewards", "quickstart", "--samples", "samples.jsonl"]
+    assert cli.main([*words, "--reward-model", TINY, "--grpo.overlong-buffer", "0.2"]) == 0
+    added = f"the reward model {TINY} (reward_model), the penalty for long completions (grpo.overlong_buffer 0.2)"
+    assert f"not included: {added}; " in capsys.readouterr().out
+    assert cli.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_included"] == []
+
+
 def test_failures_are_counted(capsys: Any, here: Path) -> None:
     (here / "covey_rewards_test.py").write_text("def fails(prompts, completions, letter, **c):\n    raise ValueError\n")
     words = ["rewards", "quickstart", "--samples", "samples.jsonl", "--rewards", "covey_rewards_test:fails"]
