@@ -419,6 +419,7 @@ def _report(runs: Sequence[Path], out: str | None) -> None:
     file = Path(out).expanduser() if out else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
     size = write_report(file, runs)
     print(printable(f"{file} ({size / 1e6:.1f} MB): open it in a browser; it needs no network"))
+    print("it holds prompts and completions of the run: to publish it is to publish them")
 
 
 def _watch(run: Path, switches: set[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from covey.cli.main import main
 from covey.config.metrics import TABLE
 from covey.errors import CoveyError
 from covey.report import Finding, write_report
@@ -164,6 +165,15 @@ def test_the_diagnosis_has_its_place(make_run: Any) -> None:
         assert found["evidence"]
     finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "rewards")
     assert data_of(parsed(folder, findings=[finding]))["findings"] == [vars(finding) | {"samples": []}]
+
+
+def test_page_and_command_say_that_they_hold_data(make_run: Any, capsys: Any) -> None:
+    folder = make_run()
+    assert main(["report", str(folder)]) == 0
+    assert "it holds prompts and completions of the run: to publish it is to publish them" in capsys.readouterr().out
+    page = (folder / "report.html").read_text()
+    assert "The page holds prompts, so text of the data, completions and settings of the run" in page
+    assert "to publish it is to publish them" in page
 
 
 def test_nothing_but_a_report_is_replaced(make_run: Any, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ function showRecord(body) {
     if (notes.length) body.append(element('h3', {}, (DATA.runs.length > 1 ? escapedLine(run.name) + ': ' : '') + 'left out of this page'), element('ul', {}, notes.map((note) => element('li', {}, note))));
   }
   body.append(element('p', { class: 'muted note' }, 'Written by Covey ' + DATA.covey + ' at ' + DATA.written.replace('T', ' ').replace('+00:00', ' UTC') +
-    '. The page holds prompts, completions and settings of the run: whoever gets the file can read them. Charts: uPlot 1.6.32, \u00a9 2022 Leon Sorokin, MIT licence.'));
+    '. The page holds prompts, so text of the data, completions and settings of the run: whoever gets the file can read them, and to publish it is to publish them. Charts: uPlot 1.6.32, \u00a9 2022 Leon Sorokin, MIT licence.'));
   return true;
 }
 
