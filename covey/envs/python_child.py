@@ -86,7 +86,7 @@ def lock_files(libc: ctypes.CDLL, read: Sequence[str], write: Sequence[str]) -> 
         os.close(beneath)
         if refused:
             return False
-    return libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0 and libc.syscall(RESTRICT_SELF, ruleset, 0) == 0
+    return not (libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(RESTRICT_SELF, ruleset, 0))
 
 
 def lock_calls(libc: ctypes.CDLL) -> bool:

@@ -41,7 +41,8 @@ def resolve_tool(name: str) -> Callable[..., Any]:
     Raises:
         RecipeError: it does not exist, or its module cannot be imported.
     """
-    return _resolve(name, TOOLS, "tool", "function", "envs.tools")
+    function: Callable[..., Any] = _resolve(name, TOOLS, "tool", "function", "envs.tools")
+    return function
 
 
 def environment_name(environment: str | Factory) -> str:
