@@ -65,6 +65,12 @@ class GRPOConfig(Config, section="grpo"):
         "group_zscore"
     )
     """Rule that turns rewards into advantages; gae needs a critic."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Reward of a turn in an environment: that of the whole episode, or of the turn and those after it, which is
+    compared with what the group's other episodes got from the same turn on.
+    """
+    turn_gamma: Probability = 1.0
+    """credit turn: factor of the rewards of each later turn."""
     ratio: FromPreset[Literal["token", "sequence", "sequence_token"]] = from_preset("token")
     """Importance ratio: of each token, of the whole answer (GSPO), or of the answer with the gradient of the token."""
     surrogate: FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]] = from_preset("clip")
@@ -129,6 +135,7 @@ class GRPOConfig(Config, section="grpo"):
         yield from _unused_settings(self, a)
         yield from _group_contradictions(self, a)
         yield from _reference_contradictions(self, a)
+        yield from _credit_contradictions(self, a)
         if self.num_iterations > 1 and a.surrogate == "reinforce":
             yield _updates_without_a_ratio(self)
         if self.reward_weights is not None and not any(self.reward_weights):
@@ -214,6 +221,15 @@ def _reference_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Prob
     if config.reference_every_n_updates and not a.beta:
         what = "grpo.reference_every_n_updates moves a reference that nothing uses, for grpo.beta is 0"
         yield Problem("reference_every_n_updates", what, "0, or a grpo.beta above 0")
+
+
+def _credit_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
+    if config.credit == "turn" and a.has_critic:
+        what = "grpo.credit is turn, and a critic gives each token a credit of its own"
+        yield Problem("credit", what, "episode, or another grpo.advantage than gae")
+    if config.credit != "turn" and config.turn_gamma != 1.0:
+        what = f"grpo.turn_gamma is {config.turn_gamma:g}, and each turn has the reward of the whole episode"
+        yield Problem("turn_gamma", what, "1, or grpo.credit turn")
 
 
 def _updates_without_a_ratio(config: GRPOConfig) -> Problem:

@@ -302,6 +302,9 @@ def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     if rollout.temperature == 0:
         what = "rollout.temperature is 0: all samples of a group would be the same"
         yield Problem("rollout.temperature", what, "more than 0")
+    if grpo.credit == "turn" and not (scored or recipe.envs.tools):
+        what = "grpo.credit is turn, and there is no environment: a sample is one turn"
+        yield Problem("grpo.credit", what, "episode, or an environment or tools in envs")
     yield from _unknown_functions(recipe)
 
 

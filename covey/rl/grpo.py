@@ -3,20 +3,25 @@
 The loop is `learner.Learner.train`; this module computes advantages from rewards.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
-from covey.losses.advantages import ADVANTAGES, AdvantageFn
+from covey.losses.advantages import ADVANTAGES, AdvantageFn, turn_returns
 from covey.losses.shaping import kl_penalty
 from covey.parallel import distributed
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import Experience
+from covey.rl.experience import Experience, sampled_mask
 from covey.rl.learner import Learner, RewardFns
+from covey.types import Completion
 
 
 class GRPOLearner(Learner):
@@ -64,16 +69,100 @@ def group_advantages(
     """Return the experience with advantages from its groups' rewards. Where the KL is in the reward, β·KL of all tokens
     that the model sampled is subtracted first.
     """
-    rewards = x.rewards
+    penalties = None
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
-        rewards = rewards - np.array([p.sum() for p in penalties]).reshape(rewards.shape)
     compute = advantage_fn or ADVANTAGES[algorithm.advantage]
-    over_groups = advantage_fn is not None or algorithm.advantage == "batch_std"
-    advantages = (_compute_over_processes(compute, rewards) if over_groups else compute(rewards)).astype(np.float32)
+    if advantage_fn is not None or algorithm.advantage == "batch_std":
+        compute = partial(_compute_over_processes, compute)
+    if algorithm.credit == "turn":
+        return turn_advantages(x, algorithm, compute, penalties)
+    rewards = x.rewards
+    if penalties is not None:
+        rewards = rewards - np.array([p.sum() for p in penalties]).reshape(rewards.shape)
+    advantages = compute(rewards).astype(np.float32)
     groups = [replace(g, advantages=a) for g, a in zip(x.groups, advantages, strict=True)]
     per_token = [np.full(n, a) for n, a in zip(x.lengths, advantages.ravel(), strict=True)]
     return replace(x, groups=groups, advantages=per_token)
+
+
+def turn_advantages(
+    x: Experience, algorithm: Algorithm, compute: AdvantageFn, penalties: Sequence[np.ndarray] | None = None
+) -> Experience:
+    """Return the experience with an advantage for each turn of its episodes, at all tokens of the turn.
+
+    The return of turn k (`turn_returns`) is compared with the returns of turn k of the group's other episodes, those
+    that have one; where no other has one it is 0 (as in Zeng et al., 2025, arXiv 2505.11821, for turns at the same
+    place). A completion without an environment is one turn. The advantage of a completion, in the log, is the mean
+    over its sampled tokens.
+
+    Args:
+        x: groups with rewards.
+        algorithm: its weights of rewards and its discount.
+        compute: advantages of rewards [turns, G], NaN where an episode has no such turn or was not scored.
+        penalties: what is subtracted from the reward of each token, one array per completion.
+    """
+    weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
+    given = penalties or [np.zeros(n) for n in x.lengths]
+    tables, index = [np.zeros((0, x.rewards.shape[1]))], 0
+    for group, totals in zip(x.groups, x.rewards, strict=True):
+        rewards = [
+            turn_rewards(c, total, weight, penalty)
+            for c, total, penalty in zip(group.completions, totals, given[index:], strict=False)
+        ]
+        tables.append(_by_turn([turn_returns(one, algorithm.turn_gamma) for one in rewards]))
+        index += len(rewards)
+    computed = compute(np.concatenate(tables)).astype(np.float32)
+    of_groups = np.split(computed, np.cumsum([len(table) for table in tables[1:]])[:-1])
+    advantages, groups = [], []
+    for group, table in zip(x.groups, of_groups, strict=False):
+        of_group = [table[_turn_of_tokens(c), number] for number, c in enumerate(group.completions)]
+        masks = [sampled_mask(c) for c in group.completions]
+        means = [a[m].mean() if m.any() else 0.0 for a, m in zip(of_group, masks, strict=True)]
+        groups.append(replace(group, advantages=np.array(means, np.float32)))
+        advantages += of_group
+    return replace(x, groups=groups, advantages=advantages)
+
+
+def turn_rewards(
+    completion: Completion, total: float, weight: float, penalty: Float[np.ndarray, "n"]
+) -> Float[np.ndarray, "K"]:
+    """Compute the reward of each turn of a completion: what the environment gave for it, and for the last one also what
+    scores the whole (the other reward functions, penalties of length). NaN for all of them if `total` is NaN.
+
+    Args:
+        completion: a completion with or without an episode.
+        total: reward of the whole completion.
+        weight: weight of the environment's reward in it.
+        penalty: what is subtracted from the reward of each token.
+    """
+    ends, episode = _turn_ends(completion), completion.episode
+    rewards = np.zeros(len(ends))
+    if episode is not None and episode.reward is not None:
+        own = episode.turn_rewards[: len(ends)]
+        rewards[: len(own)] = weight * np.array(own)
+    rewards[-1] += total - rewards.sum()
+    rewards -= [penalty[start:end].sum() for start, end in pairwise([0, *ends])]
+    return rewards if not np.isnan(total) else np.full(len(ends), np.nan)
+
+
+def _turn_ends(completion: Completion) -> tuple[int, ...]:
+    """Return the number of tokens at the end of each turn; a completion without turns is one."""
+    ends = completion.episode.turn_ends if completion.episode else ()
+    return (*ends[:-1], len(completion.tokens))
+
+
+def _turn_of_tokens(completion: Completion) -> np.ndarray:
+    """Return the turn of each token, int [n]; tokens of the environment belong to the turn after them."""
+    return np.searchsorted(_turn_ends(completion), np.arange(len(completion.tokens)), side="right")
+
+
+def _by_turn(returns: Sequence[Float[np.ndarray, "K"]]) -> Float[np.ndarray, "K G"]:
+    """Return the returns of a group's episodes by turn, NaN where an episode has no such turn."""
+    table = np.full((max(map(len, returns)), len(returns)), np.nan)
+    for number, one in enumerate(returns):
+        table[: len(one), number] = one
+    return table
 
 
 def _compute_over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
