@@ -64,6 +64,18 @@ class Episode:
     tool_failures: int = 0
 
 
+class Branch(NamedTuple):
+    """Place in a completion from which it continues an earlier token, because its history was rewritten.
+
+    Attributes:
+        start: index of the branch's first token in the completion.
+        kept: number of tokens that stay of the sequence so far, which begins with the prompt.
+    """
+
+    start: int
+    kept: int
+
+
 @dataclass(frozen=True)
 class Completion:
     """One completion.
@@ -80,6 +92,8 @@ class Completion:
         mask: bool [n], True for tokens that the model generated and False for those that a tool or an environment
             inserted; None when the model generated all.
         episode: its course in an environment; None without one.
+        branches: branches in order, where a rewritten history may make some; None elsewhere. Each token of the
+            completion belongs to one branch, and is preceded by those that the branch kept.
     """
 
     tokens: "np.ndarray"
@@ -89,6 +103,7 @@ class Completion:
     text: str = ""
     mask: "np.ndarray | None" = None
     episode: Episode | None = None
+    branches: tuple[Branch, ...] | None = None
 
     @property
     def num_sampled(self) -> int:

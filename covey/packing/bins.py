@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from covey.sampling.lengths import power_of_two
+from covey.types import Branch
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, row lengths are its multiples."""
@@ -32,11 +33,15 @@ several lengths compete for them: in simulated runs of 20, 100 and 1000 steps th
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt and those of its completions that go into one row; `indices` number the completions in the step."""
+    """A prompt and those of its completions that go into one row; `indices` number the completions in the step.
+
+    `branches` are those of each completion; None where no completion can have any.
+    """
 
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     indices: tuple[int, ...]
+    branches: tuple[tuple[Branch, ...], ...] | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -55,7 +60,9 @@ class Piece:
 
     def select(self, indices: Sequence[int]) -> "Piece":
         """Return the piece with the completions at `indices` alone."""
-        return Piece(self.prompt, tuple(self.completions[i] for i in indices), tuple(self.indices[i] for i in indices))
+        branches = self.branches and tuple(self.branches[i] for i in indices)
+        chosen = (tuple(values[i] for i in indices) for values in (self.completions, self.indices))
+        return Piece(self.prompt, *chosen, branches)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from covey.models.decoder import Decoder
 from covey.models.span_attention import span_attention
 from covey.models.spans import Spans
 from covey.packing.bins import Piece, choose_row_length, row_length_bucket, rows_per_micro_batch
+from covey.packing.branches import drops_prompt, predecessors, subtree_ends, token_positions
 from covey.parallel.sharding import num_row_shards
 from covey.types import Group
 
@@ -42,6 +43,8 @@ class Rows(NamedTuple):
         target: the scored tokens.
         segment_ids: number of each scored token's completion in the row (as in `input_segment_ids`); 0 is padding.
         scatter_index: index of that completion in the step, and of the token in the completion; -1 is padding.
+        ends: index behind the last descendant of each input token; None where no completion can have branches, because
+            the segments say it then.
     """
 
     tokens: Int[Any, "R L"]
@@ -52,6 +55,7 @@ class Rows(NamedTuple):
     target: Int[Any, "R M"]
     segment_ids: Int[Any, "R M"]
     scatter_index: Int[Any, "R M 2"]
+    ends: Int[Any, "R L"] | None = None
 
     @property
     def scored(self) -> Bool[Any, "R M"]:
@@ -92,7 +96,9 @@ def pack(
     else:
         length, bins = choose_row_length(pieces, row_length, max_tokens, compile_cost)
         rows = [b.pieces for b in bins]
-    return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=True)))
+    branched = any(piece.branches is not None for piece in pieces)
+    filled = [_fill_row(r, length, branched) for r in rows]
+    return jax.tree.map(lambda *parts: np.stack(parts), *filled)
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
@@ -142,6 +148,7 @@ def attention_spans(rows: Rows) -> Spans:
     new_segment = new_group | changes(rows.input_segment_ids)
     start = jax.lax.cummax(jnp.where(new_group, index, 0), axis=1)
     end = jnp.where(rows.input_segment_ids > 0, run_end(new_segment), run_end(new_group))
+    end = end if rows.ends is None else rows.ends
     is_token = group_ids > 0
     return Spans(jnp.where(is_token, start, index), jnp.where(is_token, end, index + 1))
 
@@ -174,37 +181,59 @@ def padding_fraction(rows: Rows, rows_at_once: int = 1) -> float:
 
 
 def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
-    """Yield the groups as pieces, their completions numbered consecutively."""
+    """Yield the groups as pieces, their completions numbered consecutively.
+
+    A completion with a branch that drops tokens of the prompt is a piece of its own: the others see all of the prompt.
+    """
     number = 0
     for group in groups:
-        tokens = tuple(np.asarray(c.tokens) for c in group.completions)
-        yield Piece(np.asarray(group.prompt_tokens), tokens, tuple(range(number, number + len(tokens))))
+        prompt, completions = np.asarray(group.prompt_tokens), group.completions
+        tokens = tuple(np.asarray(c.tokens) for c in completions)
+        can_branch = any(c.branches is not None for c in completions)
+        branches = tuple(c.branches or () for c in completions) if can_branch else None
+        whole = Piece(prompt, tokens, tuple(range(number, number + len(tokens))), branches)
+        apart = [i for i, found in enumerate(branches or ()) if drops_prompt(len(prompt), found)]
+        if len(apart) < len(tokens):
+            yield whole if not apart else whole.select([i for i in range(len(tokens)) if i not in apart])
+        yield from (whole.select([i]) for i in apart)
         number += len(tokens)
 
 
-def _fill_row(pieces: Sequence[Piece], length: int) -> Rows:
+def _fill_row(pieces: Sequence[Piece], length: int, branched: bool) -> Rows:
     zeros, no_index = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
-    row = Rows._make([*zeros, no_index])
+    row = Rows(*zeros, no_index, np.zeros(length, np.int32) if branched else None)
     input_end = scored_end = segment = 0
     for group, piece in enumerate(pieces, start=1):
-        prompt = len(piece.prompt)
-        input_end = _write_tokens(row, input_end, piece.prompt, 0, group, 0)
-        last_of_prompt = input_end - 1
-        for completion, index in zip(piece.completions, piece.indices, strict=True):
+        prompt, prompt_start = len(piece.prompt), input_end
+        input_end = _write_tokens(row, input_end, piece.prompt, np.arange(prompt), group, 0)
+        prompt_end = input_end
+        all_branches = piece.branches or [()] * len(piece.completions)
+        for completion, index, branches in zip(piece.completions, piece.indices, all_branches, strict=True):
             segment += 1
             start, end = input_end, scored_end + len(completion)
-            input_end = _write_tokens(row, input_end, completion[:-1], prompt, group, segment)
-            row.gather_index[scored_end:end] = [last_of_prompt, *range(start, input_end)][: len(completion)]
+            positions = token_positions(prompt, len(completion), branches)
+            input_end = _write_tokens(row, input_end, completion[:-1], positions[:-1], group, segment)
+            before = predecessors(prompt, positions) if branches else np.arange(len(completion)) - 1
+            row.gather_index[scored_end:end] = np.where(before < 0, prompt_end + before, start + before)
+            if row.ends is not None:
+                row.ends[start:input_end] = start + subtree_ends(positions[:-1], len(completion) - 1, branches)
             row.target[scored_end:end] = completion
             row.segment_ids[scored_end:end] = segment
             row.scatter_index[scored_end:end, 0] = index
             row.scatter_index[scored_end:end, 1] = np.arange(len(completion))
             scored_end = end
+        if row.ends is not None:
+            row.ends[prompt_start:prompt_end] = input_end
+            for branches in all_branches:  # one that drops tokens of the prompt has the piece for itself
+                ends = subtree_ends(np.arange(prompt), input_end - prompt_end, branches, first=-prompt)
+                row.ends[prompt_start:prompt_end] = np.minimum(row.ends[prompt_start:prompt_end], prompt_end + ends)
     return row
 
 
-def _write_tokens(row: Rows, start: int, tokens: np.ndarray, position: int, group_id: int, segment_id: int) -> int:
+def _write_tokens(
+    row: Rows, start: int, tokens: np.ndarray, positions: np.ndarray, group_id: int, segment_id: int
+) -> int:
     end = start + len(tokens)
-    row.tokens[start:end], row.positions[start:end] = tokens, position + np.arange(len(tokens))
+    row.tokens[start:end], row.positions[start:end] = tokens, positions
     row.group_ids[start:end], row.input_segment_ids[start:end] = group_id, segment_id
     return end

@@ -1,7 +1,8 @@
 """The loss of episodes: that of the model's own tokens, each after all that came before it, whoever said it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from covey.rl.metrics import group_metrics
 from covey.rl.roles import ClusterConfig
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
-from covey.types import Completion, Episode, Group
+from covey.types import Branch, Completion, Episode, Group
 
 G = 2
 REWARDS = (1.0, 0.25, 0.0, 3.0)
@@ -36,17 +37,34 @@ def episode(completion: Completion, reward: float, rng: np.random.Generator) -> 
     return replace(completion, mask=mask, episode=shown, logps=np.where(mask, completion.logps, 0).astype(np.float32))
 
 
-def episodes_of(groups: Sequence[Group]) -> list[Group]:
-    rng, rewards = np.random.default_rng(3), iter(REWARDS)
-    return [replace(g, completions=tuple(episode(c, next(rewards), rng) for c in g.completions)) for g in groups]
+BRANCHES = [(Branch(4, 7), Branch(8, 6)), (), (Branch(3, 2),), (Branch(5, 4), Branch(9, 7))]
+"""One of the third drops a token of the prompt."""
+
+
+def episodes_of(groups: Sequence[Group], branched: bool) -> list[Group]:
+    rng, rewards, branches = np.random.default_rng(3), iter(REWARDS), iter(BRANCHES)
+    played = [replace(g, completions=tuple(episode(c, next(rewards), rng) for c in g.completions)) for g in groups]
+    if not branched:
+        return played
+    return [replace(g, completions=tuple(replace(c, branches=next(branches)) for c in g.completions)) for g in played]
+
+
+def sequences(prompt: np.ndarray, completion: Completion) -> Iterator[tuple[np.ndarray, slice]]:
+    """Each branch as a whole sequence, with the place of its own tokens in the completion."""
+    sequence, branches = prompt, [Branch(0, len(prompt)), *(completion.branches or ())]
+    for (start, kept), (end, _) in pairwise([*branches, Branch(len(completion.tokens), 0)]):
+        sequence = np.concatenate([sequence[:kept], completion.tokens[start:end]])
+        yield sequence, slice(start, end)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("branched", [False, True])
 def test_the_gradient_is_that_of_the_models_tokens_alone(
-    decoder: Callable[..., Any], groups_of: Callable[..., Any], made_by: Callable[..., Any]
+    decoder: Callable[..., Any], groups_of: Callable[..., Any], made_by: Callable[..., Any], branched: bool
 ) -> None:
-    """Against one sequence at a time: Σ of advantage · mean over the sampled tokens of their log-probs."""
-    groups, config = episodes_of(groups_of([(5, [12, 9]), (3, [7, 15])])), GRPOConfig(num_generations=G, beta=0.0)
+    """Against one sequence at a time: Σ of advantage · mean over the sampled tokens of their ratios, which are 1."""
+    groups = episodes_of(groups_of([(5, [12, 9]), (3, [7, 15])]), branched)
+    config = GRPOConfig(num_generations=G, beta=0.0)
 
     def generate(rows: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:
         return groups[first : first + len(rows)]
@@ -84,15 +102,20 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         model, total = nnx.merge(graph, params), 0.0
         for group in builder.log.groups:
             for completion, advantage in zip(group.completions, group.advantages, strict=True):
-                tokens = jnp.concatenate([group.prompt_tokens, completion.tokens])[None]
-                positions = jnp.arange(tokens.shape[1])[None]
-                hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
-                logps = jax.nn.log_softmax(model.logits(hidden[0, len(group.prompt_tokens) - 1 : -1]))
-                picked = logps[np.arange(len(completion.tokens)), completion.tokens]
-                total -= advantage * jnp.sum(picked * completion.mask) / completion.mask.sum()
+                for sequence, own in sequences(group.prompt_tokens, completion):
+                    tokens = jnp.asarray(sequence)[None]
+                    positions = jnp.arange(tokens.shape[1])[None]
+                    hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
+                    drawn, count = completion.tokens[own], own.stop - own.start
+                    logps = jax.nn.log_softmax(model.logits(hidden[0, -count - 1 : -1]))
+                    picked = logps[np.arange(count), drawn]
+                    ratio = jnp.exp(picked - jax.lax.stop_gradient(picked))
+                    total -= advantage * jnp.sum(ratio * completion.mask[own]) / completion.mask.sum()
         return total / 4
 
-    got, wanted = (jax.tree.leaves(jax.jit(jax.grad(f))(params)) for f in (packed, by_hand))
+    (loss, got), (wanted_loss, wanted) = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, by_hand))
+    np.testing.assert_allclose(loss, wanted_loss, atol=1e-5)
+    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
     assert max(float(jnp.abs(w).max()) for w in wanted) > 1e-3
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
