@@ -2,8 +2,9 @@
 
 Where the model ends a turn, its text goes to the environment, whose messages come back as tokens to append: the
 difference of the chat template (`Tokenizer.encode_turn`). What the model sampled is never encoded again, so the tokens
-that are trained are those that were sampled. If the template renders earlier turns anew once others follow, as some do
-with reasoning, the episode goes on with the turns as they were sampled; a warning says so once.
+that are trained are those that were sampled. If the template renders earlier turns differently once others follow, as
+some do with reasoning, the episode goes on with the turns as they were sampled, and a warning says so once; or, by
+`envs.history`, as a branch with the history that the template renders, in which the next turn is sampled.
 """
 
 import logging
@@ -19,7 +20,7 @@ from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
 from covey.envs.runner import EnvironmentRunner
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
-from covey.sampling.turns import Response, Turn
+from covey.sampling.turns import Response, Rewrite, Turn
 from covey.text.messages import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
@@ -35,6 +36,7 @@ class _State:
     environment: Environment | None = None
     chat: Prompt = ""
     start: int = 0
+    sequence: np.ndarray | None = None
     record: Episode = field(default_factory=Episode)
 
 
@@ -57,6 +59,7 @@ class Episodes:
         self._runner, self._tokenizer = runner, tokenizer
         self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
+        self._rewrites = runner.config.history == "template"
         self._warned = False
         runner.prepare(tokenizer.chat_template)
         self._tools = runner.tools
@@ -68,10 +71,15 @@ class Episodes:
             EpisodeError: an environment failed and the policy is to raise, or those of a row gave different prompts.
         """
         futures = [[self._runner.submit(self._reset(state)) for state in group] for group in self._states]
-        return [
+        prompts = [
             self._common_prompt(number, [f.result() for f in group], self._states[number])
             for number, group in enumerate(futures)
         ]
+        if self._rewrites:
+            for states, prompt in zip(self._states, prompts, strict=True):
+                for state in states:
+                    state.sequence = self.encode_prompt(prompt)
+        return prompts
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Encode a prompt that `begin` returned to int32 [n]; the chat template lists the tools, if there are any."""
@@ -88,7 +96,8 @@ class Episodes:
         if not (record.done or record.failure):
             last = len(record.turn_ends) >= self._runner.config.max_turns
             finish = FinishReason.TURNS if last else FinishReason.LENGTH
-        return replace(completion, episode=record, finish=finish)
+        branches = (completion.branches or ()) if self._rewrites else None
+        return replace(completion, episode=record, finish=finish, branches=branches)
 
     async def _reset(self, state: _State) -> Prompt | None:
         """Make and reset the environment of a sample; return its prompt, or None when it failed."""
@@ -161,17 +170,31 @@ class Episodes:
         if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.room:
             return None
         calls = self._tools is not None and self._tools.format.turn_has_calls
-        last = int(turn.tokens[-1])
-        response = self._tokenizer.encode_turn(
-            state.chat, step.messages, last, tools=self._schemas, turn_has_calls=calls
-        )
-        if len(response) >= turn.room:
-            return None
-        if not turn.sample.number and not calls:  # rendering takes time, and the samples of a row are alike
-            self._warn_of_rewritten_history(state.chat, reply, step.messages)
         said = turn_with_call("call") if calls else {"role": "assistant", "content": reply}
-        state.chat, state.start = _continued(state.chat, said, step.messages), len(turn.tokens) + len(response)
+        response = self._continue(state, turn, said, step.messages, calls)
+        count = len(response.tokens if isinstance(response, Rewrite) else response)
+        if count >= turn.room:
+            return None
+        state.chat, state.start = _continued(state.chat, said, step.messages), len(turn.tokens) + count
         return response
+
+    def _continue(
+        self, state: _State, turn: Turn, said: Message, messages: Prompt, calls: bool
+    ) -> np.ndarray | Rewrite:
+        """Return the tokens by which the sequence goes on, or the branch where the template rewrites its history."""
+        last, tools = int(turn.tokens[-1]), self._schemas
+        response = self._tokenizer.encode_turn(state.chat, messages, last, tools=tools, turn_has_calls=calls)
+        if state.sequence is None:
+            if not turn.sample.number and not calls:  # rendering takes time, and the samples of a row are alike
+                self._warn_of_rewritten_history(state.chat, said["content"], messages)
+            return response
+        before = np.concatenate([state.sequence, turn.tokens[state.start :]])
+        state.sequence = np.concatenate([before, response])
+        if self._tokenizer.keeps_history(state.chat, said["content"], messages):
+            return response
+        state.sequence = self._tokenizer.encode_prompt(_continued(state.chat, said, messages))
+        kept = min(common_prefix(before, state.sequence), len(before) - 1, len(state.sequence) - 1)
+        return Rewrite(kept, state.sequence[kept:])
 
     def _fail(self, state: _State, error: EpisodeError) -> None:
         """End an episode by the policy for failures."""
@@ -198,8 +221,20 @@ class Episodes:
         self._warned = True
         log.warning(
             "the model's chat template renders earlier turns of an episode differently once others follow (it may drop"
-            " reasoning); episodes go on with the turns as they were sampled"
+            " reasoning); episodes go on with the turns as they were sampled. With envs.history: template they go on as"
+            " the template renders them"
         )
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of equal tokens at the beginning of two sequences.
+
+    >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5])), common_prefix(np.array([1]), np.array([1, 2]))
+    (2, 1)
+    """
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _continued(chat: Prompt, said: Message, messages: Prompt) -> Prompt:

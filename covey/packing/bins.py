@@ -61,8 +61,8 @@ class Piece:
     def select(self, indices: Sequence[int]) -> "Piece":
         """Return the piece with the completions at `indices` alone."""
         branches = self.branches and tuple(self.branches[i] for i in indices)
-        chosen = (tuple(values[i] for i in indices) for values in (self.completions, self.indices))
-        return Piece(self.prompt, *chosen, branches)
+        completions = tuple(self.completions[i] for i in indices)
+        return Piece(self.prompt, completions, tuple(self.indices[i] for i in indices), branches)
 
 
 @dataclass

@@ -98,7 +98,8 @@ def pack(
         rows = [b.pieces for b in bins]
     branched = any(piece.branches is not None for piece in pieces)
     filled = [_fill_row(r, length, branched) for r in rows]
-    return jax.tree.map(lambda *parts: np.stack(parts), *filled)
+    stacked: Rows = jax.tree.map(lambda *parts: np.stack(parts), *filled)
+    return stacked
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
@@ -201,7 +202,7 @@ def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
 
 def _fill_row(pieces: Sequence[Piece], length: int, branched: bool) -> Rows:
     zeros, no_index = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
-    row = Rows(*zeros, no_index, np.zeros(length, np.int32) if branched else None)
+    row = Rows._make([*zeros, no_index, np.zeros(length, np.int32) if branched else None])
     input_end = scored_end = segment = 0
     for group, piece in enumerate(pieces, start=1):
         prompt, prompt_start = len(piece.prompt), input_end

@@ -8,7 +8,7 @@ import numpy as np
 from covey.sampling.device import Chunk, Draws
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Turn
-from covey.types import Completion, FinishReason
+from covey.types import Branch, Completion, FinishReason
 
 
 class Collector:
@@ -24,6 +24,7 @@ class Collector:
         self.stop_ids, self.max_new_tokens, self.masked = stop_ids, max_new_tokens, masked
         self._draws: dict[Sample, list[Draws]] = defaultdict(list)
         self._drawn: dict[Sample, list[np.ndarray]] = defaultdict(list)
+        self._branches: dict[Sample, list[Branch]] = defaultdict(list)
 
     def collect(self, active: Mapping[int, Sample], chunk: Chunk) -> list[int]:
         """Append the chunk's tokens to the sample of each slot that was `active`; return the slots that have halted."""
@@ -39,6 +40,17 @@ class Collector:
         zeros = np.zeros(len(tokens), np.float32)
         self._extend(sample, Draws(tokens, zeros, zeros), drawn=False)
 
+    def branch(self, sample: Sample, kept: int) -> None:
+        """Begin a branch that keeps so many tokens of the sequence so far."""
+        self._branches[sample].append(Branch(len(self._concatenate(sample).tokens), kept))
+
+    def sequence_length(self, sample: Sample, prompt: int) -> int:
+        """Return the number of tokens of the sequence so far after `prompt` tokens: those of the last branch, and those
+        that it kept.
+        """
+        last = self._branches[sample][-1] if self._branches[sample] else Branch(0, prompt)
+        return last.kept + len(self._concatenate(sample).tokens) - last.start
+
     def turn(self, sample: Sample) -> Turn:
         """Return the sample as it is so far."""
         tokens = self._concatenate(sample).tokens
@@ -48,7 +60,8 @@ class Collector:
         """Return a finished sample as a completion, without its text."""
         draws = self._concatenate(sample)
         finish = FinishReason.STOP if int(draws.tokens[-1]) in self.stop_ids else FinishReason.LENGTH
-        return Completion(*draws, finish, mask=np.concatenate(self._drawn[sample]) if self.masked else None)
+        mask = np.concatenate(self._drawn[sample]) if self.masked else None
+        return Completion(*draws, finish, mask=mask, branches=tuple(self._branches[sample]) or None)
 
     def _extend(self, sample: Sample, new: Draws, *, drawn: bool) -> None:
         self._draws[sample].append(new)

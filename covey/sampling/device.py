@@ -43,6 +43,7 @@ from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
 from covey.sampling.stats import SamplerStats
+from covey.sampling.turns import Rewrite
 
 Tree = TypeVar("Tree")
 
@@ -243,13 +244,21 @@ class DeviceState:
         self.stats.chunks += 1
         return self._chunk(draws, np.asarray(valid))
 
-    def resume(self, responses: Mapping[int, np.ndarray]) -> None:
-        """Append a response, int32 [n], to each of these slots, which have halted, and let them go on."""
-        slots = self.slots
-        self._append({slot: np.append(slots.token[slot], r[:-1]) for slot, r in responses.items() if len(r)})
+    def resume(self, responses: Mapping[int, np.ndarray | Rewrite]) -> None:
+        """Append a response, int32 [n], to each of these slots, which have halted, and let them go on. A rewrite drops
+        the last tokens of the slot first.
+        """
+        slots, cached = self.slots, {}
         for slot, response in responses.items():
-            slots.token[slot] = response[-1] if len(response) else slots.token[slot]
-            slots.num_tokens[slot] += len(response)
+            if isinstance(response, Rewrite):
+                slots.length[slot], cached[slot] = response.kept, response.tokens[:-1]
+            elif len(response):
+                cached[slot] = np.append(slots.token[slot], response[:-1])
+        self._append({slot: tokens for slot, tokens in cached.items() if len(tokens)})
+        for slot, response in responses.items():
+            new = response.tokens if isinstance(response, Rewrite) else response
+            slots.token[slot] = new[-1] if len(new) else slots.token[slot]
+            slots.num_tokens[slot] += len(new)
             slots.active[slot] = True
             slots.limit[slot] = min(slots.num_tokens[slot] + self.turn_limit, self.config.max_new_tokens)
 

@@ -27,7 +27,7 @@ from covey.sampling.lengths import check_length
 from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
 from covey.sampling.stats import SamplerStats
-from covey.sampling.turns import Responder, Turns
+from covey.sampling.turns import Responder, Rewrite, Turns
 from covey.types import Completion
 
 
@@ -121,7 +121,7 @@ class _Call:
         self.device = DeviceState(programs, params, config, *size, *demands)
         self.collector = Collector(programs.stop_ids, config.max_new_tokens, masked=responder is not None)
         self.turns = Turns(responder)
-        self._responses: dict[Sample, np.ndarray] = {}
+        self._responses: dict[Sample, np.ndarray | Rewrite] = {}
         self._parked: dict[Sample, Parked] = {}
 
     def admit(self) -> None:
@@ -149,6 +149,9 @@ class _Call:
     def take_responses(self, *, block: bool) -> None:
         """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
         for sample, response in self.turns.answered(block=block):
+            if isinstance(response, Rewrite):
+                self._rewrite(sample, response)
+                continue
             if response is not None and len(response):
                 room = self.collector.turn(sample).room
                 self.collector.append(sample, response[:room])
@@ -159,6 +162,16 @@ class _Call:
             else:
                 self.scheduler.resume(sample, len(response))
                 self._responses[sample] = response
+
+    def _rewrite(self, sample: Sample, response: Rewrite) -> None:
+        """Let a sample go on as a new branch."""
+        before = self.collector.sequence_length(sample, len(self.requests[sample.request].prompt))
+        assert 0 <= response.kept < before, "a branch drops tokens"
+        assert 0 < len(response.tokens) < self.collector.turn(sample).room, "a branch has room for its next turn"
+        self.collector.branch(sample, response.kept)
+        self.collector.append(sample, response.tokens)
+        self.scheduler.resume(sample, response.kept + len(response.tokens) - before)
+        self._responses[sample] = response
 
     def _collect(self, active: Mapping[int, Sample], chunk: Chunk) -> None:
         """Collect the tokens of a chunk, and ask for responses to the samples that have halted."""

@@ -14,8 +14,21 @@ import numpy as np
 
 from covey.sampling.scheduler import Sample
 
-Response = np.ndarray | None
-"""Tokens to append, int32 [n], maybe none; or None when the completion ends here."""
+
+class Rewrite(NamedTuple):
+    """Response that rewrites the history: the sequence goes on as a new branch.
+
+    Attributes:
+        kept: number of tokens that stay of the sequence so far, which begins with the prompt; fewer than it has.
+        tokens: tokens to append to those, int32 [n], at least one.
+    """
+
+    kept: int
+    tokens: np.ndarray
+
+
+Response = np.ndarray | Rewrite | None
+"""Tokens to append, int32 [n], maybe none; or a new branch; or None when the completion ends here."""
 
 
 class Turn(NamedTuple):
@@ -56,7 +69,7 @@ class Responder(Protocol):
 
     def answer(self, turn: Turn) -> "Response | Future[Response]":
         """Return the response to `turn`, now or later. One that exceeds `turn.room` is cut there and ends the
-        completion. An exception of the future is raised where the sampler runs.
+        completion; a `Rewrite` must not. An exception of the future is raised where the sampler runs.
         """
         ...
 

@@ -130,6 +130,56 @@ def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: l
         np.testing.assert_allclose(c.logps, picked, atol=1e-4)
 
 
+DROPS = str(PLAIN.chat_template).replace(
+    "message['content']", "(message['content'] if message['role'] == 'user' or loop.last else message['content'][:2])"
+)
+"""A template that keeps two characters of earlier replies."""
+
+
+@pytest.fixture
+def template_drops_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = TOKENIZER.stop_ids
+    drops = Tokenizer(PLAIN.inner, eos_id=TOKENIZER.eos_id, stop_ids=stops, chat_template=DROPS)
+    monkeypatch.setattr(WORKER, "tokenizer", drops)
+
+
+@pytest.mark.usefixtures("template_drops_replies")
+def test_a_rewritten_history_is_a_branch_in_which_the_next_turn_is_sampled() -> None:
+    """Each token is drawn after what the template renders then."""
+    sampled = played(history="template")
+    num_branches = 0
+    for number, c in enumerate(sampled):
+        assert c.episode is not None
+        assert c.branches is not None
+        prompt = TOKENIZER.encode_prompt(ROWS[number // 2]["prompt"])
+        sequence = prompt
+        for (start, kept), (end, _) in pairwise([(0, len(prompt)), *c.branches, (len(c.tokens), 0)]):
+            sequence = np.concatenate([sequence[:kept], c.tokens[start:end]])
+            padded = np.concatenate([sequence, np.zeros(256 - len(sequence), np.int32)])
+            logps = np.asarray(plain_logps(WORKER.params, padded[None]))[len(sequence) - 1 - (end - start) :]
+            own, drawn = np.arange(end - start), c.mask[start:end]
+            picked = np.where(drawn, logps[own, c.tokens[start:end]], 0)
+            np.testing.assert_allclose(c.logps[start:end], picked, atol=1e-4)
+            if start:
+                shown = sequence[: kept + int(drawn.argmax())]
+                turns = sum(turn_end <= start for turn_end in c.episode.turn_ends)
+                chat = [*ROWS[number // 2]["prompt"], *c.episode.messages[: 2 * turns]]
+                assert WORKER.tokenizer.encode_prompt(chat).tolist() == shown.tolist()
+            num_branches += start > 0
+    assert num_branches > len(sampled) / 2
+    for other in (played(LateSums, history="template"), played(LateSums, history="template", max_live=6)):
+        for a, b in zip(sampled, other, strict=True):
+            assert a.branches == b.branches
+            assert a.tokens.tobytes() == b.tokens.tobytes()
+            assert a.logps.tobytes() == b.logps.tobytes()
+
+
+@pytest.mark.usefixtures("template_drops_replies")
+def test_by_default_a_history_stays_as_it_was_sampled(caplog: pytest.LogCaptureFixture) -> None:
+    assert all(c.branches is None for c in played())
+    assert "renders earlier turns of an episode differently" in caplog.text
+
+
 def test_samples_do_not_depend_on_the_order_of_the_answers(episodes: list[Completion]) -> None:
     """Bit for bit, though four slots play six episodes in another order each time."""
     for other in (played(LateSums), played(LateSums, concurrency=1), played(LateSums, max_live=6)):

@@ -30,6 +30,10 @@ class EnvsConfig(Config, section="envs"):
     """Largest number of tokens of one turn of the model. rollout.max_new_tokens limits the whole episode, with the
     tokens of the environment; a turn is limited by that alone when this is not set.
     """
+    history: Literal["sampled", "template"] = "sampled"
+    """Turns of the model before the one that is sampled, where the chat template renders them differently once others
+    follow: as they were sampled, or as the template renders them, in a new branch of the sample.
+    """
     max_characters: PositiveInt = 20_000
     """Largest number of characters of the environment's messages of one turn; more is a failure."""
     timeout: NonNegativeFloat = 60.0
@@ -65,12 +69,15 @@ class EnvsConfig(Config, section="envs"):
         if not acts and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
             what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
             yield Problem(changed[0], what, "an environment, tools, or no other setting of envs")
+        if self.history == "template" and self.tools:
+            what = "envs.history is template, and the model calls tools, whose calls are not rendered again"
+            yield Problem("history", what, "sampled, or an environment instead of envs.tools")
         if self.tool_format != "auto" and not self.tools:
             what = f"envs.tool_format is {self.tool_format}, and there are no tools"
             yield Problem("tool_format", what, "auto, or envs.tools")
 
 
-CHANGES = {"max_turns": 8, "max_turn_tokens": None, "on_error": "raise", "value": 0.0}
+CHANGES = {"max_turns": 8, "max_turn_tokens": None, "history": "sampled", "on_error": "raise", "value": 0.0}
 """Settings whose change without an environment is a mistake, with their defaults."""
 
 
