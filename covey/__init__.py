@@ -3,6 +3,7 @@
 Each public name is imported at its first use, so that `import covey` costs nothing.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        old, name = name, _RENAMED[name]
+        warnings.warn(f"covey.{old} is now covey.{name}", DeprecationWarning, stacklevel=2)
     if name not in _HOMES:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
@@ -136,3 +140,6 @@ _HOMES = {
     "write_peft": "covey.models.export",
 }
 """Map from public name to the module that defines it."""
+
+_RENAMED: dict[str, str] = {}
+"""Map from the former name of a public name to the present one; none has been renamed since the first release."""

@@ -1,4 +1,4 @@
-"""Names of settings in TRL, transformers, PEFT, Tunix and verl, and their equivalents in Covey.
+"""Names of settings in TRL, transformers, PEFT, Tunix and verl, former names of Covey's own, and their equivalents.
 
 The tables are used for the error about an unknown setting or keyword: in a recipe, on the command line, in Python. Each
 of these spells our names in its own way (`Spell`), so the entries below have them in braces:
@@ -80,6 +80,9 @@ SETTINGS = {
     "steps_per_generation": "{grpo.num_iterations}: updates on a batch of rollouts",
     "compute_logps_micro_batch_size": "{training.ref_logps_micro_batch_size} and {training.old_logps_micro_batch_size}",
     "compute_logps_chunk_size": "leave it out: log-probs are always computed in chunks",
+    "tokens_per_micro_batch": "{training.max_tokens_per_micro_batch}",  # Covey's own former names, up to scan_layers
+    "rows_per_micro_batch": "{training.max_tokens_per_micro_batch}, in tokens instead of rows",
+    "scan_layers": "leave it out: the layers of a model always share one program",
     # steps, saving, logging
     "num_train_epochs": "{training.num_epochs}",
     "total_epochs": "{training.num_epochs}",
