@@ -9,12 +9,14 @@ from pathlib import Path
 def install_command(extra: str = "") -> str:
     """Return the command that reinstalls Covey with the packages of `extra`.
 
-    It names the clone that Covey runs from, because Covey is in no package index yet.
+    It names the clone that Covey runs from, if it does, and the package index only if Covey came from there.
     """
     clone = Path(__file__).resolve().parents[1]
     named = f"[{extra}]" if extra else ""
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{clone}{named}')}"
+    if importlib.metadata.distribution("covey").read_text("direct_url.json") is None:
+        return f"pip install {shlex.quote(f'covey{named}')}"
     return f"pip install -e '.{named}' in a clone of Covey"
 
 
