@@ -37,6 +37,8 @@ LISTED_COMMANDS = {
     r"COVEY_KILLS=\d+ python -m pytest .*": "tests/faults/test_kill_faults.py is executed with one kill",
     r"python examples/grpo_in_one_file\.py\b.*": "tests/test_one_file.py executes it with fewer steps",
     r"(XLA_FLAGS=\S+ )?python examples/gsm8k_gemma2\.py\b.*": "tests/test_examples.py executes it on a tiny Gemma 2",
+    r"docker (build|run) .*": "tests/test_release.py compares the Dockerfile with the package",
+    r"XLA_PYTHON_CLIENT_MEM_FRACTION=\S+ covey train quickstart": ACCELERATOR,
     r"export JAX_\w+=\S+": "tests/parallel/test_processes.py executes runs of several processes",
     r"COVEY_DISTRIBUTED=auto srun .*|gcloud .*": ACCELERATOR,
     r"covey train gsm8k-(gemma2|nanochat)\b.*": "tests/run/test_gsm8k_recipes.py executes both on tiny models",
