@@ -26,7 +26,7 @@ RELEASE := build mypy twine
 DOCS := zensical mkdocstrings-python ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families release-check clean
+.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -101,6 +101,12 @@ release-check: .venv-release/ready ## build sdist and wheel, check them, use the
 	cd dist && ../.venv-wheel/bin/python ../tests/typed/program.py
 	cd dist && ../.venv-release/bin/python -m mypy --strict --config-file= --cache-dir=/dev/null \
 	  --python-executable ../.venv-wheel/bin/python ../tests/typed/program.py
+
+release-tag: ## is the tag of this commit (GITHUB_REF_NAME) the version, and has CHANGELOG.md its section?
+	$(PYTHON) tools/release_tag.py
+
+colab: .venv/ready-dev ## which packages of Colab's runtime does pip replace for Covey? asks a package index
+	$(BIN)/python tools/colab.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
 	rm -rf .venv .venv-aot .venv-docs .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
