@@ -27,7 +27,7 @@ from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
-from covey.rl.inference import InferenceWorker, RowScorer
+from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer
 from covey.rl.loading import load_models
 from covey.rl.programs import policy_training, value_training
 from covey.rl.reference import initial_reference, mixed, own_arrays
@@ -86,7 +86,8 @@ class RLCluster(Keywords):
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         self.rollout = RolloutWorker(rollout, tokenizer, self.config.rollout_config, environments)
         self.inference = InferenceWorker(placed, temperature)
-        self._old_scorer = RowScorer(nnx.split(self._actor)[0], temperature)
+        graph = nnx.split(self._actor)[0]
+        self._old_scorer, self._token_scorer = RowScorer(graph, temperature), TokenValueScorer(graph, temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
         self.compile_cost = 0.0
@@ -183,6 +184,11 @@ class RLCluster(Keywords):
         """Compute the actor's log-probs before the step's first update, one array per completion."""
         params = self._trainer(Role.ACTOR).params
         return self._old_scorer(params, rows, lengths, self.config.rows_at_a_time(rows, Role.ACTOR))
+
+    def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
+        params = self._trainer(Role.ACTOR).params
+        return self._token_scorer.values(params, rows, lengths, self.config.rows_at_a_time(rows, Role.ACTOR))
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
@@ -299,7 +305,7 @@ class RLCluster(Keywords):
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
         self.trainer = self.critic_trainer = None
-        for name in ("rollout", "_actor", "_old_scorer", "inference"):
+        for name in ("rollout", "_actor", "_old_scorer", "_token_scorer", "inference"):
             self.__dict__.pop(name, None)
 
     def _trainer(self, role: Role) -> Trainer:

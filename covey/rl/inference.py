@@ -53,6 +53,25 @@ class RowScorer:
         return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
 
 
+class TokenValueScorer(RowScorer):
+    """Compute log-probs and entropies of rows, slice by slice; arguments as for `RowScorer`."""
+
+    def __init__(self, graph: Any, temperature: float):
+        self.graph = graph
+        self._score = jax.jit(lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
+
+    def values(
+        self, params: Any, rows: Rows, lengths: Sequence[int], size: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return log-probs and entropies, one float32 array per completion; arguments as for `RowScorer`."""
+        params = self._rounded(params)
+        parts = [
+            jax.device_get(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)
+        ]
+        logps, entropies = (np.concatenate(arrays)[: len(rows.tokens)] for arrays in zip(*parts, strict=True))
+        return unpack(rows, logps, lengths), unpack(rows, entropies, lengths)
+
+
 class ValueScorer(RowScorer):
     """Compute values of rows, slice by slice.
 

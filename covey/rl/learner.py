@@ -31,8 +31,9 @@ from covey.rl.metrics import combine_updates, group_metrics, sampling_metrics, w
 from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
+from covey.rl.token_values import TokenScorer
 from covey.train.history import History
-from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
+from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 
@@ -59,6 +60,7 @@ class Learner(Keywords, ABC):
 
     Attributes:
         history: metrics of the steps.
+        token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
         RecipeError: settings contradict each other, a stage size is invalid, or a reward is unknown.
@@ -86,6 +88,7 @@ class Learner(Keywords, ABC):
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._prompts_checked = 0, 0, False
+        self.token_values_every = 0
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
@@ -126,16 +129,19 @@ class Learner(Keywords, ABC):
             groups = map(builder.replace_tied, groups)
             experience = map(builder.compute_logps, groups)
             experience = map(builder.estimate_advantages, experience)
+            count = min(self.config.num_iterations, total - self.step)
+            scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
             with (
                 self._queued(builder.micro_batches(experience)) as micro_batches,
                 builder.clock("update"),
                 order.phase("update", self.step),
             ):
-                updates = self._update_repeatedly(micro_batches, min(self.config.num_iterations, total - self.step))
+                updates = self._update_repeatedly(scorer.watch(micro_batches), count)
+                scorer.score_again()
             with builder.clock("sync"), order.phase("sync", self.step):
                 self.cluster.sync_weights()
             self.step, self._prompts = self.step + len(updates), loader.position
-            record = self._record(builder, updates, total)
+            record = self._record(builder, updates, total, scorer)
             self._adapt_to_kl(record)
             self._report(record, held_out)
         return self.cluster
@@ -272,10 +278,19 @@ class Learner(Keywords, ABC):
         fix = "the same weights for all, and machines of one kind; then resume from the last checkpoint"
         distributed.refuse_differences("state of weights and optimizer", fingerprint, fix)
 
-    def _record(self, builder: ExperienceBuilder, updates: list[Metrics], total: int) -> StepRecord:
+    def _scores_tokens(self, updates: int) -> bool:
+        """Return whether token values are computed in a step of so many updates; only a run of one process does so,
+        because all processes must launch the same programs.
+        """
+        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
+
+    def _record(
+        self, builder: ExperienceBuilder, updates: list[Metrics], total: int, scorer: TokenScorer
+    ) -> StepRecord:
         """Return the record of a step of all processes."""
         log, clock = gather_step_log(builder.log, builder.clock)
-        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, log, clock), log.groups)
+        metrics, values = self._metrics(updates, total, log, clock), scorer.values(builder.log, log)
+        return StepRecord(self.step, len(updates), total, metrics, log.groups, values)
 
     def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
         training, trainer = self.cluster.config.training_config, self.cluster.trainer

@@ -23,7 +23,7 @@ from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release
 from covey.train.metrics import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.train.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
-from covey.types import Group
+from covey.types import Group, TokenValues
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Write the completions of a step."""
         if self._rows is not None:
             self._rows.samples(step, groups)
+
+    def write_token_values(self, step: int, values: Iterable[TokenValues]) -> None:
+        """Write the token values of a step."""
+        if self._rows is not None:
+            self._rows.token_values(step, values)
 
     def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
         """Write the completions of the evaluation `name`, and which of them are right."""

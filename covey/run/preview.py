@@ -15,6 +15,7 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.models.config import ModelConfig
 from covey.report import REPORT
+from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_source
 from covey.run.rl import RLRun
@@ -23,7 +24,7 @@ from covey.sampling.lengths import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import total_steps
-from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, RECIPE, SAMPLES, SUMMARY
+from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
 from covey.types import Prompt
 
 
@@ -85,7 +86,8 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     steps = total_steps(training, len(loader), recipe.grpo.num_iterations)
     unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated}
     rendered = _render(tokenizer, first), tokenizer.encode_prompt(first).tolist(), None
-    files = (METRICS, SAMPLES, *_evaluation_files(recipe))
+    every = interval(training, recipe.grpo.num_generations, steps)
+    files = (METRICS, SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
     return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, _files(files))
 
 

@@ -29,6 +29,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.token_values import interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import evaluate_held_out, fit_to_recipe
 from covey.run.load_model import decoder_options, load_source, refuse_other_weights, with_digest
@@ -70,6 +71,8 @@ class LearnerRun(Run[Recipe]):
     learner: Learner
 
     def train(self) -> None:
+        training, group = self.recipe.training, self.recipe.grpo.num_generations
+        self.learner.token_values_every = interval(training, group, self.total)
         self.learner.train(self.loader, self.data.test or None)
 
     @property
@@ -101,9 +104,10 @@ class LearnerRun(Run[Recipe]):
         return summary
 
     def write(self, record: StepRecord) -> None:
-        """Write a step's metrics and completions to the folder."""
+        """Write a step's metrics, completions and token values to the folder."""
         super().write(record)
         self.folder.write_samples(record.step, record.groups)
+        self.folder.write_token_values(record.step, record.token_values)
 
     def show(self, record: StepRecord) -> None:
         """Show a step."""

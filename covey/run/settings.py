@@ -120,5 +120,6 @@ IGNORED_ON_RESUME = (
     "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
     "training.watchdog_seconds", "training.show", "training.max_to_keep",
     "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
+    "training.token_values_every_n_steps",
 )  # fmt: skip
 """Settings that may change without a report. Content at a path is compared by digest, whatever the path."""

@@ -9,7 +9,7 @@ import numpy as np
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import NumbersError
 from covey.train.notebook import NotebookOutput, in_notebook
-from covey.types import Group
+from covey.types import Group, TokenValues
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class StepRecord:
             run.
         metrics: metrics by name; `time/...` are seconds.
         groups: every completion that the step sampled, with its rewards and advantage; none in supervised training.
+        token_values: values of the tokens of some completions, at the steps at which they are computed.
     """
 
     step: int
@@ -28,10 +29,18 @@ class StepRecord:
     total: int
     metrics: dict[str, float]
     groups: Sequence[Group] = ()
+    token_values: Sequence[TokenValues] = ()
 
     def due(self, every: int) -> bool:
         """Return True when this step reached or passed a multiple of `every`; never when `every` is 0."""
-        return bool(every) and self.step // every > (self.step - self.updates) // every
+        return is_due(self.step, self.updates, every)
+
+
+def is_due(step: int, updates: int, every: int) -> bool:
+    """Return True when the last `updates` of `step` updates reached or passed a multiple of `every`; never when that is
+    0.
+    """
+    return bool(every) and step // every > (step - updates) // every
 
 
 Observer = Callable[[StepRecord], None]

@@ -1,4 +1,5 @@
-"""Write the records of a run: `metrics.jsonl`, one row per step; `samples.jsonl`, every completion; `summary.json`.
+"""Write the records of a run: `metrics.jsonl`, one row per step; `samples.jsonl`, every completion; `tokens.jsonl`, the
+values of the tokens of a few completions; `summary.json`.
 
 In: names and numbers, and scored groups. Out: strict JSON, one object per line, numbers at full precision; NaN and
 infinities, which JSON lacks, are null. Rows reach the operating system as they are written, so a killed run leaves
@@ -21,8 +22,8 @@ import numpy as np
 from covey.errors import ResumeError
 from covey.files import replace_file
 from covey.train.checksums import is_open_at, sync
-from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY
-from covey.types import Completion, Episode, Group, Prompt
+from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
+from covey.types import Completion, Episode, Group, Prompt, TokenValues
 
 Correct = Mapping[str, Sequence[np.ndarray]]
 """Map from a metric to which completions of each group are right: bool [G]."""
@@ -52,7 +53,7 @@ class MetricsWriter:
             ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / METRICS, folder / SAMPLES]
+        files = [folder / METRICS, folder / SAMPLES, folder / TOKENS]
         for file in files:
             if resume_at is not None:
                 truncate_rows(file, resume_at, must_reach=file.name in must_reach)
@@ -61,7 +62,8 @@ class MetricsWriter:
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
                 )
         self._folder = folder
-        self._metrics, self._samples = (file.open("ab", buffering=0) for file in files)
+        self._metrics, self._samples = (file.open("ab", buffering=0) for file in files[:2])
+        self._tokens: IO[bytes] | None = None
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
@@ -70,6 +72,16 @@ class MetricsWriter:
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Append every completion of the step's scored groups."""
         self._append(self._samples, b"".join(encode_row(row) for row in sample_rows(step, groups)))
+
+    def token_values(self, step: int, values: Iterable[TokenValues]) -> None:
+        """Append the token values of a step; the file is made with the first of them."""
+        if rows := b"".join(encode_row(token_row(step, one)) for one in values):
+            self._tokens = self._tokens or (self._folder / TOKENS).open("ab", buffering=0)
+            self._append(self._tokens, rows)
+
+    @property
+    def _files(self) -> list[IO[bytes]]:
+        return [self._metrics, self._samples, *([self._tokens] if self._tokens else [])]
 
     def _append(self, file: IO[bytes], rows: bytes) -> None:
         with self._writing(file, f"{len(rows):,} bytes"):
@@ -98,14 +110,14 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Sync the rows and the directory entries of their files to disk."""
-        for file in (self._metrics, self._samples):
+        for file in self._files:
             with self._writing(file, "the last rows"):
                 os.fsync(file.fileno())
         sync(self._folder)
 
     def close(self) -> None:
         """Sync the rows to disk and close the files."""
-        for file in (self._metrics, self._samples):
+        for file in self._files:
             if not file.closed:
                 os.fsync(file.fileno())
                 file.close()
@@ -160,6 +172,31 @@ def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
                 "length": len(completion.tokens),
                 **_episode_columns(completion.episode),
             }
+
+
+def token_row(step: int, values: TokenValues) -> dict[str, Any]:
+    """Return the row of a completion in `tokens.jsonl`. Values have four significant digits, and lists one value per
+    token; `advantage` is one number where all tokens have the same, and `sampled` is there only where a tool or an
+    environment inserted tokens.
+    """
+    advantages = _rounded(values.advantage)
+    return {
+        "step": step,
+        "group": values.group,
+        "sample": values.sample,
+        "texts": list(values.texts),
+        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
+        "sampler_logps": _rounded(values.sampler_logps),
+        "logps": _rounded(values.logps),
+        "change": _rounded(values.change),
+        "entropy": _rounded(values.entropy),
+        **({} if values.kl is None else {"kl": _rounded(values.kl)}),
+        **({} if values.mask is None else {"sampled": values.mask.astype(int)}),
+    }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -2,6 +2,7 @@
 
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
+TOKENS = "tokens.jsonl"
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 REPORT = "report.html"
 CHECKPOINTS, BAD = "checkpoints", "bad"

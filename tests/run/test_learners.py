@@ -35,7 +35,7 @@ from covey.rl import grpo
 from covey.run.signals import SignalHandler
 from covey.train.history import History
 from covey.train.loop import StepRecord
-from covey.train.run_files import METRICS, REPORT, SAMPLES
+from covey.train.run_files import METRICS, REPORT, SAMPLES, TOKENS
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 4)]
 HELD_OUT = [{"prompt": "7+8="}]
@@ -45,10 +45,16 @@ def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
     return [float(len(text) % 3) for text in completions]
 
 
-def learner(steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", **more: Any) -> GRPOLearner:
-    optimizer = OptimizerConfig(learning_rate=1e-3)
+def learner(
+    steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", tokens: int = 0, **more: Any
+) -> GRPOLearner:
     training = RLTrainingConfig(
-        max_steps=steps, prompts_per_step=2, checkpoint_every_n_steps=2, actor_optimizer=optimizer, show=("loss",)
+        max_steps=steps,
+        prompts_per_step=2,
+        checkpoint_every_n_steps=2,
+        actor_optimizer=OptimizerConfig(learning_rate=1e-3),
+        show=("loss",),
+        token_values_every_n_steps=tokens,
     )
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, seed=seed)
     config = ClusterConfig(training_config=training, rollout_config=rollout)
@@ -66,6 +72,23 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 def weights(of: GRPOLearner) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(of.cluster.state())]
+
+
+def check_token_values(folder: Path) -> None:
+    """Each step that is due has one group with the log-probs that its completions were sampled with, and changes."""
+    rows = [json.loads(line) for line in (folder / TOKENS).read_text().splitlines()]
+    assert [(row["step"], row["sample"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    samples = [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
+    shown = {(one["step"], one["group"], one["sample"]): one for one in samples}
+    for row in rows:
+        sample, length = shown[row["step"], row["group"], row["sample"]], len(row["texts"])
+        assert length == sample["length"]
+        assert {len(row[name]) for name in ("sampler_logps", "logps", "change", "entropy", "kl")} == {length}
+        assert "".join(row["texts"]).startswith(sample["text"])
+        assert row["advantage"] == pytest.approx(sample["advantage"], abs=1e-3)
+        assert row["logps"] == pytest.approx(row["sampler_logps"], abs=1e-4)
+        if row["advantage"]:
+            assert sum(row["change"]) * row["advantage"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +126,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight: tuple[Path, GRPOLearner], t
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(Stopped) as stopped:
-        learner(observers=[stop]).train(ROWS, HELD_OUT, out=tmp_path / "run")
+        learner(observers=[stop], tokens=2).train(ROWS, HELD_OUT, out=tmp_path / "run")
     assert stopped.value.step == 3
-    again = learner()
+    again = learner(tokens=2)
     again.train(ROWS, HELD_OUT, out=tmp_path / "run")
-    assert measured(tmp_path / "run") == measured(straight[0])
+    assert measured(tmp_path / "run") == measured(straight[0])  # in which no tokens were scored
+    check_token_values(tmp_path / "run")
     assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(straight[1]), strict=True))
     assert again.history["reward"] == straight[1].history["reward"]
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from covey.errors import DataError, WeightsError
 from covey.models.loading import sources
 from covey.models.loading.gguf import GGUFCheckpoint
+from covey.text.token_texts import token_texts
 from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -54,6 +56,7 @@ def test_smollm2_encodes_tricky_strings_as_it_was_trained(smollm2: Tokenizer):
     for case in cases:
         assert smollm2.encode(case["text"]).tolist() == case["ids"], case["text"]
         assert smollm2.decode(case["ids"], skip_special=False) == case["text_back"]
+        assert "".join(token_texts(partial(smollm2.decode, skip_special=False), case["ids"])) == case["text_back"]
 
 
 def test_transformers_agrees_except_around_digits():

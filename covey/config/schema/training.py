@@ -56,6 +56,11 @@ class RLTrainingConfig(Config, section="training"):
     """
     watchdog_seconds: NonNegativeFloat = 1800.0
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
+    token_values_every_n_steps: NonNegativeInt | None = None
+    """Interval of the steps at which the tokens of one group (of 8 completions, and 512 tokens of each, at most) are
+    scored before and after the update, so that the report can colour them; 0 is never. When not set, it is the shortest
+    at which this costs less than 1 % of a step, and at most 50 steps of the run. It changes no result.
+    """
     show: tuple[str, ...] = ("kl",)
     """Metrics on the progress line, besides the reward; docs/metrics.md lists them all."""
     packing: Literal["groups", "dense"] = "groups"

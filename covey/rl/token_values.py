@@ -1,0 +1,186 @@
+"""Values of the tokens of a few completions: their log-probs before and after the step's updates, entropy and KL.
+
+A report colours tokens by them. The losses compute log-probs of all tokens but keep only sums, so that the completions
+that are shown are scored once more, by one program, before the updates and after them: the difference is the change of
+probability by the updates alone, without the small difference between sampler and trainer. Nothing of this reaches the
+training: tokens, losses and weights are those of a run without it.
+
+At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from covey.config.algorithms import Algorithm
+from covey.config.schema import RLTrainingConfig
+from covey.losses.policy import KLS
+from covey.packing.rows import Rows, pack, unpack
+from covey.rl.batch import TrainBatch
+from covey.rl.cluster import RLCluster
+from covey.rl.experience import StepLog
+from covey.sampling.lengths import power_of_two
+from covey.text.token_texts import token_texts
+from covey.types import Completion, Group, TokenValues
+
+COMPLETIONS = 8
+"""Maximum number of completions of a group that are scored."""
+TOKENS = 512
+"""Maximum number of tokens of a completion that are scored, from its beginning."""
+STEPS = 50
+"""Maximum number of steps of a run with token values, where the setting leaves the interval open."""
+COST = 50
+"""Completions of training that a scored one must come with: 2 passes of it, half of them padding, cost less than 1 % of
+the 6 passes that each of the others takes at least (one to sample it, which is slower than a pass, and five for the
+gradient, in which the forward pass is computed twice).
+"""
+SMALLEST_ROW = 128
+"""Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
+
+
+def interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
+    """Return every how many of the `total` steps of a run token values are computed; 0 is never."""
+    if config.token_values_every_n_steps is not None:
+        return config.token_values_every_n_steps
+    completions = config.prompts_per_step * num_generations
+    by_cost = -(-COST * min(num_generations, COMPLETIONS) // completions)
+    return max(by_cost, -(-total // STEPS))
+
+
+class _Shown(NamedTuple):
+    """Completions that are scored.
+
+    Attributes:
+        group: the group of which they are, whole.
+        numbers: their numbers in the group.
+        scored: the group with these completions alone, long ones cut.
+        rows: the packed rows of `scored`.
+    """
+
+    group: Group
+    numbers: list[int]
+    scored: Group
+    rows: Rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each completion."""
+        return [len(completion.tokens) for completion in self.scored.completions]
+
+
+class TokenScorer:
+    """Score completions of one group of a step, before and after the step's updates.
+
+    Args:
+        cluster: the models.
+        algorithm: gives the estimator of the KL.
+        due: whether this step is one of those; if not, nothing is done.
+    """
+
+    def __init__(self, cluster: RLCluster, algorithm: Algorithm, due: bool):
+        self._cluster, self._algorithm, self._due = cluster, algorithm, due
+        self._shown: _Shown | None = None
+        self._values: list[TokenValues] = []
+
+    def watch(self, batches: Iterable[TrainBatch]) -> Iterable[TrainBatch]:
+        """Return `batches`; where the first that has groups passes, completions are scored with the weights before the
+        update.
+        """
+        return self._watched(batches) if self._due else batches
+
+    def score_again(self) -> None:
+        """Score the completions with the current weights, which are those after the updates."""
+        if self._shown is not None:
+            logps, _ = self._cluster.get_token_values(self._shown.rows, self._shown.lengths)
+            both = zip(self._values, logps, strict=True)
+            self._values = [replace(values, change=new - values.logps) for values, new in both]
+
+    def values(self, log: StepLog, of_all: StepLog) -> list[TokenValues]:
+        """Return the values with the number of their group.
+
+        Args:
+            log: log of this process, in which the group is.
+            of_all: log of all processes, whose groups are those of the step.
+        """
+        if self._shown is None:
+            return []
+        place = next(i for i, group in enumerate(log.groups) if group is self._shown.group)
+        number = of_all.numbers.index(log.numbers[place])
+        return [replace(values, group=number) for values in self._values]
+
+    def _watched(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
+        for batch in batches:
+            if self._shown is None and batch.groups:
+                self._score_before(batch)
+            yield batch
+
+    def _score_before(self, batch: TrainBatch) -> None:
+        index = _most_informative(batch.groups)
+        self._shown = shown = _choose(batch.groups[index], self._cluster.config.training_config.row_length)
+        lengths = [len(c.tokens) for group in batch.groups for c in group.completions]
+        first = sum(len(group.completions) for group in batch.groups[:index])
+        at = [first + number for number in shown.numbers]
+        advantages = unpack(batch.rows, batch.inputs.advantage, lengths)
+        references = None if (ref := batch.inputs.ref_logps) is None else unpack(batch.rows, ref, lengths)
+        logps, entropies = self._cluster.get_token_values(shown.rows, shown.lengths)
+        self._values = [
+            self._values_of(
+                completion,
+                number,
+                logps[i],
+                entropies[i],
+                advantages[at[i]],
+                None if references is None else references[at[i]],
+            )
+            for i, (completion, number) in enumerate(zip(shown.scored.completions, shown.numbers, strict=True))
+        ]
+
+    def _values_of(
+        self,
+        completion: Completion,
+        number: int,
+        logps: np.ndarray,
+        entropy: np.ndarray,
+        advantage: np.ndarray,
+        ref_logps: np.ndarray | None,
+    ) -> TokenValues:
+        count = len(completion.tokens)
+        decode = partial(self._cluster.tokenizer.decode, skip_special=False)
+        texts = token_texts(decode, completion.tokens.tolist())
+        kl = None if ref_logps is None else KLS[self._algorithm.kl](logps, ref_logps[:count])
+        return TokenValues(
+            sample=number,
+            texts=tuple(texts),
+            mask=completion.mask,
+            advantage=advantage[:count],
+            sampler_logps=completion.logps,
+            logps=logps,
+            change=np.zeros_like(logps),
+            entropy=entropy,
+            kl=kl,
+        )
+
+
+def _most_informative(groups: Sequence[Group]) -> int:
+    """Return the index of the first group with advantages that are not 0, or else of the first group."""
+    return next((i for i, group in enumerate(groups) if group.advantages is not None and group.advantages.any()), 0)
+
+
+def _choose(group: Group, row_length: int) -> _Shown:
+    """Return the completions with the largest advantages of either sign, in the order of the group, and their rows."""
+    size = np.zeros(len(group.completions)) if group.advantages is None else np.abs(group.advantages)
+    numbers = sorted(np.argsort(-size, kind="stable")[:COMPLETIONS].tolist())
+    scored = replace(group, completions=tuple(_beginning(group.completions[i]) for i in numbers))
+    needed = len(group.prompt_tokens) + sum(len(completion.tokens) for completion in scored.completions)
+    length = min(max(power_of_two(needed), SMALLEST_ROW), row_length)
+    return _Shown(group, numbers, scored, pack([scored], length, compile_cost=float("inf")))
+
+
+def _beginning(completion: Completion) -> Completion:
+    """Return the first `TOKENS` tokens of a completion with their values."""
+    mask = None if completion.mask is None else completion.mask[:TOKENS]
+    tokens, logps = completion.tokens[:TOKENS], completion.logps[:TOKENS]
+    return replace(completion, tokens=tokens, logps=logps, sampler_logps=completion.sampler_logps[:TOKENS], mask=mask)
