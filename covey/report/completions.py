@@ -6,15 +6,15 @@ indexed by the beginning of each line, and only the lines that are kept are pars
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from covey.report.reduce import spread
+from covey.report.reduce import coarse_to_fine, spread
 from covey.report.run_data import Row
 from covey.report.script_json import number_json, script_json, size_of, text_json
-from covey.report.texts import Mask, Prompts, shortened
+from covey.report.texts import Mask, Prompts, completion_form
 from covey.train.json_lines import is_count, number, parse_line
 
 MAX_BYTES = 2_600_000
@@ -40,15 +40,28 @@ class Location(NamedTuple):
     stop: int
 
 
-def collect(file: Path, budget: int, unreadable: dict[str, int], mask: Mask = lambda value: value) -> str:
+def collect(
+    file: Path,
+    budget: int,
+    unreadable: dict[str, int],
+    mask: Mask = lambda value: value,
+    first: Collection[tuple[int, int]] = (),
+) -> str:
     """Return the completions of `file` that fit in `budget` bytes as JSON, in the form that the page reads.
+
+    Args:
+        file: `samples.jsonl` of a run.
+        budget: maximum number of bytes.
+        unreadable: number of lines that cannot be read by file name; added to.
+        mask: masks secrets.
+        first: step and number of the groups that are kept before all others.
 
     Returns:
         prompts: table of prompts, as turns `[role, text]`.
         rewards: names of the reward functions.
         steps: `[step, number of groups, groups kept]` per step kept. A group is `[number, prompt, samples]`, and a
             sample `[text, reward, advantage, reward parts, finish, tokens]`. A long text is `[head, characters left
-            out, tail]`.
+            out, tail]`, and a conversation `{"turns": ...}`; see `texts.completion_form`.
         total, kept: numbers of steps and of groups, in the file and on the page.
     """
     index = locate(file, unreadable)
@@ -60,7 +73,9 @@ def collect(file: Path, budget: int, unreadable: dict[str, int], mask: Mask = la
     found: dict[int, dict[int, str]] = {}
     with file.open("rb") as lines:
         table, left = _Table(lines, mask), budget
-        for location in _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget)):
+        wanted = [location for location in index if (location.step, location.group) in first]
+        others = _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget))
+        for location in (*wanted, *(one for one in others if one not in wanted)):
             group, size = table.add(location)
             left -= size
             if left < 0 and found:
@@ -130,7 +145,7 @@ class _Table:
         for name in rewards:
             self.functions.setdefault(name, len(self.functions))
         parts = ",".join(_number(rewards.get(name)) for name in self.functions)
-        text, finish, length = shortened(row.get("text")), row.get("finish"), number(row.get("length"))
+        text, finish, length = completion_form(row), row.get("finish"), number(row.get("length"))
         encoded = text_json(text) if isinstance(text, str) else script_json(text)
         finish = text_json(finish[:40] if isinstance(finish, str) else "")
         tokens = "null" if length is None else int(length)
@@ -151,26 +166,9 @@ def _in_order_of_choice(by_step: Mapping[int, list[Location]], room: int) -> Ite
     everything = sum(map(len, by_step.values())) <= room
     if not everything:
         steps = [steps[i] for i in spread(len(steps), max(2, room // GROUPS_PER_STEP))]
-    for i in _coarse_to_fine(len(steps)):
+    for i in coarse_to_fine(len(steps)):
         here = by_step[steps[i]]
         yield from here if everything else (here[j] for j in spread(len(here), GROUPS_PER_STEP))
-
-
-def _coarse_to_fine(count: int) -> Iterator[int]:
-    """Yield 0 to count − 1: the first, the last, then the middle of each gap, so that any beginning is spread evenly.
-
-    >>> list(_coarse_to_fine(5))
-    [0, 4, 2, 1, 3]
-    """
-    yield from range(min(count, 1))
-    if count > 1:
-        yield count - 1
-    gaps = [(0, count - 1)]
-    for first, last in gaps:
-        if last - first > 1:
-            middle = (first + last) // 2
-            yield middle
-            gaps += [(first, middle), (middle, last)]
 
 
 def _key(line: bytes) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from covey.config.metrics import metric
 from covey.report.run_data import Row, RunData
 from covey.report.script_json import script_json, size_of
-from covey.report.texts import Mask, Prompts, shortened
+from covey.report.texts import Mask, Prompts, completion_form
 from covey.train.json_lines import number
 
 MAX_BYTES = 600_000
@@ -126,7 +126,7 @@ def _change(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
 
 
 def _completion(row: Row) -> list[Any]:
-    return [shortened(row.get("text")), number(row.get("reward")), right(row)]
+    return [completion_form(row), number(row.get("reward")), right(row)]
 
 
 def _figures_of(evaluation: Any) -> Mapping[str, float]:

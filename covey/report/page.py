@@ -22,19 +22,19 @@ from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import replace_file
-from covey.report import completions, evaluation
+from covey.report import completions, evaluation, token_values
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
 from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, read_run
-from covey.report.script_json import script_json
+from covey.report.script_json import script_json, size_of
 from covey.train.json_lines import number
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""
 UPLOT = "uPlot-1.6.32"
-SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "completions", "recipe", "main")
+SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
 """Names of the page's own scripts, in the order in which they are joined."""
 
 
@@ -118,11 +118,14 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
 
 
 def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
-    """Return the completions and the held-out questions of one of `runs` runs as JSON."""
+    """Return the completions, token values and held-out questions of one of `runs` runs as JSON."""
     mask = secret_mask()
-    samples = completions.collect(run.samples, completions.MAX_BYTES // runs, unreadable, mask)
+    values, total = token_values.collect(run.tokens, token_values.MAX_BYTES // runs, unreadable, mask)
+    room = completions.MAX_BYTES // runs - sum(map(size_of, values.values()))
+    samples = completions.collect(run.samples, room, unreadable, mask, first=values.keys())
     questions = evaluation.questions(run, evaluation.MAX_BYTES // runs, mask)
-    return f'{{"completions":{samples},"questions":{questions}}}'
+    tokens = token_values.to_json(values, total)
+    return f'{{"completions":{samples},"tokens":{tokens},"questions":{questions}}}'
 
 
 def page_data(

@@ -4,7 +4,7 @@ The steps are cut into equal ranges, and each range keeps its lowest and its hig
 spike of one step stays visible; an average would hide it. Every point that is kept is a row of the file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -57,3 +57,20 @@ def spread(count: int, limit: int) -> list[int]:
     if count <= limit:
         return list(range(count))
     return sorted({round(i * (count - 1) / max(1, limit - 1)) for i in range(limit)})
+
+
+def coarse_to_fine(count: int) -> Iterator[int]:
+    """Yield 0 to count − 1: the first, the last, then the middle of each gap, so that any beginning is spread evenly.
+
+    >>> list(coarse_to_fine(5))
+    [0, 4, 2, 1, 3]
+    """
+    yield from range(min(count, 1))
+    if count > 1:
+        yield count - 1
+    gaps = [(0, count - 1)]
+    for first, last in gaps:
+        if last - first > 1:
+            middle = (first + last) // 2
+            yield middle
+            gaps += [(first, middle), (middle, last)]

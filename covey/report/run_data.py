@@ -18,7 +18,7 @@ from covey.config.base import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.train.json_lines import is_count, number, parse_line
-from covey.train.run_files import METRICS, SAMPLES, SUMMARY
+from covey.train.run_files import METRICS, SAMPLES, SUMMARY, TOKENS
 
 Row = Mapping[str, Any]
 
@@ -69,6 +69,11 @@ class RunData:
     def samples(self) -> Path:
         """Path of the completions of all steps."""
         return self.path / SAMPLES
+
+    @property
+    def tokens(self) -> Path:
+        """Path of the values of tokens."""
+        return self.path / TOKENS
 
     @property
     def state(self) -> str:

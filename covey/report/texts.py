@@ -5,7 +5,12 @@ from typing import Any
 
 from covey.report.run_data import Row
 from covey.report.script_json import script_json, size_of
+from covey.train.json_lines import number
 
+MODEL = "assistant"
+"""Role of the turns of the model."""
+MAX_TURNS = 200
+"""Maximum number of turns of a conversation that are shown apart."""
 HEAD, TAIL = 4000, 2000
 """Number of characters kept from the beginning and the end of a long text."""
 
@@ -52,14 +57,59 @@ def prompt_turns(row: Row) -> list[list[Any]]:
     """
     text = row.get("prompt")
     text = text if isinstance(text, str) else ""
+    return split_turns(text, row.get("turns")) or [["", shortened(text)]]
+
+
+def completion_form(row: Row) -> Any:
+    """Return the completion of `row` as the page keeps it: its text, or the turns of its episode as `{"turns": ...}`.
+
+    A turn is `[role, text]`, one of the model `[role, text, reward, tokens generated, tokens inserted before it]`. The
+    row has role and number of characters of each message in `messages`, the others in `turn_rewards`, `turn_tokens`
+    and `turn_ends`.
+
+    >>> row = {"text": "assistant: 5\\nenvironment: less\\nassistant: 4", "turn_rewards": [0, 1], "turn_ends": [2, 5]}
+    >>> row |= {"messages": [["assistant", 1], ["environment", 4], ["assistant", 1]], "turn_tokens": [2, 2]}
+    >>> completion_form(row)
+    {'turns': [['assistant', '5', 0.0, 2, 0], ['environment', 'less'], ['assistant', '4', 1.0, 2, 1]]}
+    """
+    text = row.get("text")
+    found = split_turns(text, row.get("messages")) if isinstance(text, str) else None
+    if not found:
+        return shortened(text)
+    of_model = [turn for turn in found if turn[0] == MODEL]
+    rewards, ends, tokens = (_numbers(row.get(name)) for name in ("turn_rewards", "turn_ends", "turn_tokens"))
+    for i, turn in enumerate(of_model):
+        begin = ends[i - 1] if 0 < i <= len(ends) else 0.0
+        generated, end = _at(tokens, i), _at(ends, i)
+        inserted = None if None in (generated, end, begin) else end - begin - generated  # type: ignore[operator]
+        turn += [_at(rewards, i), *(None if count is None else int(count) for count in (generated, inserted))]
+    return {"turns": found}
+
+
+def split_turns(text: str, turns: Any) -> list[list[Any]] | None:
+    """Take `text`, messages with their roles, apart into turns `[role, text]`.
+
+    Args:
+        turns: role and number of characters of each message.
+
+    Returns:
+        None if the text does not consist of these messages, or of too many.
+    """
     found, place = [], 0
-    turns = row.get("turns")
-    for turn in turns if isinstance(turns, list) else ():
+    for turn in turns if isinstance(turns, list) and len(turns) <= MAX_TURNS else ():
         role, length = turn if isinstance(turn, list) and len(turn) == 2 else ("", -1)
         begin = f"{role}: "
         if not isinstance(length, int) or length < 0 or not text.startswith(begin, place):
-            return [["", shortened(text)]]
+            return None
         place += len(begin)
         found.append([role, shortened(text[place : place + length])])
         place += length + 1
-    return found if found and place == len(text) + 1 else [["", shortened(text)]]
+    return found if found and place == len(text) + 1 else None
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [number(value) for value in values] if isinstance(values, list) else []
+
+
+def _at(values: list[float | None], index: int) -> float | None:
+    return values[index] if index < len(values) else None

@@ -23,7 +23,7 @@ from covey.errors import ResumeError
 from covey.files import replace_file
 from covey.train.checksums import is_open_at, sync
 from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
-from covey.types import Completion, Episode, Group, Prompt, TokenValues
+from covey.types import Completion, Group, Message, Prompt, TokenValues
 
 Correct = Mapping[str, Sequence[np.ndarray]]
 """Map from a metric to which completions of each group are right: bool [G]."""
@@ -170,7 +170,7 @@ def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
                 "finish": str(completion.finish),
                 "prompt_length": len(group.prompt_tokens),
                 "length": len(completion.tokens),
-                **_episode_columns(completion.episode),
+                **_episode_columns(completion),
             }
 
 
@@ -211,11 +211,23 @@ def completion_text(completion: Completion) -> str:
     return prompt_text(completion.episode.messages) if completion.episode else completion.text
 
 
-def _episode_columns(episode: Episode | None) -> dict[str, Any]:
-    """Return the columns of a row that describe an episode; none without one."""
-    if episode is None:
+def _episode_columns(completion: Completion) -> dict[str, Any]:
+    """Return the columns of a row that describe the episode of a completion; none without one.
+
+    `messages` has the role and the number of characters of each message of `text`, `turn_ends` the number of tokens at
+    the end of each turn of the model, and `turn_tokens` the number that the model generated in it.
+    """
+    if (episode := completion.episode) is None:
         return {}
-    found = {"turn_rewards": list(episode.turn_rewards), "turn_ends": list(episode.turn_ends), "done": episode.done}
+    sampled = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+    ends = list(episode.turn_ends)
+    found: dict[str, Any] = {
+        "messages": message_lengths(episode.messages),
+        "turn_rewards": list(episode.turn_rewards),
+        "turn_ends": ends,
+        "turn_tokens": [int(sampled[start:end].sum()) for start, end in zip([0, *ends], ends, strict=False)],
+        "done": episode.done,
+    }
     return found | ({"failure": episode.failure} if episode.failure else {})
 
 
@@ -223,9 +235,12 @@ def prompt_turns(prompt: Prompt) -> dict[str, Any]:
     """Return `turns` of a row: role and number of characters of each chat message in `prompt_text`. A prompt that is
     plain text has none.
     """
-    if isinstance(prompt, str):
-        return {}
-    return {"turns": [[str(message["role"]), len(str(message["content"]))] for message in prompt]}
+    return {} if isinstance(prompt, str) else {"turns": message_lengths(prompt)}
+
+
+def message_lengths(messages: Iterable[Message]) -> list[list[Any]]:
+    """Return role and number of characters of each chat message, by which `prompt_text` of them can be taken apart."""
+    return [[str(message["role"]), len(str(message["content"]))] for message in messages]
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -54,6 +54,26 @@ def sample(step: int, group: int, index: int, text: str, **more: Any) -> dict[st
     return row | more
 
 
+def token_row(step: int, group: int, index: int, texts: Sequence[str], **more: Any) -> dict[str, Any]:
+    """One row of tokens.jsonl."""
+    values = [0.1 * i for i in range(len(texts))]
+    row: dict[str, Any] = {"step": step, "group": group, "sample": index, "texts": list(texts)}
+    row |= {"advantage": index % 2 - 0.5, "sampler_logps": values, "logps": [-1.0 - value for value in values]}
+    return row | {"change": [0.3 - value for value in values], "entropy": values} | more
+
+
+EPISODE = {
+    "text": "assistant: 5\nenvironment: less\nassistant: 4",
+    "messages": [["assistant", 1], ["environment", 4], ["assistant", 1]],
+    "turn_rewards": [0.0, 0.75],
+    "turn_ends": [2, 6],
+    "turn_tokens": [2, 2],
+    "done": True,
+    "length": 6,
+}
+"""Columns of a row of samples.jsonl that describe an episode of two turns."""
+
+
 def evaluated(number: int, text: str, right: bool | None, **more: Any) -> dict[str, Any]:
     """One row of before.jsonl or after.jsonl."""
     judged = {} if right is None else {"correct": {"accuracy": right}}
@@ -75,7 +95,14 @@ def make_run(tmp_path: Path) -> MakeRun:
 @pytest.fixture
 def made() -> SimpleNamespace:
     """The functions and texts of this file, for tests that write files of their own."""
-    return SimpleNamespace(sample=sample, evaluated=evaluated, write_lines=write_lines, hostile=HOSTILE)
+    return SimpleNamespace(
+        sample=sample,
+        token_row=token_row,
+        episode=EPISODE,
+        evaluated=evaluated,
+        write_lines=write_lines,
+        hostile=HOSTILE,
+    )
 
 
 def write_run(
@@ -180,6 +207,9 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
 def long_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a made-up run of 2,000 steps."""
     folder = write_run(tmp_path_factory.mktemp("long") / "run", 2000, 3, text="Some words of a completion. " * 12)
+    words = ["Some", " words", " of", "", " a completion."] * 20
+    rows = [token_row(step, 1, i, words) for step in range(40, 2000, 40) for i in range(4)]
+    write_lines(folder / "tokens.jsonl", rows)
     write_report(folder / "report.html", [folder], [])  # the charts are on the first screen
     return folder / "report.html"
 
@@ -191,6 +221,8 @@ def compared_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders = [
         write_run(place / name, 20, settings=["--seed", seed]) for name, seed in (("first", "0"), ("second", "7"))
     ]
+    with (folders[0] / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(sample(20, 9, index, **EPISODE)) + "\n" for index in range(2))
     finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "change the rewards")
     hacked = Finding("Two parts move apart", "", "steps 1 to 5", "", samples=("step 1: a → b", "step 2: c → d"))
     note = Finding("Nothing wrong was found", "", "steps 1 to 5", "", level="note")

@@ -179,10 +179,55 @@ def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
     assert page.locator("#completions .group").count() == 2
 
 
+def test_tokens_are_coloured_and_read_by_keys(opened: Open, long_report: Path) -> None:
+    page = opened(long_report)
+    section = page.locator("#completions")
+    section.get_by_label("Colour tokens by").select_option("change")  # goes to the nearest step that has values
+    group = section.get_by_role("heading", name="Step 1,960, group 1").locator("xpath=ancestor::article")
+    assert section.locator(".group").first.get_by_role("heading").inner_text() == "Step 1,960, group 1"
+    block = group.locator(".tokens").nth(1)
+    assert block.locator(".token").count() == 100
+    first, last = block.locator(".token").first, block.locator(".token").last
+    assert first.get_attribute("class") == "token along"  # a positive advantage, and the log-prob rose by 0.3
+    assert last.get_attribute("class") == "token against"
+    colours = [one.evaluate("one => getComputedStyle(one).backgroundColor") for one in (first, last)]
+    assert len({*colours, "rgba(0, 0, 0, 0)"}) == 3
+    block.focus()
+    page.keyboard.press("ArrowRight")
+    assert "“Some”: probability 36.8\u202f% → 49.7\u202f% · +0.3 in log-prob" in block.locator("xpath=..").inner_text()
+    assert page.locator("#spoken").inner_text().startswith("“Some”: ")
+    block.locator(".token").nth(3).hover()
+    assert "part of a character" in group.locator(".token-values").nth(1).inner_text()
+    assert [one.inner_text() for one in section.get_by_label("Colour tokens by").locator("option").all()] == [
+        "nothing", "advantage × probability change", "entropy"  # the run has no reference
+    ]  # fmt: skip
+    section.get_by_label("Next step").click()
+    section.get_by_role("button", name="Go to step 1,960").click()
+    section.get_by_label("Colour tokens by").select_option("entropy")
+    assert group.locator(".token.plain").count() == 400
+
+
+def test_episodes_are_shown_turn_by_turn(opened: Open, compared_report: Path) -> None:
+    page = opened(compared_report)
+    group = page.get_by_role("heading", name="Step 20, group 9").locator("xpath=ancestor::article")
+    messages = group.locator(".sample").first.locator(".message")
+    shown = [" ".join(one.inner_text().split()) for one in messages.all()]
+    assert shown == [
+        "assistant · reward 0 · 2 tokens 5",
+        "environment less",
+        "assistant · reward 0.75 · 2 tokens after 2 of the environment 4",
+    ]
+    page.locator("#completions").get_by_label("Search").fill("less")
+    wait_for_count(page.locator("#completions .group"), 1)
+    wait_for_count(page.locator("#completions mark"), 2)
+
+
 def test_hostile_texts_are_inert(opened: Open, make_run: Any, made: SimpleNamespace) -> None:
     folder = make_run()
     rows = [made.sample(12, 0, i, text, prompt=text) for i, text in enumerate(made.hostile)]
     made.write_lines(folder / "samples.jsonl", rows)
+    tokens = [made.token_row(12, 0, 0, [*made.hostile[:5], "end"])]
+    made.write_lines(folder / "tokens.jsonl", tokens)
     made.write_lines(folder / "after.jsonl", [made.evaluated(i, t, True, prompt=t) for i, t in enumerate(made.hostile)])
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("a/new/metric", "<img src=x onerror=alert(1)>"))
@@ -197,6 +242,10 @@ def test_hostile_texts_are_inert(opened: Open, make_run: Any, made: SimpleNamesp
     shown = samples.nth(3).inner_text()
     assert "\\x1b[31mred\\x07 \\u202ereversed\\u202c zero\\u200bwidth \\ufeff \\ud800 end\\u2028line" in shown
     assert "994,000 characters are left out" in samples.nth(5).inner_text()
+    page.locator("#completions").get_by_label("Colour tokens by").select_option("change")
+    assert samples.nth(0).locator(".token").nth(1).inner_text() == made.hostile[1]
+    samples.nth(0).locator(".token").nth(0).hover(position={"x": 5, "y": 5})
+    assert "window.broken = 1" in page.locator(".token-values").first.inner_text()
     assert page.locator("h1").inner_text() == "<b>run\\u202e"
     assert page.evaluate("window.broken") is None
     assert page.locator("img, iframe, object, h1 b").count() == 0
@@ -208,6 +257,9 @@ def test_nothing_keeps_anybody_out(opened: Open, long_report: Path, compared_rep
     """No violation of the rules of axe-core, WCAG AA contrast among them, with everything open."""
     for file in (long_report, compared_report):
         page = opened(file, color_scheme=mode)
+        if file == long_report:
+            page.get_by_label("Colour tokens by").select_option("change")
+            wait_for_count(page.locator("#completions .tokens"), 4)
         page.locator("details").evaluate_all("all => all.forEach(one => { one.open = true; })")
         wait_for_count(page.locator("details.numbers table"), page.locator("figure.chart").count())
         assert "\n".join(violations(page)) == ""

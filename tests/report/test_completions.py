@@ -6,14 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from covey.report import token_values
 from covey.report.completions import collect, locate
 from covey.report.evaluation import questions
 from covey.report.run_data import read_run
-from covey.report.texts import prompt_turns, shortened
+from covey.report.texts import completion_form, prompt_turns, shortened
 from covey.train.metrics import sample_rows
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, Episode, FinishReason, Group
 
 MEGABYTE = 1_000_000
 
@@ -56,6 +58,57 @@ def test_rows_of_another_form_are_left_out_and_counted(made: SimpleNamespace, tm
     assert unreadable == {"samples.jsonl": 2}
     assert [step for step, _, _ in found["steps"]] == [1, 2]
     assert found["steps"][0][2] == [[1, 0, [["", None, None, [], "", None]]]]
+
+
+def test_groups_whose_tokens_were_scored_are_kept_first(make_run: Any) -> None:
+    file = make_run(steps=50, groups=6, text="A longer answer " * 20) / "samples.jsonl"
+    found = json.loads(collect(file, 20_000, {}, first={(17, 4), (33, 5)}))
+    groups = {(step, number) for step, _, kept in found["steps"] for number, _, _ in kept}
+    assert groups >= {(17, 4), (33, 5)}
+    assert len(groups) < 16
+
+
+def test_episodes_are_kept_as_turns(made: SimpleNamespace, tmp_path: Path) -> None:
+    """A turn of the model has its reward and its tokens by origin; what does not fit the text is shown as text."""
+    spoilt = made.episode | {"messages": [["assistant", 99]]}
+    rows = [made.sample(1, 0, 0, **made.episode), made.sample(1, 0, 1, **spoilt)]
+    made.write_lines(tmp_path / "samples.jsonl", rows)
+    samples = json.loads(collect(tmp_path / "samples.jsonl", MEGABYTE, {}))["steps"][0][2][0][2]
+    turns = [["assistant", "5", 0.0, 2, 0], ["environment", "less"], ["assistant", "4", 0.75, 2, 2]]
+    assert [sample[0] for sample in samples] == [{"turns": turns}, made.episode["text"]]
+
+
+def test_rows_of_an_episode_can_be_taken_apart() -> None:
+    said = ({"role": "assistant", "content": "5"}, {"role": "environment", "content": "less\nassistant: 9"})
+    episode = Episode((*said, said[0]), turn_ends=(2, 6), turn_rewards=(0.5, 1.0), done=True)
+    mask = np.array([True, True, False, False, True, True])
+    completion = Completion(np.arange(6), *([0.0],) * 2, FinishReason.STOP, "", mask, episode)  # type: ignore[arg-type]
+    (row,) = sample_rows(1, [Group("Guess", np.array([1]), (completion,))])
+    turns = [["assistant", "5", 0.5, 2, 0], ["environment", "less\nassistant: 9"], ["assistant", "5", 1.0, 2, 2]]
+    assert completion_form(row) == {"turns": turns}
+
+
+def test_token_values_are_kept_by_group(made: SimpleNamespace, tmp_path: Path) -> None:
+    file, unreadable = tmp_path / "tokens.jsonl", dict[str, int]()
+    odd = made.token_row(1, 0, 2, ["x"], change="x", entropy=[None], logps=[1, 2], advantage=[0.5], sampled=[0])
+    rows = [made.token_row(1, 0, 1, ["a", "b"], kl=[0.0, 1 / 3]), odd, made.token_row(1, 0, 3, [7]), {"step": 1}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "nonsense\n")
+    kept, total = token_values.collect(file, MEGABYTE, unreadable)
+    assert (total, unreadable) == (1, {"tokens.jsonl": 1})
+    plain = [1, ["a", "b"], 0.5, [-1.0, -1.1], [0.3, 0.2], [0.0, 0.1], [0.0, 0.333], []]
+    assert json.loads(kept[1, 0]) == [plain, [2, ["x"], [0.5], [1], None, [None], None, [0]]]
+    masked, _ = token_values.collect(file, MEGABYTE, {}, lambda text: text.replace("ab", "***"))
+    assert [sample for sample, *_ in json.loads(masked[1, 0])] == [2]
+
+
+def test_token_values_of_a_long_run_are_spread_evenly(made: SimpleNamespace, tmp_path: Path) -> None:
+    rows = [made.token_row(step, 0, i, ["word"] * 50) for step in range(1, 101) for i in range(8)]
+    made.write_lines(tmp_path / "tokens.jsonl", rows)
+    kept, total = token_values.collect(tmp_path / "tokens.jsonl", 100_000, {})
+    assert (total, sum(map(len, kept.values())) <= 100_000) == (100, True)
+    steps = [step for step, _ in sorted(kept)]
+    assert 5 < len(steps) < 100
+    assert (steps[0], steps[-1]) == (1, 100)
 
 
 def test_lines_are_located_by_their_beginning(make_run: Any) -> None:

@@ -109,7 +109,7 @@ def test_a_summary_of_another_form_is_left_out(make_run: Any) -> None:
 
 
 FIELDS = ["prompt", "turns", "text", "rewards", "reward", "advantage", "finish", "length", "correct"]
-FIELDS += ["step_time", "eval/accuracy", "loss"]
+FIELDS += ["step_time", "eval/accuracy", "loss", "messages", "turn_ends", "texts", "change", "sampled"]
 WORDS = st.sampled_from([*FIELDS, "accuracy", "before", "after", "seconds", "samples", "error", "user", "user: x"])
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS,
@@ -128,7 +128,7 @@ LINES = st.fixed_dictionaries(
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_report_is_made_of_anything(tmp_path: Path, lines: list[Any], summary: Any) -> None:
     (tmp_path / "recipe.yaml").write_text("name: x\ngrpo: [1]\nmodel: null\n")
-    for name in ("metrics", "samples", "before", "after"):
+    for name in ("metrics", "samples", "tokens", "before", "after"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert build_page([read_run(tmp_path)]).startswith(b"<!doctype html>")

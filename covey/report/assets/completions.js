@@ -2,6 +2,7 @@
 // made into elements.
 
 const GROUPS_SHOWN = 6;
+const SHORT_CHAT = 3; // number of messages of a prompt up to which all are shown at once
 
 function showCompletions(body) {
   const runs = DATA.runs.filter((run) => run.completions.steps.length);
@@ -16,7 +17,7 @@ function showCompletions(body) {
 
 function completionBrowser(run) {
   const { steps, prompts, total, kept } = run.completions;
-  const wanted = { step: steps[steps.length - 1][0], prompt: null, text: '', low: null, high: null, order: 'file' };
+  const wanted = { step: steps[steps.length - 1][0], prompt: null, text: '', low: null, high: null, order: 'file', colouring: '' };
   const results = element('div', {});
   const stepChoice = choice([['all', 'all steps'], ...steps.map(([step]) => [step, 'step ' + whole(step)])], wanted.step, (value) => {
     wanted.step = value === 'all' ? null : Number(value);
@@ -41,20 +42,36 @@ function completionBrowser(run) {
     if (prompt !== null) { wanted.step = null; stepChoice.value = 'all'; }
     show();
   };
+  const colours = colourings(run), withValues = tokenSteps(run);
+  const goTo = (step) => {
+    wanted.step = step;
+    stepChoice.value = String(step);
+    show();
+  };
+  const colour = !colours.length ? null : labelled('Colour tokens by', choice([['', 'nothing'], ...colours], '', (value) => {
+    wanted.colouring = value;
+    if (value && wanted.step !== null && !withValues.includes(wanted.step)) goTo(nearestStep(withValues, wanted.step));
+    else show();
+  }));
   const show = () => {
     const groups = chosenGroups(run, wanted);
     const about = count(groups.length, 'group') + (wanted.step === null ? ' of all steps' : ' of step ' + whole(wanted.step)) + ' shown.';
     const rest = kept.groups < total.groups ? ' This page keeps ' + whole(kept.groups) + ' of ' + whole(total.groups) + ' groups, from ' + whole(kept.steps) + ' of ' + whole(total.steps) + ' steps; search looks at these.' : '';
     const clear = wanted.prompt === null ? null : element('button', { type: 'button', class: 'filter', 'aria-pressed': 'true', onclick: () => follow(null) }, 'one prompt \u00d7');
-    results.replaceChildren(element('p', { class: 'muted note', role: 'status' }, about + rest), clear || '',
+    const lacking = wanted.colouring && wanted.step !== null && !withValues.includes(wanted.step);
+    const jump = lacking ? element('p', { class: 'muted note' }, 'No tokens were scored at this step; of ' + count(withValues.length, 'step') + ' one group was. ',
+      element('button', { type: 'button', onclick: () => goTo(nearestStep(withValues, wanted.step)) }, 'Go to step ' + whole(nearestStep(withValues, wanted.step)))) : '';
+    results.replaceChildren(element('p', { class: 'muted note', role: 'status' }, about + rest), clear || '', jump,
       ...paged(groups, GROUPS_SHOWN, (group) => groupArticle(run, group, wanted, follow), 'groups'));
   };
   show();
   return [element('div', { class: 'tools' }, labelled('Step', stepChoice),
     element('button', { type: 'button', 'aria-label': 'Previous step', onclick: () => move(-1) }, '\u2190'),
     element('button', { type: 'button', 'aria-label': 'Next step', onclick: () => move(1) }, '\u2192'),
-    labelled('Search', search), labelled('Reward from', bound('low')), labelled('to', bound('high')), labelled('Order', order)), results];
+    labelled('Search', search), labelled('Reward from', bound('low')), labelled('to', bound('high')), labelled('Order', order), colour || ''), results];
 }
+
+const nearestStep = (steps, step) => steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best));
 
 // The groups that meet the filters, each `{step, group, hits}`: hits are the samples that do.
 function chosenGroups(run, wanted) {
@@ -86,6 +103,10 @@ function chosenGroups(run, wanted) {
     const key = new Map(found.map((entry) => { const values = rewards(entry); return [entry, values.length ? keys[wanted.order](values) : Infinity]; }));
     found.sort((a, b) => key.get(a) - key.get(b));
   }
+  if (wanted.colouring) {
+    const lacks = ({ step, group }) => Number(!tokenRows(run, step, group[0]));
+    found.sort((a, b) => lacks(a) - lacks(b));
+  }
   return found;
 }
 
@@ -93,16 +114,18 @@ function groupArticle(run, { step, group: [number, prompt, samples], hits }, wan
   const rewards = samples.map(([, reward]) => reward).filter((reward) => reward !== null);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   const strongest = Math.max(1e-9, ...samples.map(([, , advantage]) => Math.abs(advantage || 0)));
+  const rows = wanted.colouring ? tokenRows(run, step, number) : null;
   const turnsOf = run.completions.prompts[prompt], last = turnsOf[turnsOf.length - 1];
   const others = run.completions.steps.some(([other, , groups]) => groups.some((one) => one[1] === prompt && (other !== step || one[0] !== number)));
   return element('article', { class: 'group' },
     element('header', {}, element('h3', {}, 'Step ' + whole(step) + ', group ' + number),
       element('span', { class: 'muted' }, rewards.length ? 'mean reward ' + brief(mean) + (Math.min(...rewards) === Math.max(...rewards) ? ' \u00b7 all equal: no signal' : '') : 'not scored'),
       others ? element('button', { type: 'button', class: 'quiet', onclick: () => follow(prompt) }, 'Same prompt at other steps') : null),
-    element('div', { class: 'prompt' }, turnsOf.length > 1
+    element('div', { class: 'prompt' }, turnsOf.length > SHORT_CHAT
       ? [turns([last], wanted.text), element('details', {}, element('summary', {}, 'Whole prompt (' + turnsOf.length + ' turns)'), turns(turnsOf, wanted.text))]
       : turns(turnsOf, wanted.text)),
-    element('div', { class: 'samples' }, samples.map((sample, i) => sampleCard(run, sample, i, strongest, hits, wanted))));
+    rows ? colouringNote(rows, wanted.colouring) : null,
+    element('div', { class: 'samples' }, samples.map((sample, i) => sampleCard(run, sample, i, strongest, hits, wanted, rows))));
 }
 
 // Rewards by function where there are several, and the length.
@@ -111,7 +134,8 @@ function aboutSample(names, parts, length) {
   return [...scored, length === null ? null : count(length, 'token')].filter(Boolean).join(' \u00b7 ');
 }
 
-function sampleCard(run, [text, reward, advantage, parts, finish, length], i, strongest, hits, wanted) {
+function sampleCard(run, [text, reward, advantage, parts, finish, length], i, strongest, hits, wanted, rows) {
+  const row = rows && rows.find(([sample]) => sample === i);
   const tone = advantage === null || advantage === 0 ? '' : advantage > 0 ? 'good' : 'bad';
   const bar = element('span', { class: 'bar ' + tone, 'aria-hidden': 'true' }, element('span', {}));
   bar.firstChild.style.width = advantage === null ? '0' : (50 * Math.abs(advantage) / strongest).toFixed(1) + '%';
@@ -119,6 +143,7 @@ function sampleCard(run, [text, reward, advantage, parts, finish, length], i, st
   return element('div', { class: 'sample ' + tone + (hits && hits.has(i) ? ' hit' : ''), role: 'group', 'aria-label': 'completion ' + (i + 1) },
     element('p', { class: 'scores' }, element('strong', {}, reward === null ? 'no reward' : brief(reward)),
       advantage === null ? null : [bar, element('span', {}, element('span', { class: 'muted' }, 'advantage '), signed(advantage))]),
-    textBlock(text, wanted.text, 'completion ' + (i + 1)),
+    row ? tokenBlock(row, wanted.colouring, strongestValue(rows, wanted.colouring), length, 'completion ' + (i + 1), wanted.text)
+      : completionBlock(text, wanted.text, 'completion ' + (i + 1)),
     element('p', { class: 'muted small about' }, aboutSample(names, parts, length), finish === 'length' ? [' ', element('span', { class: 'chip' }, 'cut off')] : ''));
 }

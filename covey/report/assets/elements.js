@@ -57,7 +57,7 @@ function textNodes(text, wanted) {
   return [...readable(text[0], wanted), element('span', { class: 'left-out' }, note), ...readable(text[2], wanted)];
 }
 
-const plainText = (text) => (typeof text === 'string' ? text : text[0] + '\n' + text[2]);
+const plainText = (text) => (typeof text === 'string' ? text : text.turns ? text.turns.map(([, said]) => plainText(said)).join('\n') : text[0] + '\n' + text[2]);
 const textLength = (text) => (typeof text === 'string' ? text.length : text[0].length + text[2].length);
 
 // A block of text; a long one scrolls, and can be reached by keyboard for that.
@@ -71,6 +71,20 @@ function turns(prompt, wanted) {
   return element('div', { class: 'turns' }, prompt.map(([role, text]) =>
     element('div', { class: 'turn' }, role ? element('span', { class: 'role' }, readable(String(role))) : null,
       textBlock(text, wanted, role ? 'message of ' + escapedLine(String(role)) : 'prompt'))));
+}
+
+// A completion: its text, or the turns of its episode, each with its role, and those of the model with reward and tokens.
+function completionBlock(text, wanted, label) {
+  if (!text.turns) return textBlock(text, wanted, label);
+  return element('div', { class: 'conversation', role: 'group', 'aria-label': label }, text.turns.map(([role, said, reward, tokens, inserted]) => {
+    const notes = [
+      reward === null || reward === undefined ? null : 'reward ' + brief(reward),
+      tokens === null || tokens === undefined ? null : count(tokens, 'token') + (inserted > 0 ? ' after ' + whole(inserted) + ' of the environment' : ''),
+    ].filter(Boolean).join(' \u00b7 ');
+    return element('div', { class: 'message' + (role === 'assistant' ? ' own' : '') },
+      element('p', { class: 'role' }, element('strong', {}, readable(String(role))), notes ? ' \u00b7 ' + notes : ''),
+      textBlock(said, wanted, 'message of ' + escapedLine(String(role))));
+  }));
 }
 
 const escapedLine = (text) => text.replace(HIDDEN, escaped);

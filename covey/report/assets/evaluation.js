@@ -78,7 +78,7 @@ function questionBrowser(run) {
 function question([prompt, was, now, before, after], questions) {
   const tone = now === 'right' || now === 'better' ? (was === 'right' ? '' : 'good') : (was === 'right' || now === 'worse') ? 'bad' : '';
   const side = (title, some) => element('div', {}, element('h5', {}, title), some.length ? some.map(([text, reward, right]) => element('div', { class: 'answer' },
-    textBlock(text, '', 'completion ' + title), element('p', { class: 'muted' },
+    completionBlock(text, '', 'completion ' + title), element('p', { class: 'muted' },
       [right === null ? null : right ? 'right' : 'wrong', reward === null ? null : 'reward ' + brief(reward)].filter(Boolean).join(' \u00b7 ')))) : element('p', { class: 'muted' }, 'not asked'));
   const turnsOf = questions.prompts[prompt], last = turnsOf[turnsOf.length - 1];
   return element('article', { class: 'question' }, element('div', {}, element('h4', {}, element('span', { class: 'change ' + tone }, changeText([was, now]))),
