@@ -119,7 +119,7 @@ function groupArticle(run, { step, group: [number, prompt, samples], hits }, wan
   const others = run.completions.steps.some(([other, , groups]) => groups.some((one) => one[1] === prompt && (other !== step || one[0] !== number)));
   return element('article', { class: 'group' },
     element('header', {}, element('h3', {}, 'Step ' + whole(step) + ', group ' + number),
-      element('span', { class: 'muted' }, rewards.length ? 'mean reward ' + brief(mean) + (Math.min(...rewards) === Math.max(...rewards) ? ' \u00b7 all equal: no signal' : '') : 'not scored'),
+      element('span', { class: 'muted' }, rewards.length ? 'mean reward ' + brief(mean) + (samples.some(([, , advantage]) => advantage) ? '' : ' \u00b7 advantages all 0: no signal') : 'not scored'),
       others ? element('button', { type: 'button', class: 'quiet', onclick: () => follow(prompt) }, 'Same prompt at other steps') : null),
     element('div', { class: 'prompt' }, turnsOf.length > SHORT_CHAT
       ? [turns([last], wanted.text), element('details', {}, element('summary', {}, 'Whole prompt (' + turnsOf.length + ' turns)'), turns(turnsOf, wanted.text))]

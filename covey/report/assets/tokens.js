@@ -34,7 +34,7 @@ function strongestValue(rows, colouring) {
 function colouringNote(rows, colouring) {
   const [, name, meaning] = COLOURINGS.find(([one]) => one === colouring);
   return element('p', { class: 'muted note' }, meaning + ' Full colour: ' + brief(strongestValue(rows, colouring)) + (colouring === 'change' ? '' : ' nats') +
-    ' or more of ' + name + '. Tokens that are not the model\u2019s own are underlined.');
+    ' or more of ' + name + '.' + (rows.some((row) => tokenPart(row, 'inserted').length) ? ' Underlined tokens are not the model\u2019s own.' : ''));
 }
 
 // What is known about a token, in words.
