@@ -24,7 +24,8 @@ class Collective:
         opcode: kind.
         loops: trip counts of the loops around it, outermost first; None where the program computes it.
         count: number of its instructions in the loop's body.
-        bytes: what one turn of the innermost loop moves, on one device.
+        bytes: size of what one turn of the innermost loop exchanges, on one device.
+        sent: bytes that a device sends for it in a turn, over a ring; see `hlo.Instruction.sent`.
         asynchronous: whether the device computes meanwhile.
     """
 
@@ -32,11 +33,12 @@ class Collective:
     loops: tuple[int | None, ...]
     count: int
     bytes: int
+    sent: int
     asynchronous: bool = False
 
-    def total_bytes(self, turns: int = 1) -> float:
-        """Return what one call moves; a loop of unknown length has `turns` turns."""
-        return self.bytes * math.prod(turns if trips is None else trips for trips in self.loops)
+    def total_sent(self, turns: int = 1) -> float:
+        """Return the bytes that a device sends in one call; a loop of unknown length has `turns` turns."""
+        return self.sent * math.prod(turns if trips is None else trips for trips in self.loops)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class CompiledProgram:
     unread: bool = False
 
     def link_bytes(self, turns: int = 1) -> float:
-        """Return what a call moves between devices; a loop of unknown length has `turns` turns."""
-        return sum(one.total_bytes(turns) for one in self.collectives)
+        """Return the bytes that a device sends in a call; a loop of unknown length has `turns` turns."""
+        return sum(one.total_sent(turns) for one in self.collectives)
 
 
 def compile_program(
@@ -122,14 +124,14 @@ def _with_text_of(found: CompiledProgram, compiled: Any) -> CompiledProgram:
 def _with_text(found: CompiledProgram, text: str) -> CompiledProgram:
     read = hlo.Program(text)
     by_loop: Counter[tuple[str, tuple[int | None, ...], bool]] = Counter()
-    size: Counter[tuple[str, tuple[int | None, ...], bool]] = Counter()
+    size, sent = by_loop.copy(), by_loop.copy()
     for one in read.collectives():
         key = one.opcode, tuple(loop.trip_count for loop in one.loops), one.asynchronous
         by_loop[key] += 1
         size[key] += one.bytes
+        sent[key] += one.sent
     collectives = tuple(
-        Collective(opcode, loops, count, size[opcode, loops, beside], beside)
-        for (opcode, loops, beside), count in by_loop.items()
+        Collective(key[0], key[1], count, size[key], sent[key], asynchronous=key[2]) for key, count in by_loop.items()
     )
     cycles, kernels = [0, 0], [0, 0]
     for each in read.instructions:

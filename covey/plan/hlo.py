@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-KERNELS = ("tpu_custom_call", "triton_kernel_call")
+KERNELS = ("tpu_custom_call", "triton_kernel_call", "__gpu$xla.gpu.triton")
 """Targets of the custom calls that run a kernel of Pallas."""
 
 COLLECTIVES = (
@@ -25,6 +25,9 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+
+RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
+"""Number of times that each collective sends its data around a ring; others send it once to one device."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Instruction:
         cycles: the compiler's estimate for one execution; 0 where it gives none, as for kernels.
         kernel: whether it calls a kernel of Pallas, which has no estimate.
         asynchronous: whether it runs beside other instructions.
+        group: number of devices that a collective connects; None where its text does not say.
     """
 
     opcode: str
@@ -65,6 +69,15 @@ class Instruction:
     cycles: int = 0
     kernel: bool = False
     asynchronous: bool = False
+    group: int | None = None
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in a collective over a ring of its group: (n - 1)/n of what is gathered, scattered
+        or exchanged, and twice that of what is summed on all devices; all of it where the group is not known.
+        """
+        share = 1 - 1 / self.group if self.group and self.opcode in RING_PASSES else 1.0
+        return round(self.bytes * share * RING_PASSES.get(self.opcode, 1))
 
     @property
     def executions(self) -> int:
@@ -229,9 +242,29 @@ def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], br
         branch,
         op_name[1] if op_name else "",
         int(cycles[1]) if cycles else 0,
-        opcode == "custom-call" and re.search(f'custom_call_target="({"|".join(KERNELS)})"', line.rest) is not None,
+        opcode == "custom-call"
+        and re.search(f'custom_call_target="({"|".join(map(re.escape, KERNELS))})"', line.rest) is not None,
         line.opcode.endswith("-start"),
+        _group(line.rest) if opcode in COLLECTIVES else None,
     )
+
+
+def _group(attributes: str) -> int | None:
+    """Return the size of a collective's groups, in any of the three forms in which XLA writes them.
+
+    >>> _group("replica_groups={{0,2},{1,3}}"), _group("replica_groups=[2,4]<=[8]"), _group("replica_groups={}")
+    (2, 4, None)
+    >>> _group("replica_groups=mesh['x'=2,'y'=4] {'x','y'}")
+    8
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return listed[1].count(",") + 1
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(counted[1])
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", named[1]))
+        return math.prod(int(sizes.get(axis, 1)) for axis in named[2].split(","))
+    return None
 
 
 _BY_BITS = {1: "pred", 4: "s4 u4 f4e2m1fn", 8: "s8 u8 f8e4m3fn f8e5m2", 16: "s16 u16 bf16 f16", 32: "s32 u32 f32"}

@@ -26,7 +26,7 @@ class PhaseTime:
 
     Attributes:
         phase: its work.
-        link_bytes: bytes that a device sends or receives.
+        link_bytes: bytes that a device sends.
         compute, memory, link: seconds that each would take alone; the roofline is the longest.
         compiled: seconds by the compiler's estimate, with kernels charged from their flops, and what the devices wait
             for from the bytes that move; None without an estimate.
@@ -77,7 +77,7 @@ def _link_bytes(program: CompiledProgram, call: Call, waited: bool) -> float:
     those of all calls.
     """
     return sum(
-        one.total_bytes() * (call.turns if call.turns and None in one.loops else call.count)
+        one.total_sent() * (call.turns if call.turns and None in one.loops else call.count)
         for one in program.collectives
         if not (waited and one.asynchronous)
     )

@@ -77,6 +77,7 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
                 "loops": list(one.loops),
                 "count": one.count,
                 "bytes": one.bytes,
+                "sent": one.sent,
                 "asynchronous": one.asynchronous,
             }
             for one in program.collectives
@@ -122,12 +123,12 @@ def _show_phases(found: dict[str, Any], console: Console) -> None:
 
 
 def _show_collectives(found: dict[str, Any], console: Console) -> None:
-    table = _table("collectives of", "kind", "loops", "number", "MB a turn")
+    table = _table("collectives of", "kind", "loops", "number", "MB sent a turn")
     for program in found["programs"]:
         for one in program["collectives"]:
             loops = " × ".join("?" if n is None else str(n) for n in one["loops"]) or "none"
             kind = f"{one['opcode']}, beside work" if one["asynchronous"] else one["opcode"]
-            table.add_row(program["name"], kind, loops, str(one["count"]), f"{one['bytes'] / 1e6:.3g}")
+            table.add_row(program["name"], kind, loops, str(one["count"]), f"{one['sent'] / 1e6:.3g}")
     if table.row_count:
         console.print(table)
 

@@ -19,7 +19,7 @@ HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8
 %inner (t: (s32[], f32[8])) -> (s32[], f32[8]) {
   %t = (s32[]{:T(128)}, f32[8]{0:T(256)}) parameter(0)
   %x = f32[8]{0} get-tuple-element(%t), index=1
-  %all-gather-start.1 = (f32[8]{0}, f32[32]{0:T(256)S(1)}) all-gather-start(%x), dimensions={0}
+  %all-gather-start.1 = (f32[8]{0}, f32[32]{0:T(256)S(1)}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
   %all-gather-done.1 = f32[32]{0} all-gather-done(%all-gather-start.1)
   ROOT %r = (s32[], f32[8]) tuple(%i, %x)
 }
@@ -51,7 +51,7 @@ HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8
 
 %short (t.4: (s32[], f32[8])) -> (s32[], f32[8]) {
   %t.4 = (s32[], f32[8]{0}) parameter(0)
-  %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%x.4, %x.4), to_apply=%add
+  %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%x.4, %x.4), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
@@ -72,6 +72,11 @@ def test_collectives_have_their_loops_and_bytes() -> None:
     assert (gather.executions, gather.total_bytes) == (3, 3 * 128)
     assert (reduced.bytes, reduced.loops) == (64, (Loop("short", 5),))
     assert (scatter.opcode, scatter.bytes, scatter.loops) == ("reduce-scatter", 32, ())
+
+
+def test_a_ring_of_n_devices_sends_all_parts_but_one_and_twice_for_a_sum() -> None:
+    gather, reduced, scatter = Program(TEXT).collectives()
+    assert [(x.group, x.sent) for x in (gather, reduced, scatter)] == [(4, 128 * 3 // 4), (2, 64), (None, 32)]
 
 
 def test_branches_are_known_and_fusions_are_left_out() -> None:
@@ -95,6 +100,7 @@ def test_a_compiled_program_is_read() -> None:
     program = Program(jax.jit(layers).lower(weight, x).compile().as_text())
     (reduced,) = program.collectives()
     assert (reduced.opcode, reduced.bytes, reduced.executions) == ("all-reduce", 16 * 8 * 4, 3)
+    assert (reduced.group, reduced.sent) == (4, 2 * 16 * 8 * 4 * 3 // 4)
 
 
 def test_a_collective_in_a_chain_of_fusions_counts_once_and_runs_beside_work() -> None:

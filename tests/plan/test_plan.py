@@ -145,7 +145,7 @@ def test_seconds_are_those_of_what_binds() -> None:
     v5e = MACHINES["v5e"]
     rates = Rates(197e12, 819e9, v5e.link, 1)
     phase = Phase("rollout", 197e12, 2 * 819e9, {"decode": Call(2, turns=16)})
-    moved = (Collective("all-reduce", (None,), 2, 10), Collective("all-gather", (), 1, 7))
+    moved = (Collective("all-reduce", (None,), 2, 8, 10), Collective("all-gather", (), 1, 9, 7))
     program = CompiledProgram("decode", 1.0, collectives=moved)
     time = phase_time(phase, {"decode": program}, v5e, rates)
     assert (time.compute, time.memory, time.bound) == (1.0, 2.0, "memory")
@@ -159,7 +159,7 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     program = CompiledProgram("gradients", 1.0, cycles=(3 * 10**9, 10**9))
     phase = Phase("update", 1.0, 1.0, {"gradients": Call(2)})
     assert phase_time(phase, {"gradients": program}, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
-    moved = tuple(Collective("all-gather", (), 1, 10**10, beside) for beside in (True, False))
+    moved = tuple(Collective("all-gather", (), 1, 2 * 10**10, 10**10, beside) for beside in (True, False))
     waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
     assert waited.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2 * 1e10 / v5e.link)
     charged = phase_time(replace(phase, kernel_flops=197e12), {"gradients": program}, v5e, rates)
