@@ -224,24 +224,24 @@ class Linear(nnx.Module):
 
     def to_heads(self, x: Float[Array, "... n_in"], width: int) -> Float[Array, "... H width"]:
         """Return the result as heads."""
-        return self._apply(x, self.shape[:1], self.head_axes(width)).reshape(*x.shape[:-1], -1, width)
+        return self._apply(x, self.shape[:1], self.head_axes(x, width)).reshape(*x.shape[:-1], -1, width)
 
-    def head_axes(self, width: int) -> Axes:
-        """Return the axes of the product, of which heads are made."""
-        return (self.shape[1] // width, width) if self._writes_heads else self.shape[1:]
+    def head_axes(self, x: Float[Array, "... n_in"], width: int) -> Axes:
+        """Return the axes of the product with `x`, of which heads are made."""
+        return (self.shape[1] // width, width) if self._writes_heads(x.shape[-2]) else self.shape[1:]
 
     def from_heads(self, x: Float[Array, "... H W"]) -> Float[Array, "... n_out"]:
         """Return the projection of heads."""
-        if not self._writes_heads:
+        if not self._writes_heads(x.shape[-3]):
             return self(x.reshape(*x.shape[:-2], -1))
         return self._apply(x, x.shape[-2:], self.shape[1:])
 
-    @property
-    def _writes_heads(self) -> bool:
-        """Whether heads are axes of the product. TPUs keep time and width of each head in tiles; made one axis, the
-        heads would be copied into other tiles before and after attention.
+    def _writes_heads(self, time: int) -> bool:
+        """Whether heads are axes of a product of `time` tokens. TPUs keep time and width of each head in tiles; made
+        one axis, the heads would be copied into other tiles before and after attention. The kernel is, to be divided
+        into heads, which costs more where each row has a single token.
         """
-        return self.platform == "tpu" and not isinstance(self.kernel, QuantisedKernel)
+        return self.platform == "tpu" and time > 1 and not isinstance(self.kernel, QuantisedKernel)
 
     def _apply(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
         kernel = self.kernel
@@ -264,10 +264,14 @@ class Linear(nnx.Module):
 def apply_together(
     linears: Sequence[Linear], x: Float[Array, "... n_in"], width: int | None = None
 ) -> list[Float[Array, "..."]]:
-    """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared`."""
+    """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared`.
+
+    Heads of one token are divided behind a barrier: on a TPU the compiler would divide the kernel instead, and copy it
+    into another order.
+    """
     if any(linear.platform == "cpu" or isinstance(linear.kernel, QuantisedKernel) for linear in linears):
         return [linear(x) if width is None else linear.to_heads(x, width) for linear in linears]
-    axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(width) for linear in linears]
+    axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(x, width) for linear in linears]
     shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
     kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
     products = project_shared(x, kernels, linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform))
@@ -275,7 +279,11 @@ def apply_together(
         linear._finish(x, out, linear.shape[:1], n_out)
         for linear, out, n_out in zip(linears, products, axes, strict=True)
     ]
-    return outs if width is None else [out.reshape(*x.shape[:-1], -1, width) for out in outs]
+    if width is None:
+        return outs
+    if x.shape[-2] == 1 and linears[0].platform == "tpu":
+        outs = list(jax.lax.optimization_barrier(tuple(outs)))
+    return [out.reshape(*x.shape[:-1], -1, width) for out in outs]
 
 
 class RMSNorm(nnx.Module):

@@ -2,7 +2,7 @@
 
 A product rounds its kernel to the decoder's compute type. On a CPU, XLA rounds the kernels of the whole model again in
 each program: for each chunk of decode steps, each prefill and each micro-batch. Rounded before the call, the products
-have the same operands.
+have the same operands. On accelerators only decoding gains: a chunk of steps rounds before its loop.
 """
 
 from typing import Any, TypeVar
@@ -22,10 +22,14 @@ def operand_type(model: nnx.Module) -> jnp.dtype[Any] | None:
     """Return the type to which `round_kernels` rounds the kernels of `model`; None where that gains nothing: in
     float32, and on accelerators, where a product rounds what it reads anyway and a copy would cost memory.
     """
-    linear = next((node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)), None)
-    if linear is None or linear.platform != "cpu" or jnp.dtype(linear.dtype) == jnp.float32:
-        return None
-    return jnp.dtype(linear.dtype)
+    linear = _first_linear(model)
+    return None if linear is None or linear.platform != "cpu" else sampling_type(model)
+
+
+def sampling_type(model: nnx.Module) -> jnp.dtype[Any] | None:
+    """Return the type to which `round_for_sampling` rounds on any platform; None in float32."""
+    linear = _first_linear(model)
+    return None if linear is None or jnp.dtype(linear.dtype) == jnp.float32 else jnp.dtype(linear.dtype)
 
 
 def with_rounded_head(model: Decoder) -> Decoder:
@@ -50,12 +54,27 @@ def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
         params: state of a model, or a part of it, of arrays or of shapes.
         dtype: the model's `operand_type`; None changes nothing.
     """
+    return _round_leaves(params, dtype, (".kernel",))
+
+
+def round_for_sampling(params: State, dtype: jnp.dtype[Any] | None) -> State:
+    """Return `params` with kernels and adapters in `dtype`, as `round_kernels` does with kernels alone. A product
+    rounds either before it multiplies, so that no bit of it changes.
+
+    Args:
+        params: state of a model, of arrays or of shapes.
+        dtype: the model's `sampling_type`; None changes nothing.
+    """
+    return _round_leaves(params, dtype, (".kernel", ".lora.a", ".lora.b"))
+
+
+def _round_leaves(params: State, dtype: jnp.dtype[Any] | None, ends: tuple[str, ...]) -> State:
     if dtype is None:
         return params
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     arrays = [x for _, x in leaves]
-    wide = [i for i, (path, x) in enumerate(leaves) if _is_kernel(path) and x.dtype.itemsize > dtype.itemsize]
-    for i in wide:
+    named = [i for i, (path, _) in enumerate(leaves) if dotted_path(path).endswith(ends)]
+    for i in (i for i in named if arrays[i].dtype.itemsize > dtype.itemsize):
         arrays[i] = _round(arrays[i], dtype)
     rounded: State = jax.tree.unflatten(tree, arrays)
     return rounded
@@ -65,5 +84,5 @@ def _round(x: Any, dtype: jnp.dtype[Any]) -> Any:
     return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
-def _is_kernel(path: tuple[Any, ...]) -> bool:
-    return dotted_path(path).endswith(".kernel")
+def _first_linear(model: nnx.Module) -> Linear | None:
+    return next((node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)), None)

@@ -15,7 +15,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
-from covey.models.operands import operand_type, round_kernels, with_rounded_head
+from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
 from covey.packing.bins import most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
@@ -142,7 +142,7 @@ class RLPrograms:
         self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
         rollout = placed(Role.ROLLOUT)
         graph, params = nnx.split(with_rounded_head(rollout))
-        self._rollout = round_kernels(params, operand_type(rollout))
+        self._rollout = round_for_sampling(params, sampling_type(rollout))
         self._sampler = Programs(graph, tuple(sorted(stop_ids)))
 
     def score(self, count: int, length: int) -> Program:

@@ -12,7 +12,7 @@ from covey.envs.episodes import Episodes
 from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
-from covey.models.operands import operand_type, round_kernels, with_rounded_head
+from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
@@ -88,7 +88,7 @@ class RolloutWorker:
         self._graph, self.params = nnx.split(model)
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
         self.sampler = Sampler(nnx.split(with_rounded_head(model))[0], tokenizer.stop_ids, config)
-        self._operand_type = operand_type(model)
+        self._operand_type = sampling_type(model)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
@@ -138,7 +138,7 @@ class RolloutWorker:
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         tokens = [encode(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        params = round_kernels(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
+        params = round_for_sampling(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
         sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
         if episodes:
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]

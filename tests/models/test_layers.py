@@ -153,6 +153,8 @@ def test_projections_together_are_those_one_by_one_on_every_platform(width: int 
         return out, jax.tree.leaves(pull([jnp.sin(y) for y in out]))
 
     want = [linear(x) if width is None else linear.to_heads(x, width) for linear in build("cpu")]
+    one = apply_together(build("tpu"), x[:, :1], width)  # as in decoding
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[:, :1], rtol=1e-5, atol=1e-5), one, want)
     for platform in ("cpu", "tpu", "cuda"):
         out, grads = run(platform)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, want)

@@ -11,11 +11,11 @@ import optax
 import pytest
 from flax import nnx
 
-from covey.config.schema import RolloutConfig
+from covey.config.schema import LoRAConfig, RolloutConfig
 from covey.losses.logprobs import token_logps
 from covey.models.decoder import Decoder
-from covey.models.lora import split_trainable
-from covey.models.operands import operand_type, round_kernels
+from covey.models.lora import projections, split_trainable, with_lora
+from covey.models.operands import operand_type, round_kernels, sampling_type
 from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel.reshard import flatten
@@ -60,13 +60,14 @@ def test_nothing_is_done_where_nothing_is_gained(decoder: Callable[..., Decoder]
     assert all(x is y for x, y in zip(jax.tree.leaves(narrow), jax.tree.leaves(rounded), strict=True))
 
 
-def test_only_programs_for_a_cpu_get_rounded_kernels(decoder: Callable[..., Decoder]) -> None:
+def test_on_accelerators_only_sampling_gets_rounded_kernels(decoder: Callable[..., Decoder]) -> None:
     model = decoder(compute_dtype="bfloat16")
     assert operand_type(make_value_model(model)) == operand_type(model) == BF16
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and hasattr(node, "platform"):
             node.platform = "cuda"
     assert operand_type(model) is None
+    assert sampling_type(model) == BF16
 
 
 @pytest.mark.slow
@@ -93,13 +94,19 @@ def test_log_probs_and_gradients_have_the_same_bits(
 
 
 @pytest.mark.slow
-def test_the_sampler_gets_rounded_kernels(decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_gets_rounded_kernels_and_adapters(
+    decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, seen = RolloutConfig(max_new_tokens=2), []
-    worker = RolloutWorker(decoder(compute_dtype="bfloat16"), Tokenizer.from_folder(TINY), config)
+    model = with_lora(decoder(compute_dtype="bfloat16"), LoRAConfig(rank=2))
+    for linear in projections(model).values():
+        linear.lora.b[...] = jnp.full_like(linear.lora.b[...], 0.3)
+    worker = RolloutWorker(model, Tokenizer.from_folder(TINY), config)
     sampled = worker.sampler.generate
 
     def generate(params: Any, *args: Any, **options: Any) -> Any:
-        seen.append((kernel_types(params), flatten(params)["head.embedding"].dtype))
+        adapters = {x.dtype for name, x in flatten(params).items() if ".lora." in name}
+        seen.append((kernel_types(params), adapters, flatten(params)["head.embedding"].dtype))
         return sampled(params, *args, **options)
 
     monkeypatch.setattr(worker.sampler, "generate", generate)
@@ -110,4 +117,4 @@ def test_the_sampler_gets_rounded_kernels(decoder: Callable[..., Decoder], monke
     for got, want in zip(rounded, unrounded, strict=True):
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_array_equal(got.logps, want.logps)
-    assert seen == [({BF16}, BF16)]
+    assert seen == [({BF16}, {BF16}, BF16)]
