@@ -3,6 +3,7 @@ tests of several rooms share: a small GSM8K, and tiny models that can spell.
 """
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -71,6 +73,64 @@ def forgotten_behind_files() -> Iterator[None]:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+# --- programs that runs of one file share
+
+
+class UnlikeAnyError(Exception):
+    """A function cannot be compared with others: it closes over arrays or over objects that change."""
+
+
+def likeness(x: Any) -> Any:
+    """Return a value that is equal for functions which compute the same: of their code and of all they close over.
+
+    Raises:
+        UnlikeAnyError: there is no such value.
+    """
+    import jax
+
+    if isinstance(x, jax.Array | jax.core.Tracer | np.ndarray):
+        raise UnlikeAnyError
+    if isinstance(x, functools.partial):
+        return "partial", likeness(x.func), likeness(x.args), likeness(x.keywords)
+    if isinstance(x, types.MethodType):
+        return "method", likeness(x.__func__), likeness(x.__self__)
+    if isinstance(x, types.FunctionType):
+        cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
+        return "function", x.__code__, *map(likeness, (cells, x.__defaults__, x.__kwdefaults__))
+    leaves, tree = jax.tree.flatten(x)
+    if not leaves or leaves[0] is not x:
+        return "tree", tree, *map(likeness, leaves)
+    if type(x).__hash__ not in (None, object.__hash__) or isinstance(x, type | types.ModuleType):
+        return type(x), x
+    if type(x).__module__.startswith("covey."):
+        return type(x), likeness(vars(x))
+    raise UnlikeAnyError
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """Runs of this file share their programs: a function like one before is not traced and compiled again, which is
+    most of the time of a short run. Not for files that patch what programs compute, or that count what is compiled.
+    """
+    import jax
+
+    jit, made = jax.jit, dict[Any, Any]()
+
+    def jit_once(*function: Callable[..., Any], **options: Any) -> Any:
+        try:
+            key = likeness((function, options))
+            known = key in made
+        except (UnlikeAnyError, TypeError, ValueError, RecursionError):
+            return jit(*function, **options)
+        if not known:
+            made[key] = jit(*function, **options)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", jit_once)
+        yield
 
 
 # The first example of a test may compile, so no deadline. CI draws the same examples each time.
