@@ -37,7 +37,7 @@ SETTINGS = [
     "training.max_to_keep=9",
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 def ready(*more: str) -> recipe.Recipe:
@@ -47,7 +47,7 @@ def ready(*more: str) -> recipe.Recipe:
 # --- two at one moment
 
 STARTING = """
-    import sys
+    import json, sys
     import covey.run
     from covey.cli import main as cli
     from covey.run.base import Run
@@ -70,9 +70,9 @@ STARTING = """
 
     cli.new_run_folder = looked(cli.new_run_folder)
     Run._execute = classmethod(hold)
-    sys.exit(cli.main(sys.argv[1:]))
+    print("codes", *map(cli.main, json.loads(sys.argv[1])))
 """
-"""The command `covey`, which stops behind its first look at the folder, and again where training would begin."""
+"""Commands of `covey`. Each stops behind its first look at the folder, and again where training would begin."""
 
 
 def answer(process: "subprocess.Popen[str]") -> str:
@@ -85,49 +85,39 @@ def answer(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Iterator[Any]:
-    """`both(words)`: two commands with these words, of seeds 1 and 2; both have found the folder free."""
+def both(tmp_path: Path) -> "Iterator[list[subprocess.Popen[str]]]":
+    """Two processes that begin a run in one folder, and then one without a folder of its own: of seeds 1 and 2."""
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with ExitStack() as stack:
-
-        def start(*words: str) -> "list[subprocess.Popen[str]]":
-            command = [sys.executable, "-c", textwrap.dedent(STARTING), "train", "quickstart", *SETTINGS, *words]
-            environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-            pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            started = [
-                subprocess.Popen([*command, f"--seed={seed}"], cwd=tmp_path, env=environment, text=True, **pipes)
-                for seed in (1, 2)
-            ]
-            for process in started:
-                stack.enter_context(process)
-                assert process.stdout is not None
-                assert process.stdout.readline() == "looked\n"
-            return started
-
-        yield start
+        started = []
+        for seed in (1, 2):
+            words = ["train", "quickstart", *SETTINGS, f"--seed={seed}"]
+            command = [sys.executable, "-c", textwrap.dedent(STARTING), json.dumps([[*words, "--out", "here"], words])]
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)
+            started.append(stack.enter_context(process))
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "looked\n"
+        yield started
 
 
-def test_of_two_runs_that_begin_at_one_moment_one_has_the_folder(both: Any, tmp_path: Path) -> None:
-    """The other is refused, and nothing of the first is overwritten or removed."""
-    processes = both("--out", "here")
-    found = {answer(process): process for process in processes}
-    holder, refused = found.pop(f"holds {tmp_path / 'here'}"), found.pop("")
-    _, why = refused.communicate(timeout=60)
-    assert refused.returncode == 2, why
-    assert recipe.load(tmp_path / "here").seed == 1 + processes.index(holder)
-    _, told = holder.communicate("\n", timeout=60)
-    assert holder.returncode == 0, told
+def test_of_two_runs_that_begin_at_one_moment_each_has_a_folder(both: Any, tmp_path: Path) -> None:
+    """Of two that name the same one, one is refused, and nothing of the other's is overwritten or removed. Where none
+    is named, each gets its own.
+    """
+    found = {answer(process): process for process in both}
+    holder, refused = found.pop(f"holds {tmp_path / 'here'}"), found.pop("looked")
+    assert recipe.load(tmp_path / "here").seed == 1 + both.index(holder)
+    assert answer(holder) == "looked"
     assert (tmp_path / "here" / "summary.json").exists()
-    assert "fix: --out ANOTHER" in why
-
-
-def test_two_runs_without_a_folder_of_their_own_get_one_each(both: Any, tmp_path: Path) -> None:
-    processes = both()
-    found = [answer(process) for process in processes]
-    assert sorted(found) == [f"holds {tmp_path / 'runs' / f'quickstart-{number}'}" for number in (1, 2)]
-    for process, where in zip(processes, found, strict=True):
-        _, told = process.communicate("\n", timeout=60)
-        assert process.returncode == 0, told
-        assert recipe.load(Path(where.removeprefix("holds "))).seed == 1 + processes.index(process)
+    folders = [answer(process) for process in both]
+    assert sorted(folders) == [f"holds {tmp_path / 'runs' / f'quickstart-{number}'}" for number in (1, 2)]
+    told = {process: process.communicate("\n", timeout=60) for process in both}
+    assert [told[process][0].splitlines()[-1] for process in (holder, refused)] == ["codes 0 0", "codes 2 0"]
+    assert "fix: --out ANOTHER" in told[refused][1]
+    for seed, where in enumerate(folders, 1):
+        assert recipe.load(Path(where.removeprefix("holds "))).seed == seed
 
 
 def stopping_with(act: Callable[[], object]) -> Callable[[Run[Any]], Any]:

@@ -23,6 +23,7 @@ from covey.cli.main import STOPPED, main
 from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
+from covey.run.rl import RLRun
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
@@ -43,7 +44,7 @@ SFT_SETTINGS = [
 ]
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 def ready(*more: str) -> recipe.Recipe:
@@ -117,98 +118,98 @@ def test_a_signal_stops_supervised_training_too(tmp_path: Path, at_step: Any, ca
 
 
 LISTENER = """
-    import os, signal, sys, time
+    import contextlib, os, sys, time
     from covey.run.signals import SignalHandler
     from covey.errors import Stopped
 
-    with SignalHandler() as signals:
-        try:
-            with signals.deferring() if sys.argv[1] == "steps" else __import__("contextlib").nullcontext():
-                print("ready", flush=True)
-                while not (sys.argv[2] == "once" and signals.requested()):
-                    time.sleep(0.05)
-                print("saved", flush=True)
-        except Stopped as stopped:
-            print("left", stopped.signal, flush=True)
+    def listen(where, until):
+        with SignalHandler() as signals:
+            try:
+                with signals.deferring() if where == "steps" else contextlib.nullcontext():
+                    print(os.getpid(), flush=True)
+                    while not (until == "once" and signals.requested()):
+                        time.sleep(0.05)
+                    print("saved", flush=True)
+            except Stopped as stopped:
+                print("left", stopped.signal, flush=True)
+
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            listen(*line.split())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print("ended", os.waitstatus_to_exitcode(status), flush=True)
 """
+"""A process that has imported everything; each line it is sent makes a child that waits for signals."""
 
 
-def listener(*how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(LISTENER), *how]
+@pytest.fixture(scope="module")
+def listeners() -> "Iterator[subprocess.Popen[str]]":
+    command = [sys.executable, "-c", textwrap.dedent(LISTENER)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:  # type: ignore[call-overload]
+        yield process
 
 
 @pytest.mark.parametrize(
     ("where", "signals", "code", "says"),
     [
-        ("steps", ["TERM"], 0, "saved\nleft SIGTERM"),
-        ("steps", ["TERM", "TERM"], 128 + signal.SIGTERM, ""),
-        ("steps", ["INT", "INT"], 128 + signal.SIGINT, ""),
-        ("elsewhere", ["TERM"], 0, "left SIGTERM"),
+        ("steps", ["TERM"], 0, ["saved", "left SIGTERM"]),
+        ("steps", ["TERM", "TERM"], 128 + signal.SIGTERM, []),
+        ("steps", ["INT", "INT"], 128 + signal.SIGINT, []),
+        ("elsewhere", ["TERM"], 0, ["left SIGTERM"]),
     ],
 )
 def test_the_first_signal_waits_for_the_step_and_the_second_for_nothing(
-    where: str, signals: list[str], code: int, says: str
+    listeners: "subprocess.Popen[str]", where: str, signals: list[str], code: int, says: list[str]
 ) -> None:
-    with listener(where, "once" if len(signals) == 1 else "never") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        for name in signals:
-            process.send_signal(signal.Signals[f"SIG{name}"])
-            time.sleep(0.3)
-        out, _ = process.communicate(timeout=30)
-    assert (process.returncode, out.strip()) == (code, says)
+    assert listeners.stdin is not None
+    assert listeners.stdout is not None
+    listeners.stdin.write(f"{where} {'once' if len(signals) == 1 else 'never'}\n")
+    listeners.stdin.flush()
+    child = int(listeners.stdout.readline())
+    for name in signals:
+        os.kill(child, signal.Signals[f"SIG{name}"])
+        time.sleep(0.3)
+    told = [listeners.stdout.readline().strip()]
+    while told[-1] and not told[-1].startswith("ended"):
+        told.append(listeners.stdout.readline().strip())
+    assert told == [*says, f"ended {code}"]
 
 
-SIGNALLED = """
-    import os, signal, sys
-    from covey.cli import main as cli
-    from covey.run.rl import RLRun
-    from covey.train.checkpoint import Checkpointer
-
-    kind, name, number = sys.argv[1:4]
-    owner = {"RLRun": RLRun, "Checkpointer": Checkpointer}[kind]
+def signals_at(patch: pytest.MonkeyPatch, owner: Any, name: str, moment: Any, number: signal.Signals) -> None:
+    """Lets the signal come when `name` of `owner` is called for `moment`."""
     call = getattr(owner, name)
 
-    def called(self, first, *args, **kwargs):
-        if first in (3, "before", "after") and first != os.environ.get("SPARED"):
-            os.kill(os.getpid(), int(number))
+    def called(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if first == moment:
+            signal.raise_signal(number)
         return call(self, first, *args, **kwargs)
 
-    setattr(owner, name, called)
-    sys.exit(cli.main(sys.argv[4:]))
-"""
+    patch.setattr(owner, name, called)
 
 
-def signalled(out: Path, moment: str, number: int, spared: str = "") -> tuple[int, str]:
-    """Exit code and errors of a run of three steps, a process that gets a signal when it calls `moment` for step 3, or
-    for an evaluation that is not spared.
-    """
-    words = [sys.executable, "-c", textwrap.dedent(SIGNALLED), *moment.split("."), str(int(number)), "train"]
-    done = subprocess.run(
-        [*words, "quickstart", *SETTINGS, "--max-steps", "3", "--out", str(out)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "SPARED": spared},
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stderr
-
-
-def test_a_signal_during_the_last_save_ends_the_run_behind_it(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_save_or_the_last_evaluation_leaves_a_run_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The trap: noted while the checkpoint is written, and never looked at again."""
-    code, told = signalled(tmp_path / "run", "Checkpointer.save", signal.SIGTERM)
-    assert code == STOPPED, told
-    assert "stopped by SIGTERM; step 3 is saved" in told
-    assert weights(tmp_path / "run")[0] == 3
-    assert not (tmp_path / "run" / "after.jsonl").exists()
-
-
-def test_a_signal_in_the_last_evaluation_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
-    code, told = signalled(tmp_path / "run", "RLRun.evaluate", signal.SIGINT, spared="before")
-    assert code == STOPPED, told
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signals_at(patch, Checkpointer, "save", 3, signal.SIGTERM)
+        assert main(["train", "quickstart", *SETTINGS, "--max-steps", "3", "--out", str(out)]) == STOPPED
+    assert "stopped by SIGTERM; step 3 is saved" in capsys.readouterr().err
+    assert weights(out)[0] == 3
+    assert not (out / "after.jsonl").exists()
+    with monkeypatch.context() as patch:
+        signals_at(patch, RLRun, "evaluate", "after", signal.SIGINT)
+        assert main(["train", "--resume", str(out)]) == STOPPED
+    told = capsys.readouterr().err
     assert "stopped by SIGINT; step 3 is saved" in told
-    assert f"covey train --resume {tmp_path / 'run'}" in told
+    assert f"covey train --resume {out}" in told
+    assert main(["train", "--resume", str(out)]) == 0
+    assert (out / "after.jsonl").exists()
 
 
 COMPILING = """
@@ -238,21 +239,18 @@ COMPILING = """
 """The command `covey`, with an evaluation for which a program is compiled that takes long, and a signal meanwhile."""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_jax_compiles_ends_the_run_with_its_code(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_while_jax_compiles_ends_the_run_with_its_code(tmp_path: Path) -> None:
     """The trap: a thread compiles on while the interpreter takes JAX down, and crashes every other time."""
     command = [sys.executable, "-c", textwrap.dedent(COMPILING), "train", "quickstart", *SETTINGS]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": "", "SENT": str(int(number))},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": "", "SENT": str(int(signal.SIGTERM))},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert f"stopped by {number.name}; nothing is saved" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (128 + signal.SIGTERM, False), done.stderr
+    assert "stopped by SIGTERM; nothing is saved" in done.stderr
     assert "--resume" not in done.stderr
 
 
@@ -339,7 +337,7 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Watchdog, "phase", noted)
     monkeypatch.setattr(Watchdog, "__init__", made)
-    more = ("training.max_steps=1", "training.checkpoint_every_n_steps=1", "grpo.beta=0.1", "model.lora.rank=2")
+    more = ("training.max_steps=1", "training.checkpoint_every_n_steps=1", "grpo.beta=0.1")
     run.train(ready(*more, "training.watchdog_seconds=77"), tmp_path / "run")
     assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
     assert limits == [77]
