@@ -1,9 +1,11 @@
 """SIGKILL at any moment: what was saved is whole, and the run gone on with is the run that was never killed, bit for
-bit. All runs here are processes, really killed; `benchmarks.soak` starts and kills them.
+bit. All runs here are processes, really killed.
 
-COVEY_KILLS=5 tries all four ways to train, each killed at five random steps; without it one way, killed once.
+COVEY_KILLS=5 tries all four ways to train, each killed at five random steps, which `benchmarks.soak` does; without it
+they are skipped, and `test_soak.py` kills one of them once.
 """
 
+import json
 import os
 import random
 import shutil
@@ -11,12 +13,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +24,6 @@ from covey import run
 from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import ResumeError
-from covey.train.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
@@ -61,7 +60,7 @@ WAYS = {
     "lora, sync": ("training.queueing=sync", "model.lora.rank=4"),
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +77,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def environment(place: Path) -> Iterator[dict[str, str]]:
     """Of the processes: the same devices, and the programs that the tests have compiled."""
-    monkeypatch.syspath_prepend(str(REPOSITORY))
-    return os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY))
+        yield os.environ | {"PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.fixture(scope="module")
@@ -109,56 +109,82 @@ def command(out: Path, *more: str) -> list[str]:
 # --- at any moment of a run
 
 
-@pytest.mark.parametrize("way", list(WAYS) if KILLS else ["lora, async"])
+@pytest.mark.skipif(not KILLS, reason="COVEY_KILLS is not set")
+@pytest.mark.parametrize("way", WAYS)
 def test_a_killed_run_is_the_run_that_was_never_killed(
     way: str, tmp_path: Path, environment: dict[str, str], straight: Any
 ) -> None:
     from benchmarks.soak import differences, killed
 
     draw, out = random.Random(way), tmp_path / "killed"
-    kills = draw.sample(range(1, STEPS), KILLS or 1)
+    kills = draw.sample(range(1, STEPS), KILLS)
     done = killed(command(out, *WAYS[way]), out, kills, draw, environment=environment, linger=0.3)
     assert done == len(kills)
     assert differences(straight(way), out) == []
 
 
-DYING = """
-    import os, signal, sys
+CHILDREN = """
+    import json, os, signal, sys
+    import covey.run
     from covey.cli.main import main
     from covey.train.checkpoint import Checkpointer
     from covey.train.metrics import MetricsWriter
 
-    def dying(kind, name, step_of):
-        call = getattr(kind, name)
-        def called(self, *args, **kwargs):
-            if step_of(args[0]) == int(sys.argv[2]):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(self, *args, **kwargs)
-        setattr(kind, name, called)
-
-    moments = {
+    MOMENTS = {
         "save": (Checkpointer, "save", int),
         "metrics": (MetricsWriter, "step", lambda row: row["step"]),
         "samples": (MetricsWriter, "samples", int),
     }
-    dying(*moments[sys.argv[1]])
-    sys.exit(main(sys.argv[3:]))
+
+    def train(before, at, *words):
+        kind, name, step_of = MOMENTS[before]
+        call = getattr(kind, name)
+        def dying(self, *args, **kwargs):
+            if step_of(args[0]) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(self, *args, **kwargs)
+        setattr(kind, name, dying)
+        os.dup2(2, 1)  # what the command prints is no answer
+        main(words)
+
+    for line in sys.stdin:
+        child = os.fork()  # before JAX has a thread
+        if not child:
+            train(*json.loads(line))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def dying(place: Path, environment: dict[str, str]) -> Iterator[Callable[..., int]]:
+    """`dying(before, step, *words)`: the exit code of a process that runs the command and kills itself. One process has
+    imported everything, and all others are its children.
+    """
+    words = [sys.executable, "-c", textwrap.dedent(CHILDREN)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, **pipes, text=True, env=environment) as process:  # type: ignore[call-overload]
+
+        def ask(*words: str | int) -> int:
+            process.stdin.write(json.dumps(words) + "\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
 @pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3)])
-def test_killed_between_metrics_and_save(
-    before: str, step: int, tmp_path: Path, environment: dict[str, str], straight: Any
-) -> None:
+def test_killed_between_metrics_and_save(before: str, step: int, tmp_path: Path, dying: Any, straight: Any) -> None:
     """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step."""
     from benchmarks.soak import differences, steps_of
 
-    out = tmp_path / "killed"
-    words = [sys.executable, "-c", textwrap.dedent(DYING), before, str(step), *command(out, *WAYS["full, sync"])]
-    assert subprocess.run(words, env=environment, capture_output=True).returncode == -signal.SIGKILL
+    out, whole = tmp_path / "killed", straight("full, sync")  # compiles what the child finds
+    assert dying(before, step, *command(out, *WAYS["full, sync"])) == -signal.SIGKILL
     assert steps_of(out) == (4 if before != "samples" else 3)
     run.resume(out)
-    assert differences(straight("full, sync"), out) == []
+    assert differences(whole, out) == []
 
 
 def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
@@ -180,71 +206,6 @@ def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
     shutil.rmtree(out / "checkpoints" / "00000004")
     assert main(["train", "--resume", str(out)]) == 0
     assert differences(straight("full, sync"), out) == []
-
-
-# --- at any moment of a save
-
-NURSERY = """
-    import os, sys
-    import jax, jax.numpy as jnp
-    from covey.train.checkpoint import Checkpointer
-
-    def tell(word):
-        os.write(1, f"{word}\\n".encode())  # one write, so that a kill cannot come between a word and its end
-
-    def write(folder):
-        with Checkpointer(folder, max_to_keep=2) as saves:
-            step = saves.latest() or 0
-            while True:
-                step += 1
-                state = {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
-                saves.save(step, state, {"step": step})
-                if step % 2:
-                    saves.wait()
-                    tell(step)
-
-    for line in sys.stdin:
-        child = os.fork()  # before JAX has a thread
-        if not child:
-            write(sys.argv[1])
-        tell(child)
-        os.waitpid(child, 0)
-        tell("gone")
-"""
-
-
-@pytest.fixture
-def nursery(tmp_path: Path, environment: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
-    """One process has imported everything; each line it is sent makes a child that writes checkpoints without end."""
-    words = [sys.executable, "-c", textwrap.dedent(NURSERY), str(tmp_path / "saves")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def test_killed_at_twenty_random_moments_around_saves(nursery: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """No step that was told to be saved is lost, none is half there, and nothing is left lying about."""
-    draw, told, folder = random.Random(0), 0, tmp_path / "saves"
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    for _ in range(20):
-        nursery.stdin.write("\n")
-        nursery.stdin.flush()
-        child = int(nursery.stdout.readline())
-        told = int(nursery.stdout.readline())
-        time.sleep(draw.uniform(0.0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        while (line := nursery.stdout.readline().strip()) != "gone":
-            told = int(line)
-        with Checkpointer(folder, max_to_keep=2) as saves:
-            assert (saves.latest() or 0) >= told
-            for step in saves.steps():
-                state, extra = saves.restore(step)
-                np.testing.assert_array_equal(state["w"], jnp.full((64, 64), step, jnp.float32) / 3)
-                assert extra == {"step": step}
-            assert {path.name for path in folder.iterdir()} == {"lock", *(f"{step:08d}" for step in saves.steps())}
-    assert told > 20
 
 
 # --- gone on with in another way

@@ -10,13 +10,13 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SMALL = [
     "data.train_fraction=0.1", "training.prompts_per_step=4", "grpo.num_generations=2", "rollout.slots=8",
-    "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256",
+    "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256", "training.queueing=async", "model.lora.rank=4",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_run_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Ends as the one left alone, which leaks no thread and no file."""
+    """Ends as the one left alone, bit for bit, which leaks no thread and no file."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     from benchmarks import soak
 
