@@ -1,6 +1,7 @@
 """Checkpoints: every bit comes back, every damage is found, and no moment to be killed at loses a finished step."""
 
 import hashlib
+import json
 import os
 import platform
 import random
@@ -518,48 +519,76 @@ def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: 
 
 
 WRITER = """
-    import os, signal, sys
+    import json, os, signal, sys
     import jax, jax.numpy as jnp
+    from covey.train.checkpoint import Checkpointer
 
-    deaths = {"rename": (os, "rename"), "fsync": (os, "fsync"), "unlink": (os, "unlink")}
-    where, count = sys.argv[2], int(sys.argv[3])
+    def tell(word):
+        os.write(1, f"{word}\\n".encode())  # one write, so that a kill cannot come between a word and its end
 
-    def dying(call):
+    def die_at(name, count):
+        call = getattr(os, name)
         def counted(*args, **kwargs):
-            global count
+            nonlocal count
             count -= 1
             if count == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
-        return counted
-
-    from covey.train.checkpoint import Checkpointer
+        setattr(os, name, counted)
 
     def state(step):
         return {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
 
-    with Checkpointer(sys.argv[1], max_to_keep=2) as checkpoints:
-        step = checkpoints.latest() or 0
-        if where in deaths:
-            module, name = deaths[where]
-            setattr(module, name, dying(getattr(module, name)))
-        while True:
-            step += 1
-            for _ in range(2):  # the second replaces the first
-                checkpoints.save(step, state(step), {"step": step})
-                checkpoints.wait()
-                print(step, flush=True)
+    def write(folder, where=None, count=0):
+        with Checkpointer(folder, max_to_keep=2) as checkpoints:
+            step = checkpoints.latest() or 0
+            if where:
+                die_at(where, count)
+            while True:
+                step += 1
+                for _ in range(2):  # the second replaces the first
+                    checkpoints.save(step, state(step), {"step": step})
+                    checkpoints.wait()
+                    tell(step)
+
+    for line in sys.stdin:
+        child = os.fork()  # before JAX has a thread
+        if not child:
+            write(*json.loads(line))
+        tell(child)
+        _, status = os.waitpid(child, 0)
+        tell(f"ended {os.waitstatus_to_exitcode(status)}")
 """
+KILLED = f"ended {-signal.SIGKILL}"
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Any]:
+    """`writer(folder)`: the number of a new process, which writes checkpoints without end, and with `(folder, "rename",
+    3)` dies at that call of `os.rename`. `writer()`: the next step that it has saved, or its end.
+    """
+    command = [sys.executable, "-c", textwrap.dedent(WRITER)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:  # type: ignore[call-overload]
+
+        def ask(*words: Any) -> str:
+            if words:
+                process.stdin.write(json.dumps(list(words)) + "\n")
+                process.stdin.flush()
+            return str(process.stdout.readline().strip())
+
+        yield ask
+        process.stdin.close()
+
+
+def told_before_death(writer: Any) -> list[int]:
+    """The steps that the process has saved since it was asked last."""
+    return [int(line) for line in iter(writer, KILLED)]
 
 
 def expected_state(step: int) -> dict[str, Any]:
     return {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
-
-
-def start_writer(folder: Path, where: str = "anywhere", count: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), where, str(count)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def check_after_death(folder: Path, finished: int) -> None:
@@ -576,32 +605,30 @@ def check_after_death(folder: Path, finished: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_killed_at_random_moments(tmp_path: Path, writer: Any) -> None:
     draw, finished = random.Random(0), 0
-    for _ in range(4):
-        with start_writer(tmp_path) as writer:
-            assert writer.stdout is not None
-            for _ in range(draw.randrange(1, 6)):
-                finished = int(writer.stdout.readline())
-            time.sleep(draw.uniform(0.0, 0.15))
-            with pytest.raises(ResumeError, match=f"process {writer.pid} on"):
-                Checkpointer(tmp_path)
-            writer.send_signal(signal.SIGKILL)
-            finished = max([finished, *map(int, writer.stdout.read().split())])
+    for _ in range(10):
+        process = int(writer(str(tmp_path)))
+        for _ in range(draw.randrange(1, 6)):
+            finished = int(writer())
+        time.sleep(draw.uniform(0.0, 0.15))
+        with pytest.raises(ResumeError, match=f"process {process} on"):
+            Checkpointer(tmp_path)
+        os.kill(process, signal.SIGKILL)
+        finished = max([finished, *told_before_death(writer)])
         check_after_death(tmp_path, finished)
+    assert finished > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "counts"), [("rename", range(1, 9)), ("fsync", (1, 9, 25)), ("unlink", (1, 5, 9, 30))]
 )
-def test_killed_between_two_operations_on_files(tmp_path: Path, where: str, counts: Any) -> None:
+def test_killed_between_two_operations_on_files(tmp_path: Path, where: str, counts: Any, writer: Any) -> None:
     finished = 0
     for count in counts:
-        with start_writer(tmp_path, where, count) as writer:
-            output, _ = writer.communicate()
-        assert writer.returncode == -signal.SIGKILL
-        finished = max([finished, *map(int, output.split())])
+        assert int(writer(str(tmp_path), where, count))
+        finished = max([finished, *told_before_death(writer)])
         check_after_death(tmp_path, finished)
 
 
