@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 def abstract_rows(count: int, length: int, sharding: Sharding) -> Rows:
     """Return the shapes of `count` rows of `length` tokens."""
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
-    return Rows._make([*[shape((count, length))] * 7, shape((count, length, 2))])
+    return Rows._make([*[shape((count, length))] * 7, shape((count, length, 2)), None])
 
 
 def pack(
