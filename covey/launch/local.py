@@ -53,15 +53,16 @@ class LocalOptions(Config):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first process that failed: its number and exit code, which is negative for a signal; `PEER_LOST` stands for
-    one that still runs, but that the others have given up.
+    """The first process that failed: its number, its exit code, which is negative for a signal, and whether it still
+    runs, given up by the others.
     """
 
     number: int
     code: int
+    hangs: bool = False
 
     def __str__(self) -> str:
-        if self.code == PEER_LOST:
+        if self.hangs:
             return f"process {self.number} was stopped, or hung"
         killed = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
         return f"process {self.number} {killed}"
@@ -139,7 +140,7 @@ class Attempt:
             failures = [Failure(n, PEER_LOST if code is None else code) for n, code in enumerate(codes) if code != 0]
             running = [n for n, code in enumerate(codes) if code is None]
             if running and all(failure.code == PEER_LOST for failure in failures):
-                return Failure(running[0], PEER_LOST)
+                return Failure(running[0], PEER_LOST, hangs=True)
         return cause(failures) if failures else None
 
     def _start(self, number: int, port: int) -> "subprocess.Popen[bytes]":

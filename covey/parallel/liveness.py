@@ -104,9 +104,12 @@ class Watch:
             self._store.set(f"{BEATS}/{self._index}", ENDED)
 
     def failed(self, reason: str) -> None:
-        """Tell the others that this process has failed, unless another one is known to be lost."""
+        """Tell the others that this process has failed, unless another one is known to be lost; stop watching, so that
+        the process ends with its own exit code.
+        """
         if not self.verdict:
-            self._publish(f"process {self._index} has failed: {reason}")
+            self._stopped.set()
+            self._publish(f"process {self._index} has failed: {reason}").join(2 * self._every)
 
     def blame(self, seconds: float = BLAME_SECONDS) -> str:
         """Wait until a process is known to be lost; return the verdict, or "" if all still beat after `seconds`.
@@ -178,10 +181,12 @@ class Watch:
         seconds = max(beat.silent, self._store_silent)
         self._publish(f"process {number} of {self._count} has given no sign for {seconds:.0f} s{last}")
 
-    def _publish(self, verdict: str) -> None:
+    def _publish(self, verdict: str) -> threading.Thread:
+        """Write the verdict in a thread, and return that: where process 0 is stopped, the request never returns."""
         self.verdict = self.verdict or verdict
-        # In a thread: where process 0 is stopped, the request never returns.
-        threading.Thread(target=self._write_verdict, args=(self.verdict,), daemon=True).start()
+        thread = threading.Thread(target=self._write_verdict, args=(self.verdict,), daemon=True)
+        thread.start()
+        return thread
 
     def _write_verdict(self, verdict: str) -> None:
         with suppress(jax.errors.JaxRuntimeError):

@@ -72,6 +72,7 @@ def test_the_first_cause_is_chosen():
     assert local.cause(failures) == failures[2]
     assert local.cause(failures[:2]) == failures[1]
     assert local.cause([local.Failure(0, PEER_LOST), failures[1]]) == failures[1]
+    assert str(local.Failure(0, PEER_LOST)) == f"process 0 ended with code {PEER_LOST}"
 
 
 def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd):
