@@ -308,8 +308,6 @@ def _train(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
 
     try:
         with distributed.start(), ExitStack() as stack:
-            if isinstance(settings, recipe.SFTRecipe):
-                distributed.refuse_several("covey sft")
             if distributed.is_first():
                 out = stack.enter_context(reserve_run_folder(settings))
             out = distributed.agreed(out, "run folder")
@@ -343,7 +341,6 @@ def _resume(kind: type[recipe.RecipeT], folder: str, changes: Sequence[str]) -> 
     try:
         with distributed.start():
             if kind is recipe.SFTRecipe:
-                distributed.refuse_several("covey sft")
                 run.resume_sft(Path(folder), changes)
             else:
                 run.resume(Path(folder), changes)

@@ -1,12 +1,13 @@
-"""Data parallelism over processes: each samples, scores and learns from its own part of a step's prompts.
+"""Several processes train one model on one mesh: each runs the same program, on its own devices of that mesh.
 
-Every process runs the same program on its own devices and holds a whole copy of the weights, sharded over its devices.
-Once per update the processes sum their gradients; all apply the same sum, so the copies stay equal bit for bit. Nothing
-else has to agree: the number and shapes of micro-batches may differ between processes. With one process every function
+Models, optimizer states and batches are arrays over all processes, and JAX does what has to be exchanged between them.
+Only the rollout belongs to each process alone: it samples and scores its share of a step's prompts on its own devices.
+Then all processes exchange the groups, and do the rest of the step on the same ones. With one process every function
 here returns its input.
 
-`summed` adds up arrays on devices; `gathered` exchanges any other values between hosts. Both begin with an exchange of
-the processes' status (`_meet`), so that no process waits for one that has failed.
+Programs over several processes are launched from one thread, in one order; otherwise they hang, or compute wrong values
+without an error. `gathered` exchanges values between hosts. It begins with an exchange of the processes' status
+(`_meet`), so that no process waits for one that has failed.
 """
 
 import os
@@ -15,26 +16,18 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from covey.config.processes import ADDRESS
 from covey.errors import CoveyError, RecipeError, Stopped
 from covey.parallel import liveness, wire
 from covey.parallel.joining import join
-from covey.parallel.reshard import mesh_of
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-PROCESS = "process"
-"""Name of the mesh axis over the processes."""
 REPORTED = 2000
 """Largest length of an error text sent to the other processes, in bytes."""
 
@@ -125,13 +118,6 @@ def agreed(value: T, about: str) -> T:
     return gathered(value, about)[0]
 
 
-def jointly(compute: Callable[[list[T]], Sequence[R]], mine: Sequence[T], about: str) -> list[R]:
-    """Apply `compute` to the items of all processes, by process index; return the results that belong to `mine`."""
-    numbered = all_of([(index(), item) for item in mine], about)
-    results = compute([item for _, item in numbered])
-    return [result for (owner, _), result in zip(numbered, results, strict=True) if owner == index()]
-
-
 def refuse_differences(about: str, value: Callable[[], Any], fix: str) -> None:
     """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
 
@@ -144,63 +130,6 @@ def refuse_differences(about: str, value: Callable[[], Any], fix: str) -> None:
     other = [number for number, theirs in enumerate(found) if theirs != found[0]]
     if other:
         raise RecipeError(f"process {other[0]} has another {about} than process 0", want="the same in all", fix=fix)
-
-
-def refuse_several(what: str) -> None:
-    """Refuse `what` with a RecipeError if there are several processes."""
-    if count() > 1:
-        fix = f"start it once, without {ADDRESS}; the devices of one process can be a mesh"
-        raise RecipeError(f"{what} on {count()} processes", want="one process", fix=fix)
-
-
-def refuse_uneven(prompts: int) -> None:
-    """Refuse a number of prompts per step that cannot be divided evenly over the processes.
-
-    Raises:
-        RecipeError: `prompts` is not a multiple of the number of processes.
-    """
-    n = count()
-    if prompts % n:
-        raise RecipeError(
-            f"training.prompts_per_step is {prompts}, over {n} processes {prompts} / {n} = {prompts / n:.4g} each",
-            want="the same number of prompts for each process",
-            fix=" or ".join(str(m * n) for m in (prompts // n, prompts // n + 1) if m),
-            where="training.prompts_per_step",
-        )
-
-
-def refuse_foreign(mesh: Mesh | None, role: str) -> None:
-    """Refuse a mesh with devices of other processes: weights are sharded within a process, and replicated across them.
-
-    Raises:
-        RecipeError: a device of `mesh` belongs to another process.
-    """
-    if mesh is not None and any(device.process_index != index() for device in mesh.devices.flat):
-        raise RecipeError(
-            f"the mesh of the {role} has devices of other processes",
-            want="a mesh of jax.local_devices(): each process holds a whole copy of the weights",
-            fix="more devices a process, where the model needs more memory",
-            where="role_to_mesh",
-        )
-
-
-def summed(tree: T, about: str) -> T:
-    """Sum a tree of arrays, with the same shapes in every process, over the processes; raise errors as `gathered` does.
-
-    The arrays are on this process's devices, before and after, and every process gets the same bits. The source is
-    donated.
-    """
-    if count() == 1:
-        return tree
-    mesh = _over_processes(tree)
-    blocks = jax.tree.map(lambda x: _as_block(x, mesh), tree)
-    places = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*_spec(x))), tree)
-    jax.tree.map(lambda x: x.delete(), tree)
-    with _uninterrupted():
-        _meet(about)
-        totals = _exchange(lambda: jax.block_until_ready(jax.jit(_sums, out_shardings=places)(blocks)))
-    own: T = jax.tree.map(_own, tree, totals)
-    return own
 
 
 def fingerprint(tree: Any) -> int:
@@ -216,43 +145,6 @@ def _bits(tree: Any) -> jax.Array:
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
     return total
-
-
-def _sums(tree: T) -> T:
-    # A module-level function, so that jit finds it in its cache at the next update and does not recompile.
-    totals: T = jax.tree.map(lambda x: x.sum(0), tree)
-    return totals
-
-
-def _as_block(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return the global array [processes, ...] of which `x` is this process's block."""
-    pieces = [piece.data[None] for piece in x.addressable_shards]
-    where = NamedSharding(mesh, PartitionSpec(PROCESS, *_spec(x)))
-    return jax.make_array_from_single_device_arrays((count(), *x.shape), where, pieces)
-
-
-def _own(x: jax.Array, total: jax.Array) -> jax.Array:
-    """Return this process's copy of `total`, with the sharding of `x`."""
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [p.data for p in total.addressable_shards])
-
-
-def _spec(x: jax.Array) -> Sequence[Any]:
-    return tuple(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else ()
-
-
-def _over_processes(tree: Any) -> Mesh:
-    """Return the mesh of `tree`, extended by an axis over the processes with the corresponding devices of each."""
-    local = mesh_of(tree)
-    if local is None:
-        (device,) = jax.tree.leaves(tree)[0].devices()
-        mine, names = np.array(device), ()
-    else:
-        mine, names = local.devices, local.axis_names
-    ordered = sorted(jax.devices(), key=attrgetter("id"))
-    of_process = [[device for device in ordered if device.process_index == p] for p in range(count())]
-    places = [of_process[index()].index(device) for device in mine.flat]
-    devices = np.array([[of[place] for place in places] for of in of_process]).reshape(count(), *mine.shape)
-    return Mesh(devices, (PROCESS, *names))
 
 
 @contextmanager

@@ -1,20 +1,24 @@
 """Meshes: the devices of a run as a grid with named axes.
 
-`data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. A mesh lies
-within one process; several processes have one each (`distributed`).
+`data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. The devices
+may be those of several processes, equally many of each; `own_part` is the part that belongs to one of them.
 """
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, Sharding
 
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError, nearest
 
 MESH_AXES = ("data", "fsdp", "tp")
+PROCESS = "process"
+"""Name of the axis over the processes, see `parts_of_processes`."""
 
 
 def make_mesh(
@@ -22,7 +26,7 @@ def make_mesh(
     axes: Sequence[str] = ("fsdp", "tp"),
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Make a mesh over `devices`, or over all devices of this process.
+    """Make a mesh over `devices`, or over all devices of all processes.
 
     Its axes are automatic: the compiler shards arrays that have no sharding of their own. `jax.make_mesh` by default
     makes explicit axes, where every product of two differently sharded arrays needs a sharding for its result.
@@ -30,7 +34,7 @@ def make_mesh(
     Args:
         shape: number of devices along each axis. If not set, the mesh has only the first device.
         axes: names out of `MESH_AXES`, one for each number of `shape`.
-        devices: devices to use; all of this process if not set.
+        devices: devices to use; all of all processes if not set.
 
     Raises:
         RecipeError: the names or numbers are invalid, or do not use every device once.
@@ -39,7 +43,7 @@ def make_mesh(
         shape, devices = (1,) * len(axes), (devices or jax.local_devices())[:1]
     shape, axes = tuple(shape), tuple(axes)
     _check_axes(shape, axes)
-    devices = list(jax.local_devices() if devices is None else devices)
+    devices = list(jax.devices() if devices is None else devices)
     if math.prod(shape) != len(devices):
         raise RecipeError(
             f"a mesh of {_format_product(shape)} devices, and there are {len(devices)}",
@@ -56,16 +60,103 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 
 
 def mesh_from_config(config: MeshConfig) -> Mesh | None:
-    """Make the mesh that a recipe sets, over the first devices of this process; None for one device.
+    """Make the mesh that a recipe sets, over the first devices of each process; `default_mesh` if it sets none.
 
     Raises:
-        RecipeError: this process has fewer devices.
+        RecipeError: there are fewer devices, or the processes would have different numbers of them.
     """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     if sizes["data"] == 1:
         del sizes["data"]
     count = math.prod(sizes.values())
-    return make_mesh(tuple(sizes.values()), tuple(sizes), jax.local_devices()[:count]) if count > 1 else None
+    return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count)) if count > 1 else default_mesh()
+
+
+def default_mesh() -> Mesh | None:
+    """Return the mesh of a model that is given none: None, for one device; of several processes the first device of
+    each, along `data`.
+    """
+    count = jax.process_count()
+    return make_mesh((count,), ("data",), _first_devices(count)) if count > 1 else None
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether `mesh` has devices of several processes."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+@cache
+def own_part(mesh: Mesh, process: int | None = None) -> Mesh:
+    """Return the part of `mesh` on the devices of one process, with the same axes.
+
+    Args:
+        mesh: a mesh over several processes, or over one.
+        process: index of the process; this one if not set.
+
+    Raises:
+        RecipeError: the process has no devices in `mesh`, or they are no block of it.
+    """
+    process = jax.process_index() if process is None else process
+    owned = np.vectorize(lambda device: device.process_index == process)(mesh.devices)
+    block = mesh.devices[np.ix_(*map(np.unique, np.nonzero(owned)))]
+    if not owned.any() or block.size != owned.sum():
+        raise RecipeError(
+            f"process {process} has {owned.sum()} devices in the mesh {dict(mesh.shape)}, which are no block of it",
+            want="a block of the mesh in each process",
+            fix="make_mesh(shape, axes), which takes the devices in the order of the processes",
+            where="mesh",
+        )
+    return Mesh(block, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+@cache
+def parts_of_processes(mesh: Mesh) -> Mesh:
+    """Return `mesh` with the axis `PROCESS` before its own: the parts of all processes.
+
+    Raises:
+        RecipeError: a process has no part, or they differ in shape.
+    """
+    parts = [own_part(mesh, process).devices for process in range(jax.process_count())]
+    if len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(str(part.shape) for part in parts)
+        raise RecipeError(f"the processes have parts of {shapes} in a mesh", want="parts of one shape", where="mesh")
+    return Mesh(np.stack(parts), (PROCESS, *mesh.axis_names), axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim))
+
+
+def refuse_uneven_mesh(mesh: Mesh, role: str, *, within: bool = False) -> None:
+    """Refuse the mesh of a model of which the processes do not have equal parts.
+
+    Args:
+        mesh: the mesh.
+        role: what the model is, for the error.
+        within: refuse devices of other processes instead.
+
+    Raises:
+        RecipeError: see above.
+    """
+    if not within:
+        parts_of_processes(mesh)
+    elif any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        raise RecipeError(
+            f"the mesh of the {role} has devices of other processes",
+            want="a mesh of this process's devices: each process samples and scores its share of the prompts alone",
+            fix=f"leave the {role} out: it is then on each process's part of the actor's mesh",
+            where="role_to_mesh",
+        )
+
+
+def _first_devices(count: int) -> list[jax.Device]:
+    """Return `count` devices, the first ones of each process, in the order of the processes."""
+    each, rest = divmod(count, jax.process_count())
+    if rest:
+        raise RecipeError(
+            f"a mesh of {count} devices over {jax.process_count()} processes",
+            want="equally many devices of each process: a mesh counts those of all",
+            where="mesh",
+        )
+    found = jax.local_devices() if jax.process_count() == 1 else jax.devices()
+    of_process = [[d for d in found if d.process_index == process] for process in range(jax.process_count())]
+    return [device for devices in of_process for device in devices[:each]]
 
 
 def platform_of(place: Mesh | Sharding) -> str:

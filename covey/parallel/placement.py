@@ -7,9 +7,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from covey.parallel.mesh import platform_of, with_auto_axes
+from covey.parallel import distributed
+from covey.parallel.mesh import own_part, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract
-from covey.parallel.reshard import mesh_of, reshard
+from covey.parallel.reshard import mesh_of, put_host, reshard
 from covey.parallel.sharding import row_sharding, shardings
 
 Tree = TypeVar("Tree")
@@ -30,9 +31,30 @@ def _with_auto_axes(sharding: Sharding) -> Sharding:
 def place_model(model: Model, mesh: Mesh | None) -> Model:
     """Put `model` on `mesh`, or leave it on its devices. Arrays already there are put too: JAX recompiles for arguments
     whose device was chosen and not defaulted, so it is chosen for all of them from the start.
+
+    Raises:
+        RecipeError: `mesh` has devices of several processes, and the model that these give differs.
     """
     graph, params = nnx.split(model)
+    if spans_processes(mesh):
+        _refuse_different_models(params)
     return build_for_devices(nnx.merge(graph, reshard(params, weight_shardings(params, mesh))))
+
+
+def _refuse_different_models(params: Any) -> None:
+    """Refuse arrays that every process has as a whole, and that differ between the processes."""
+    whole = [x for x in jax.tree.leaves(params) if x.is_fully_addressable]
+    fix = "the same weights for all of them"
+    distributed.refuse_differences("model", lambda: distributed.fingerprint(whole), fix)
+
+
+def on_own_devices(params: Tree) -> Tree:
+    """Return weights on this process's part of their mesh; themselves if that is the whole mesh."""
+    mesh = mesh_of(params)
+    if mesh is None or not spans_processes(mesh):
+        return params
+    own: Tree = reshard(params, shardings(params, own_part(mesh)))
+    return own
 
 
 def place_abstract(model: Model, place: Mesh | jax.Device, platform: str | None = None) -> Model:
@@ -59,9 +81,10 @@ def build_for_devices(model: Model, platform: str | None = None) -> Model:
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:
-    """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one."""
-    placed: Tree = jax.device_put(batch, rows_placement(like))
-    return placed
+    """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one. Of a mesh over
+    several processes, which all have the whole batch, each puts the rows of its own devices.
+    """
+    return put_host(batch, rows_placement(like))
 
 
 def rows_placement(like: Any) -> Sharding:

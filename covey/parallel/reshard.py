@@ -10,14 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from covey.errors import CoveyError
+from covey.parallel.mesh import own_part, parts_of_processes
+
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,9 @@ def reshard(
 ) -> PyTree:
     """Move `tree` to `target_shardings`; the call returns at once, and the arrays arrive later.
 
-    Under Pathways its own resharder moves the arrays, and the call returns after they have arrived.
+    Under Pathways its own resharder moves the arrays, and the call returns after they have arrived. Where arrays or
+    targets span several processes, all of them call this, in one order: arrays that each process holds as a whole are
+    divided, and arrays of a mesh over processes may be gathered on own devices of each process.
 
     Args:
         tree: arrays, in any nesting.
@@ -145,11 +152,55 @@ def _leaves_devices(x: jax.Array, to: Sharding) -> bool:
 def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
     # Not device_put(donate=True): in jax 0.10.2 it returns arrays that crash the process when used, if devices differ,
     # and frees nothing if they do not. Nor does may_alias=False always copy: one of several replicas is still shared.
-    moved = jax.device_put(tree, target)
+    moved = jax.tree.map(_put_over_processes, tree, target) if jax.process_count() > 1 else jax.device_put(tree, target)
     for leaf, to in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
         if donate and _leaves_devices(leaf, to):
             leaf.delete()
     return moved
+
+
+def _put_over_processes(x: jax.Array, to: Sharding) -> jax.Array:
+    """Put `x` on `to`, either of which may have devices of several processes."""
+    if x.is_fully_addressable == to.is_fully_addressable:
+        put: jax.Array = jax.device_put(x, to)
+        return put
+    if not x.is_fully_addressable:
+        return _gather_to_own(x, to)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, to, lambda index: host[index])
+
+
+def put_host(tree: Tree, to: Sharding) -> Tree:
+    """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
+    if to.is_fully_addressable:
+        put: Tree = jax.device_put(tree, to)
+        return put
+    # Not device_put: it sends the arrays to all other processes, to compare them.
+    divided: Tree = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, to, lambda index: x[index]), tree)
+    return divided
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """Return the whole of `x`, also where other processes hold parts of it; then all of them call this."""
+    whole: np.ndarray = np.asarray(multihost_utils.process_allgather(x, tiled=True) if _is_divided(x) else x)
+    return whole
+
+
+def _is_divided(x: jax.Array) -> bool:
+    return not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def _gather_to_own(x: jax.Array, to: Sharding) -> jax.Array:
+    """Gather `x`, on a mesh over processes, in each process on its part of that mesh; then put it on `to`."""
+    assert isinstance(x.sharding, NamedSharding)
+    assert isinstance(x.sharding.mesh, Mesh)
+    own = own_part(x.sharding.mesh)
+    spec = to.spec if isinstance(to, NamedSharding) and to.mesh == own else x.sharding.spec
+    gathered = jax.device_put(x, NamedSharding(parts_of_processes(x.sharding.mesh), spec))
+    pieces = [piece.data for piece in gathered.addressable_shards]
+    whole = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(own, spec), pieces)
+    put: jax.Array = jax.device_put(whole, to)
+    return put
 
 
 def _run_in_thread(call: Callable[..., None], *args: Any) -> None:

@@ -25,6 +25,7 @@ from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
+from covey.parallel import distributed
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer
@@ -254,8 +255,9 @@ class RLCluster(Keywords):
             self.rollout.update_params(trainer.params)
             return
         _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
-        # A copy even where the meshes overlap: the trainer donates its own buffers at its next update.
-        moved = reshard(trainer.trainable, held, copy=True)
+        # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
+        # processes nothing is sampled meanwhile, and the copy is not needed.
+        moved = reshard(trainer.trainable, held, copy=distributed.count() == 1)
         self.rollout.update_params(nnx.merge_state(moved, rest))
 
     def state(self) -> dict[str, Any]:

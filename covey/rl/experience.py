@@ -2,15 +2,14 @@
 
 `Learner.train` chains these stages lazily: a service batch passes through all of them before the next is sampled, and a
 thread may run them while the trainer works. Each stage has its own number of prompts at a time (`microbatch`); the
-result does not depend on it. When several processes train, each prepares its part of the step's prompts
-(`parallel.distributed`).
+result does not depend on it. When several processes train, each samples and scores its share of the prompts; then they
+exchange the groups, and all go on with the same ones (`parallel.distributed`).
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +108,6 @@ class StepLog:
 
     Attributes:
         groups: all sampled groups, also those that dynamic sampling replaced (with advantages of 0).
-        numbers: number of each group's prompt in the step.
         stats: statistics of sampling.
         rounds: number of prompt batches sampled.
         replaced: number of groups of equal rewards that were replaced by new prompts.
@@ -119,7 +117,6 @@ class StepLog:
     """
 
     groups: list[Group] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
     stats: SamplerStats = field(default_factory=SamplerStats)
     rounds: int = 1
     replaced: int = 0
@@ -131,15 +128,6 @@ class StepLog:
         """Replace groups by the same groups with their advantages."""
         with_advantages_by_id = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
         self.groups = [with_advantages_by_id.get(id(group), group) for group in self.groups]
-
-    @classmethod
-    def of_all(cls, logs: Sequence["StepLog"]) -> "StepLog":
-        """Merge the logs of all processes, in the order of the step's prompts."""
-        pairs = (pair for log in logs for pair in zip(log.numbers, log.groups, strict=True))
-        numbers, groups = zip(*sorted(pairs, key=itemgetter(0)), strict=True)
-        stats, waste = sum((log.stats for log in logs), SamplerStats()), [w for log in logs for w in log.waste]
-        failed = {name: sum(log.failed.get(name, 0) for log in logs) for one in logs for name in one.failed}
-        return replace(logs[0], groups=list(groups), numbers=list(numbers), stats=stats, waste=waste, failed=failed)
 
 
 Estimate = Callable[[Experience, float], Experience]
@@ -194,55 +182,55 @@ class ExperienceBuilder:
     log: StepLog = field(default_factory=StepLog)
 
     def service_batches(self) -> Iterator[PromptBatch]:
-        """Yield this process's prompts, as many at a time as every stage needs to work in full slices."""
-        first, local = distributed.share(self.examples)
-        batches = service_batches(local, self.sizes)
+        """Yield the step's prompts, as many at a time as every stage needs to work in full slices."""
+        first, batches = 0, service_batches(self.examples, self.sizes)
         if self.algorithm.needs_whole_step:
-            batches = iter([list(slices(local, self.sizes.train)) or [[]]])
+            batches = iter([list(slices(self.examples, self.sizes.train))])
         for micro_batches in batches:
             examples = merge(micro_batches)
             yield PromptBatch(first, examples)
             first += len(examples)
 
     def sample(self, prompts: PromptBatch) -> list[Group]:
-        """Sample a group of completions for each prompt; the noise follows the prompt's number, whatever the slices."""
+        """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
+        whatever the slices and shares.
+        """
+        start, own = distributed.share(prompts.examples)
         groups: list[Group] = []
         with self.clock("rollout"):
-            for part in slices(prompts.examples, self.sizes.rollout):
-                number = prompts.first + len(groups)
+            for part in slices(own, self.sizes.rollout):
+                number = prompts.first + start + len(groups)
                 groups += self.cluster.generate(part, self.config.num_generations, step=self.step, first=number)
                 self.log.stats += self.cluster.rollout.stats
-        self.log.numbers += range(prompts.first, prompts.first + len(groups))
         return groups
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """Compute rewards. Advantages are 0 until they are estimated."""
+        """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
         with self.clock("reward"):
             groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
             scored = [replace(g, advantages=np.zeros(len(g.completions))) for g in map(self._penalise_length, groups)]
+        scored = distributed.all_of(scored, "groups")
         self.log.groups += scored
         return scored
 
     def replace_tied(self, groups: list[Group]) -> list[Group]:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
-        until the step has as many other groups as prompts or the rounds are spent. Each process gets its part of the
-        new prompts, so one may end with more groups than another. With one round nothing is replaced.
+        until the step has as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
         """
         if self.algorithm.max_sampling_rounds == 1:
             return groups
         wanted = num_sampled = len(self.examples)
         kept, tied = split_by_reward_variance(groups)
-        while (missing := wanted - _count_in_all(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
+        while (missing := wanted - len(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
             fresh = self.take(missing)
             if not fresh:
                 break
             self.log.rounds += 1
-            first, local = distributed.share(fresh)
-            new = self.score(self.sample(PromptBatch(num_sampled + first, local)))
+            new = self.score(self.sample(PromptBatch(num_sampled, fresh)))
             differing, equal = split_by_reward_variance(new)
             kept, tied, num_sampled = kept + differing, tied + equal, num_sampled + len(fresh)
         self.log.tied, self.log.replaced = missing, num_sampled - wanted
-        return kept + self._earliest(tied, missing)
+        return kept + tied[:missing]
 
     def compute_logps(self, groups: list[Group]) -> Experience:
         """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
@@ -287,13 +275,6 @@ class ExperienceBuilder:
         )
         parts = {**group.rewards_by_function, OVERLONG: penalty}
         return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
-
-    def _earliest(self, tied: Sequence[Group], count: int) -> list[Group]:
-        """Return the groups of `tied` among the first `count` of all processes, by the numbers of their prompts."""
-        number_by_id = {id(group): number for number, group in zip(self.log.numbers, self.log.groups, strict=True)}
-        numbers = [number_by_id[id(group)] for group in tied]
-        chosen = sorted(distributed.all_of(numbers, "tied groups"))[:count]
-        return [group for number, group in zip(numbers, tied, strict=True) if number in chosen]
 
     def _train_batch(self, x: Experience, rows: Rows) -> TrainBatch:
         completions = [c for g in x.groups for c in g.completions]
@@ -342,10 +323,12 @@ class PackedGroups:
 
 
 def gather_step_log(log: StepLog, clock: Clock) -> tuple[StepLog, Clock]:
-    """Return the log of all processes, and the time of each phase in the slowest process."""
-    logs, seconds = zip(*distributed.gathered((log, clock.seconds), "step"), strict=True)
+    """Return the log with what all processes sampled and scored, and the time of each phase in the slowest process."""
+    stats, failed, seconds = zip(*distributed.gathered((log.stats, log.failed, clock.seconds), "step"), strict=True)
+    counts = {name: sum(each.get(name, 0) for each in failed) for one in failed for name in one}
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
-    return StepLog.of_all(logs), Clock(phases, started=clock.started)
+    of_all = replace(log, stats=sum(stats, SamplerStats()), failed=counts)
+    return of_all, Clock(phases, started=clock.started)
 
 
 def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -356,11 +339,6 @@ def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[Group], list
         rewards = np.asarray(group.rewards) - group.rewards_by_function.get(OVERLONG, 0.0)
         (differing if has_reward_variance(rewards) else equal).append(group)
     return differing, equal
-
-
-def _count_in_all(groups: Sequence[Group]) -> int:
-    """Return the number of groups in all processes."""
-    return sum(distributed.gathered(len(groups), "groups kept"))
 
 
 def sampled_mask(completion: Completion) -> np.ndarray:

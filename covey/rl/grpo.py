@@ -17,7 +17,6 @@ from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
 from covey.losses.advantages import ADVANTAGES, AdvantageFn, turn_returns
 from covey.losses.shaping import kl_penalty
-from covey.parallel import distributed
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, sampled_mask
 from covey.rl.learner import Learner, RewardFns
@@ -32,8 +31,7 @@ class GRPOLearner(Learner):
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
             ones.
         grpo_config: the algorithm: a preset and the settings that override it.
-        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups (those of all processes), instead
-            of the algorithm's.
+        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups, instead of the algorithm's.
         others: see `Learner`.
 
     Raises:
@@ -72,9 +70,7 @@ def group_advantages(
     penalties = None
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
-    compute = advantage_fn or ADVANTAGES[algorithm.advantage]
-    if advantage_fn is not None or algorithm.advantage == "batch_std":
-        compute = partial(_compute_over_processes, compute)
+    compute = ADVANTAGES[algorithm.advantage] if advantage_fn is None else partial(_as_table, advantage_fn)
     if algorithm.credit == "turn":
         return turn_advantages(x, algorithm, compute, penalties)
     rewards = x.rewards
@@ -165,7 +161,6 @@ def _by_turn(returns: Sequence[Float[np.ndarray, "K"]]) -> Float[np.ndarray, "K 
     return table
 
 
-def _compute_over_processes(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
-    """Compute advantages that depend on other groups too, over the groups of all processes."""
-    advantages = distributed.jointly(lambda rows: list(compute(np.stack(rows))), list(rewards), "rewards")
-    return np.asarray(advantages).reshape(rewards.shape)
+def _as_table(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
+    """Return what a function of the user's returned, as an array like `rewards`."""
+    return np.asarray(compute(rewards)).reshape(rewards.shape)

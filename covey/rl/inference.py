@@ -22,6 +22,7 @@ from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.placement import put_rows, rows_placement
 from covey.parallel.programs import Program, abstract
+from covey.parallel.reshard import to_host
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -46,7 +47,7 @@ class RowScorer:
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
         params = self._rounded(params)
-        parts = [np.asarray(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
+        parts = [to_host(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
         return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
 
     def _rounded(self, params: Any) -> Any:

@@ -3,7 +3,7 @@
 Per step: sample a group of completions for each prompt, score them, compute advantages, pack the completions into rows
 with the log-probs that the loss needs (all this in the experience builder), update, give the new weights to the
 rollout. Observers log, print and save the results of each step. Several processes run the loop in lockstep
-(`parallel.distributed`): they make each update together, and the observers of each process see the results of all.
+(`parallel.distributed`): each samples and scores a share, and the rest of the step is the same in all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -93,7 +93,7 @@ class Learner(Keywords, ABC):
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
-        distributed.refuse_uneven(training.prompts_per_step)
+        self._refuse_threads()
         self.reward_fns = self._reward_fns(_only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
@@ -236,7 +236,20 @@ class Learner(Keywords, ABC):
     def _asynchronous(self) -> bool:
         config = self.cluster.config
         on_other_devices = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
-        return {"sync": False, "async": True, "auto": on_other_devices}[config.training_config.queueing]
+        overlaps = on_other_devices and distributed.count() == 1
+        return {"sync": False, "async": True, "auto": overlaps}[config.training_config.queueing]
+
+    def _refuse_threads(self) -> None:
+        """Refuse to launch programs over several processes from two threads: their order would not be the same in all
+        processes, and they would compute wrong values.
+        """
+        if distributed.count() > 1 and self.cluster.config.training_config.queueing == "async":
+            raise RecipeError(
+                f"training.queueing is async in {distributed.count()} processes",
+                want="programs over several processes from one thread, in one order",
+                fix="auto or sync, which sample and train in turn in several processes",
+                where="training.queueing",
+            )
 
     def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
         several = [given] if callable(given) or isinstance(given, str) else given
@@ -267,16 +280,9 @@ class Learner(Keywords, ABC):
         return loader
 
     def _refuse_differences(self, loader: PromptLoader, total: int) -> None:
-        """Refuse to begin when the processes' data, steps or weights differ."""
+        """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")
-        self.refuse_other_weights()
-
-    def refuse_other_weights(self) -> None:
-        """Refuse to go on when the processes' copies of the weights are not equal, bit for bit."""
-        fingerprint = lambda: distributed.fingerprint(self.cluster.state())  # noqa: E731
-        fix = "the same weights for all, and machines of one kind; then resume from the last checkpoint"
-        distributed.refuse_differences("state of weights and optimizer", fingerprint, fix)
 
     def _scores_tokens(self, updates: int) -> bool:
         """Return whether token values are computed in a step of so many updates; only a run of one process does so,

@@ -16,7 +16,6 @@ from covey.errors import RecipeError
 from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import explained_variance
-from covey.parallel import distributed
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
@@ -74,10 +73,9 @@ class PPOLearner(Learner):
 
 
 def _explained_variance(batches: Sequence[TrainBatch]) -> float:
-    """Compute the explained variance of the returns by the critic's values, over all processes."""
+    """Compute the explained variance of the returns by the critic's values."""
     inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
-    local = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
-    pairs = distributed.all_of(local, "values")
+    pairs = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
     return explained_variance([v for v, _ in pairs], [r for _, r in pairs])
 
 
@@ -101,14 +99,9 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     if algorithm.whiten:
         in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
         counted = [s & t for s, t in zip(scored, in_loss, strict=True)]
-        advantages = distributed.jointly(_whiten, list(zip(advantages, counted, strict=True)), "advantages")
+        advantages = whiten(advantages, counted)
     advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, strict=True)]
     returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, strict=True)]
     means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.sampled_masks, strict=True)])
     groups = [replace(g, advantages=np.array([next(means) for _ in g.completions], np.float32)) for g in x.groups]
     return replace(x, groups=groups, advantages=advantages, returns=returns)
-
-
-def _whiten(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-    advantages, counted = zip(*pairs, strict=True)
-    return whiten(advantages, counted)

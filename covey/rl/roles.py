@@ -5,14 +5,14 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
+import jax
 from jax.sharding import Mesh
 from pydantic import Strict
 
 from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, rows_at_a_time
-from covey.parallel import distributed
-from covey.parallel.mesh import MESH_AXES
+from covey.parallel.mesh import MESH_AXES, default_mesh, own_part, refuse_uneven_mesh, spans_processes
 from covey.parallel.placement import Model, place_model
 
 
@@ -31,12 +31,18 @@ class Role(StrEnum):
     """A frozen model that scores completions."""
 
 
+OF_EACH_PROCESS = (Role.ROLLOUT, Role.REWARD)
+"""Roles that each process plays for its own share of the prompts, on its own devices."""
+
+
 class ClusterConfig(Config):
     """Meshes of the roles, and settings of training and sampling.
 
     Attributes:
         role_to_mesh: mesh of each role; a role that is not named uses the actor's, and an empty table means one
-            device. Explicit axes, which `jax.make_mesh` makes, are treated as automatic ones.
+            device. Explicit axes, which `jax.make_mesh` makes, are treated as automatic ones. In several processes
+            these meshes have devices of all of them (by default the first of each), and rollout and reward model are
+            on each process's own part.
         training_config: steps, batch, optimizers, micro-batches of the stages.
         rollout_config: sampling settings.
     """
@@ -47,16 +53,21 @@ class ClusterConfig(Config):
 
     def mesh(self, role: Role) -> Mesh | None:
         """Return the mesh of `role`; None means one device."""
-        return self.role_to_mesh.get(role, self.role_to_mesh.get(Role.ACTOR))
+        if (named := self.role_to_mesh.get(role)) is not None:
+            return named
+        mesh = self.role_to_mesh.get(Role.ACTOR) or default_mesh()
+        return own_part(mesh) if role in OF_EACH_PROCESS and mesh and spans_processes(mesh) else mesh
 
     def place(self, model: Model, role: Role) -> Model:
         """Put `model` on the mesh of `role`.
 
         Raises:
-            RecipeError: a device of the mesh belongs to another process.
+            RecipeError: the processes do not have equal parts of the mesh; or the mesh of a role that each process
+                plays has devices of another.
         """
-        distributed.refuse_foreign(self.mesh(role), role)
-        return place_model(model, self.mesh(role))
+        if (mesh := self.mesh(role)) is not None and jax.process_count() > 1:
+            refuse_uneven_mesh(mesh, role, within=role in OF_EACH_PROCESS)
+        return place_model(model, mesh)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
         """Return how many rows `role` computes together."""

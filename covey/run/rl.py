@@ -89,10 +89,6 @@ class LearnerRun(Run[Recipe]):
         self.learner.cluster.load_state(state, step)
         self.learner.load_state(extra["learner"], step)
 
-    def save(self) -> None:
-        self.learner.refuse_other_weights()
-        super().save()
-
     def show_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, Any]:
         """Show the evaluation `name` and write it to the folder; return its metrics."""
         summary = evaluation.summary()
@@ -130,7 +126,6 @@ class RLRun(LearnerRun):
 
     @classmethod
     def load_data(cls, recipe: Recipe) -> Dataset:
-        distributed.refuse_uneven(recipe.training.prompts_per_step)
         data = data_source.load(recipe.data)
         check_columns(recipe.rewards, data.train)
         check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), data.test)
@@ -154,6 +149,7 @@ class RLRun(LearnerRun):
     def _load_cluster(self) -> tuple[RLCluster, str]:
         recipe = self.recipe
         model, tokenizer, origin = load_source(recipe.model, recipe.model.source, recipe.seed, self.mesh)
+        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         reward = self._value_model("reward_model", recipe.reward_model) if recipe.reward_model else None
         critic = self._critic(model) if algorithm_of(recipe.grpo).has_critic else None
         config = ClusterConfig({} if self.mesh is None else {Role.ACTOR: self.mesh}, recipe.training, recipe.rollout)

@@ -14,6 +14,8 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
+from covey.parallel import distributed
+from covey.parallel.placement import on_own_devices
 from covey.rewards import check_columns
 from covey.rl.evaluate import evaluation_functions
 from covey.run.base import Run, RunResources
@@ -21,9 +23,11 @@ from covey.run.inference import answer_examples, answering_worker, select_answer
 from covey.run.load_model import available_mesh, load_source, open_model
 from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
+from covey.train.metrics import Correct
 from covey.train.progress import Progress
 from covey.train.run_files import METRICS
 from covey.train.trainer import Trainer
+from covey.types import Group
 
 
 def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:
@@ -97,6 +101,7 @@ class SFTRun(SFTLearnerRun):
     def __init__(self, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources):
         super().__init__(recipe, data, mesh, resources)
         model, tokenizer, self.origin = load_source(recipe.model, recipe.model.source, recipe.seed, mesh)
+        distributed.refuse_differences("model", lambda: self.origin, "the same weights for all of them")
         self.worker = answering_worker(model, tokenizer, recipe.rollout)
         self.learner = SFTLearner(
             model=model,
@@ -131,13 +136,20 @@ class SFTRun(SFTLearnerRun):
 
     def evaluate(self, name: str) -> dict[str, Any]:
         self.phase(f"evaluating {name} training")
-        self.worker.update_params(self.trainer.params)
-        answered, groups, correct = answer_examples(self.worker, self.answerable, self.recipe, self.progress)
+        answered, groups, correct = self._answer()
         metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
         self.progress.evaluation(name, metrics)
         self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in metrics.items()})
         self.folder.write_answers(name, groups, correct)
         return metrics
+
+    def _answer(self) -> tuple[dict[str, Any], Sequence[Group], Correct]:
+        """Answer held-out examples with the current weights; several processes have copies of them meanwhile."""
+        params = self.trainer.params
+        self.worker.update_params(on_own_devices(params) if self.answerable else params)
+        answers = answer_examples(self.worker, self.answerable, self.recipe, self.progress)
+        self.worker.update_params(params)
+        return answers
 
 
 HELD_OUT = "held-out data"

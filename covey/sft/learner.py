@@ -20,7 +20,8 @@ from covey.models.decoder import Decoder, num_parameters
 from covey.models.loading.weights import load
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
-from covey.parallel import order
+from covey.parallel import distributed, order
+from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
 from covey.parallel.placement import place_model
 from covey.sft.batch import (
     Fitted,
@@ -49,7 +50,7 @@ class SFTLearner(Keywords):
             learner takes over its trainable arrays; read the result from `learner.model`.
         tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
-        mesh: the devices; by default the one that holds the model.
+        mesh: the devices; by default the one that holds the model, or in several processes one of each, along `data`.
         seed: seed for the order of the examples.
         loss_fn: replaces `supervised_loss`; values it returns besides the loss are added to the metrics, and to
             the progress line where `config.show` names them.
@@ -75,17 +76,21 @@ class SFTLearner(Keywords):
         on_phase: Callable[[str], None] = lambda name: None,
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
-        self.config, self.mesh, self.seed, self.loss_fn = config or SFTConfig(), mesh, seed, loss_fn
+        self.mesh = mesh = mesh or default_mesh()
+        self.config, self.seed, self.loss_fn = config or SFTConfig(), seed, loss_fn
         if isinstance(model, str):
-            loaded = load(model)
+            loaded = load(model, mesh=mesh)
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
+        if mesh is not None and distributed.count() > 1:
+            refuse_uneven_mesh(mesh, "model")
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = place_model(model, mesh), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
-        standard = [StepLines(("loss", *self.config.show, "eval/loss", "step_time"))]
+        show = ("loss", *self.config.show, "eval/loss", "step_time")
+        standard = [StepLines(show)] if distributed.is_first() else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history = History()
         self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
@@ -106,6 +111,8 @@ class SFTLearner(Keywords):
         trainer = self.prepare(total)
         cost = compile_cost(num_parameters(self._model), total, self._model.platform)
         held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")

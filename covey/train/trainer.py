@@ -19,7 +19,6 @@ from flax import nnx
 from covey.errors import NumbersError
 from covey.models.lora import split_trainable
 from covey.models.operands import round_kernels
-from covey.parallel import distributed
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import LOSS, LossFn, UpdatePrograms
 from covey.types import Mean, MetricSums
@@ -99,7 +98,7 @@ class Trainer:
             grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, part.batch, self.step)
             shares.append(metric_sums)
             denominator += part.denominator
-        grads, totals, denominator = _sum_over_processes(grads, _combine(jax.device_get(shares)), denominator)
+        totals = _combine(jax.device_get(shares))
         scale = 1 / max(denominator, 1e-9)
         metrics = _metrics(totals, scale) | {"grad_norm": float(programs.norm(grads)) * scale}
         self._refuse_nonfinite(metrics)
@@ -171,7 +170,7 @@ class NonFiniteGuard:
 
 
 def _combine(shares: Iterable[MetricSums]) -> MetricSums:
-    """Combine the metrics of micro-batches or processes, on the host. Some are empty where all groups tied."""
+    """Combine the metrics of micro-batches, on the host. Some are empty where all groups tied."""
     with np.errstate(over="ignore", invalid="ignore"):
         return reduce(_add, filter(None, shares), {})
 
@@ -182,15 +181,6 @@ def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
         name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], share) if totals else share
         for name, share in metric_sums.items()
     }
-
-
-def _sum_over_processes(grads: Any, totals: MetricSums, denominator: float) -> tuple[Any, MetricSums, float]:
-    """Sum a step's gradients, metrics and denominator over all processes; with one process, return them unchanged."""
-    if distributed.count() == 1:
-        return grads, totals, denominator
-    everyone = distributed.gathered((totals, denominator), "update")
-    combined = _combine(metric_sums for metric_sums, _ in everyone)
-    return distributed.summed(grads, "gradients"), combined, sum(part for _, part in everyone)
 
 
 def _metrics(totals: MetricSums, scale: float) -> Metrics:

@@ -25,13 +25,12 @@ from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
-from covey.rl.experience import ExperienceBuilder, StepLog
+from covey.rl.experience import ExperienceBuilder, StepLog, gather_step_log
 from covey.rl.grpo import group_advantages
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
-from covey.train import trainer
 from covey.types import Completion, FinishReason, Group
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
@@ -86,24 +85,6 @@ def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
     assert threads(3, lambda i: distributed.gathered(given_[i], "x")) == [given_] * 3
     assert threads(3, lambda i: distributed.all_of("ab" * i, "x")) == [list("ababab")] * 3
     assert threads(3, lambda i: distributed.agreed(i, "x")) == [0, 0, 0]
-
-
-def test_a_process_whose_groups_were_all_tied_leaves_the_metrics_of_others(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trap: what the last one has, nothing, is taken for the names there are."""
-    monkeypatch.setattr(distributed, "summed", lambda grads, about: grads)
-    given_ = [({"loss": 2.0, "kl/max": 5.0}, 3.0), ({}, 0.0), ({"loss": 1.0, "kl/max": 7.0}, 4.0)]
-    found = threads(3, lambda i: trainer._sum_over_processes(None, *given_[i]))
-    for _, totals, denominator in found:
-        assert jax.device_get(totals) == {"loss": 3.0, "kl/max": 7.0}
-        assert denominator == 7.0
-
-
-def test_a_joint_computation_sees_all_and_gives_each_its_own(threads: Threads) -> None:
-    items = [[3], [], [1, 2]]
-    found = threads(3, lambda i: distributed.jointly(lambda every: [10 * x + len(every) for x in every], items[i], "x"))
-    assert found == [[33], [], [13, 23]]
 
 
 def test_one_that_fails_ends_all(threads: Threads) -> None:
@@ -190,30 +171,6 @@ def test_differences_are_refused_by_all(threads: Threads) -> None:
     assert threads(2, lambda i: distributed.refuse_differences("recipe", lambda: 7, "")) == [None, None]
 
 
-def test_of_a_step_that_does_not_divide_the_arithmetic_is_told(threads: Threads) -> None:
-    (error, _) = threads(2, lambda i: distributed.refuse_uneven(5))
-    assert isinstance(error, RecipeError)
-    assert "5 / 2 = 2.5 each" in str(error)
-    assert "4 or 6" in str(error)
-    assert threads(2, lambda i: distributed.refuse_uneven(6)) == [None, None]
-    assert "fix: 3" in str(threads(3, lambda i: distributed.refuse_uneven(2))[0])
-
-
-def test_what_works_on_one_process_alone_is_refused_on_two(threads: Threads) -> None:
-    (error, _) = threads(2, lambda i: distributed.refuse_several("covey sft"))
-    assert "covey sft on 2 processes" in str(error)
-    distributed.count = lambda: 1
-    distributed.refuse_several("covey sft")
-
-
-def test_a_mesh_with_devices_of_others_is_refused() -> None:
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=p) for p in (0, 1)]))
-    with pytest.raises(RecipeError, match="mesh of the actor has devices of other processes"):
-        distributed.refuse_foreign(mesh, "actor")
-    distributed.refuse_foreign(make_mesh((2, 2)), "actor")
-    distributed.refuse_foreign(None, "actor")
-
-
 def told(group: Group) -> Any:
     numbers = [None if x is None else list(x) for x in (group.rewards, group.advantages)]
     return group.prompt, [(c.text, list(c.tokens)) for c in group.completions], *numbers
@@ -223,8 +180,10 @@ class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
     config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=5))
-    rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
     compile_cost = 0.0
+
+    def __init__(self) -> None:
+        self.rollout = SimpleNamespace(stats=SamplerStats())
 
     def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
         def completion(*noise: int) -> Completion:
@@ -232,6 +191,7 @@ class Played:
             tokens = rng.integers(0, 50, rng.integers(1, 6)).astype(np.int32)
             return Completion(tokens, np.sin(tokens), np.sin(tokens), FinishReason.STOP)
 
+        self.rollout.stats = SamplerStats(tokens=len(examples))
         return [
             Group(row["prompt"], np.arange(3), tuple(completion(step, number, s) for s in range(samples)))
             for number, row in enumerate(examples, first)
@@ -251,8 +211,8 @@ WHOLE_STEP = {
 }
 
 
-def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[np.ndarray, float, StepLog, int]:
-    """What a step trains on, token by token in no order; its denominator; its log; prompts taken from the data."""
+def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str, np.ndarray]], StepLog, int, int]:
+    """What a step trains on, its log, the prompts taken from the data, and those that this process sampled."""
     algorithm, training = algorithm_of(config), RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
     estimate = partial(gae_advantages if algorithm.has_critic else group_advantages, algorithm=algorithm)
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
@@ -271,36 +231,27 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[np.ndarray, f
         step=step,
     )
     batches = made_by(builder)
-    of_rows = [
-        np.stack([b.rows.target, b.inputs.advantage, b.inputs.weight, b.inputs.rollout_logps], -1)[b.rows.scored]
-        for b in batches
-    ]
-    tokens = np.concatenate([np.zeros((0, 4)), *of_rows])
-    return tokens, sum(b.denominator for b in batches), builder.log, loader.position
+    sampled, (log, _) = builder.log.stats.tokens, gather_step_log(builder.log, builder.clock)
+    return [b.arrays() | {"denominator": np.array(b.denominator)} for b in batches], log, loader.position, sampled
 
 
 @pytest.mark.parametrize("name", WHOLE_STEP)
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_needs_the_whole_step_gets_it(
+def test_every_process_has_the_batches_of_one(
     threads: Threads, made_by: Callable, name: str, step: int, count: int
 ) -> None:
-    """The trap: each process scales by the rewards that it has itself, or fills up its own share."""
-    ((tokens, denominator, log, position),) = threads(1, lambda i: fed(made_by, WHOLE_STEP[name], step))
+    """Each samples and scores a share; micro-batches, log and data are those of one process, bit for bit."""
+    ((batches, log, position, _),) = threads(1, lambda i: fed(made_by, WHOLE_STEP[name], step))
     every = threads(count, lambda i: fed(made_by, WHOLE_STEP[name], step))
-    together = np.concatenate([each[0] for each in every])
-    assert np.allclose(*(x[np.lexsort(x.T)] for x in (tokens, together)), atol=1e-6)
-    assert sum(each[1] for each in every) == pytest.approx(denominator)
-    assert {each[3] for each in every} == {position}
-    whole = StepLog.of_all([each[2] for each in every])
-    assert [told(g)[:3] for g in whole.groups] == [told(g)[:3] for g in log.groups]
-    assert np.allclose([told(g)[3] for g in whole.groups], [told(g)[3] for g in log.groups], atol=1e-6)
-    assert (whole.numbers, whole.rounds, whole.replaced, whole.tied) == (
-        log.numbers,
-        log.rounds,
-        log.replaced,
-        log.tied,
-    )
+    for theirs, their_log, their_position, sampled in every:
+        for one, other in zip(batches, theirs, strict=True):
+            assert one.keys() == other.keys()
+            assert all(np.array_equal(one[key], other[key]) for key in one)
+        assert [told(g) for g in their_log.groups] == [told(g) for g in log.groups]
+        assert their_position == position
+        assert (their_log.rounds, their_log.replaced, their_log.tied) == (log.rounds, log.replaced, log.tied)
+        assert 0 < sampled < their_log.stats.tokens == log.stats.tokens
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
@@ -316,22 +267,9 @@ def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
 
 
-def test_the_log_of_all_is_in_the_order_of_the_prompts() -> None:
-    group = [Group(str(i), np.zeros(1, np.int32), ()) for i in range(5)]
-    logs = [
-        StepLog([group[0], group[3]], [0, 3], SamplerStats(tokens=5), rounds=2, waste=[0.5]),
-        StepLog([group[1], group[2], group[4]], [1, 2, 4], SamplerStats(tokens=7), rounds=2, waste=[0.25, 0.0]),
-    ]
-    log = StepLog.of_all(logs)
-    assert log.groups == group
-    assert (log.numbers, log.stats.tokens, log.rounds, log.waste) == ([0, 1, 2, 3, 4], 12, 2, [0.5, 0.25, 0.0])
-
-
 def test_one_process_is_given_back_what_it_gave() -> None:
     value = object()
-    tree = {"x": jnp.ones(3)}
     assert distributed.gathered(value, "x")[0] is value
-    assert distributed.summed(tree, "x") is tree
     assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
     with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
         assert not jax.distributed.is_initialized()

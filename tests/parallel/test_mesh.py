@@ -1,10 +1,12 @@
 """Meshes on four virtual devices."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -12,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from covey.config.schema import MeshConfig
 from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_from_config
-from covey.parallel.mesh import platform_of
+from covey.parallel import mesh as mesh_module
+from covey.parallel.mesh import own_part, platform_of, refuse_uneven_mesh, spans_processes
 
 
 def test_without_a_shape_it_is_one_device() -> None:
@@ -80,6 +83,47 @@ def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
     assert mesh_from_config(MeshConfig()) is None
     with pytest.raises(RecipeError, match="1 x 8 = 8 devices, and there are 4"):
         mesh_from_config(MeshConfig(tp=8))
+
+
+def of_processes(*owners: Sequence[int]) -> Any:
+    """A mesh whose devices belong to these processes."""
+    devices = np.array([[SimpleNamespace(process_index=owner) for owner in row] for row in owners])
+    return SimpleNamespace(devices=devices, shape={"fsdp": devices.shape[0], "tp": devices.shape[1]})
+
+
+def test_a_process_has_a_block_of_a_mesh_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, axes, axis_types: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for owners, shape in {((0, 0), (1, 1)): (1, 2), ((0, 1), (0, 1)): (2, 1)}.items():
+        mesh = of_processes(*owners)
+        mesh.axis_names = ("fsdp", "tp")
+        assert spans_processes(mesh)
+        part = own_part.__wrapped__(mesh, 1)
+        assert part.shape == shape
+        assert {device.process_index for device in part.flat} == {1}
+    for owners, said in {((0, 1), (1, 0)): "no block", ((0, 0), (0, 0)): "process 1 has 0 devices"}.items():
+        with pytest.raises(RecipeError, match=said):
+            own_part.__wrapped__(of_processes(*owners), 1)
+
+
+def test_a_role_of_each_process_has_no_devices_of_others() -> None:
+    mesh = of_processes((0, 1))
+    with pytest.raises(RecipeError, match="mesh of the rollout has devices of other processes"):
+        refuse_uneven_mesh(mesh, "rollout", within=True)
+    refuse_uneven_mesh(of_processes((0, 0)), "rollout", within=True)
+    refuse_uneven_mesh(make_mesh((2, 2)), "actor")
+
+
+def test_the_mesh_of_a_recipe_counts_the_devices_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the first of each; a recipe that sets no mesh has copies of the weights on one of each."""
+    devices = [SimpleNamespace(process_index=owner, id=10 * owner + n) for owner in (0, 1) for n in range(3)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(mesh_module, "make_mesh", lambda shape, axes, found: (shape, axes, [d.id for d in found]))
+    assert mesh_from_config(MeshConfig(fsdp=4)) == ((4, 1), ("fsdp", "tp"), [0, 1, 10, 11])
+    assert mesh_from_config(MeshConfig()) == ((2,), ("data",), [0, 10])
+    with pytest.raises(RecipeError, match="a mesh of 3 devices over 2 processes"):
+        mesh_from_config(MeshConfig(fsdp=3))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Several processes are one: real ones, on this machine, against a single one. This file is also what they run.
 
-As `test_processes.py MODEL FOLDER` it trains two steps, and writes down what came of it.
+As `test_processes.py MODEL FOLDER` it trains on meshes over all of them, and writes down what came of it.
 """
 
 import json
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,27 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from covey import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, Role, RolloutConfig
+from covey import (
+    ClusterConfig,
+    GRPOConfig,
+    GRPOLearner,
+    PPOConfig,
+    PPOLearner,
+    RLCluster,
+    RLTrainingConfig,
+    Role,
+    RolloutConfig,
+    SFTConfig,
+    SFTLearner,
+)
 from covey.cli.main import STOPPED
 from covey.config.processes import ADDRESS, COUNT, NUMBER
-from covey.config.schema import EvalConfig
+from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
 from covey.models.loading import weights
+from covey.models.lora import with_lora
 from covey.parallel import distributed, flatten, make_mesh
+from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
 from covey.train.checkpoint import Checkpointer
 from covey.train.loop import StepRecord
@@ -69,28 +83,93 @@ MOMENTA = {"matrix": 0.95, "embedding": 0.8, "unembedding": 0.8}
 
 # What the processes do.
 
-PROMPTS = [{"prompt": f"{'why ' * i}{i}", "wanted": i % 3} for i in range(5)]
+PROMPTS = [{"prompt": f"why {i}", "wanted": i % 3} for i in range(3)]
 
 
-def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[float]:
-    return [float(ids[0] % 2 == 0) + 0.25 * (ids[-1] % 4 == w) for ids, w in zip(completion_ids, wanted, strict=True)]
-
-
-def remembering(rate: float) -> optax.GradientTransformation:
-    """Gradient descent whose state is the last gradient."""
+def remembering(rate: float) -> Any:
+    """Gradient descent whose state is the last gradient: adaptive ones divide rounding by rounding."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, state, params=None: (jax.tree.map(lambda g: -rate * g, grads), grads),
     )
 
 
+def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[float]:
+    return [float(ids[0] % 2 == 0) + 0.25 * (ids[-1] % 4 == w) for ids, w in zip(completion_ids, wanted, strict=True)]
+
+
 def work(model: str, folder: Path) -> None:
-    """A step of four prompts, and one of the last prompt alone: one of two processes gets nothing then. In each process
-    gradients are sharded over two devices, and a thread feeds the trainer.
-    """
+    """Train as each of `CASES`, in turn."""
     with distributed.start():
-        found = trained(model) | {"listens": listening()}
-        (folder / f"{distributed.count()}-{distributed.index()}").write_bytes(pickle.dumps(found))
+        found = {name: train(model) for name, train in CASES.items()}
+        (folder / f"{distributed.index()}").write_bytes(pickle.dumps(found | {"listens": listening()}))
+
+
+def grpo_with_adapters(model: str) -> dict[str, Any]:
+    """Two steps of three prompts, of which one process samples two; with a reference; then an evaluation."""
+    cluster = loaded(model, (4, 1), ("fsdp", "tp"), lora=True, steps=2)
+    found = observed(GRPOLearner, cluster, grpo_config=GRPOConfig(num_generations=2, beta=0.1))
+    judged = evaluate(cluster, PROMPTS, EvalConfig(), cluster.config.rollout_config, [even])
+    return found | {"evaluation": (judged.summary(), [told(group) for group in judged.groups])}
+
+
+def grpo(model: str) -> dict[str, Any]:
+    """One step of all weights, after which the rollout samples with the new ones."""
+    cluster = loaded(model, (2, 2), ("fsdp", "tp"))
+    found = observed(GRPOLearner, cluster, grpo_config=GRPOConfig(num_generations=2))
+    return found | {"sampled after": [told(group) for group in cluster.generate(PROMPTS[:1], 2)]}
+
+
+def ppo(model: str) -> dict[str, Any]:
+    """One step with a critic, on copies of halves of the weights."""
+    return observed(PPOLearner, loaded(model, (2, 2), ("data", "fsdp")), ppo_config=PPOConfig(num_generations=2))
+
+
+def sft(model: str) -> dict[str, Any]:
+    """Two steps, and the loss on held-out examples."""
+    config = SFTConfig(batch_size=3, max_steps=2, row_length=64, optimizer=remembering(0.1), eval_every_n_steps=2)
+    learner = SFTLearner(model=model, config=config, mesh=make_mesh((4, 1)), observers=[])
+    examples = [{"prompt": row["prompt"], "completion": f" {row['wanted']}"} for row in PROMPTS]
+    learner.train(examples, examples[:1])
+    assert learner.trainer is not None
+    return {"metrics": learner.history.rows, "samples": [], "arrays": arrays(learner.trainer.state())}
+
+
+CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    "grpo with adapters": grpo_with_adapters,
+    "grpo": grpo,
+    "ppo": ppo,
+    "sft": sft,
+}
+
+
+def loaded(model: str, shape: tuple[int, ...], axes: tuple[str, ...], lora: bool = False, steps: int = 1) -> RLCluster:
+    mesh = make_mesh(shape, axes)
+    read = weights.load(model, mesh=mesh)
+    actor = with_lora(read.model, LoRAConfig(rank=2)) if lora else read.model
+    training = RLTrainingConfig(
+        prompts_per_step=3,
+        max_steps=steps,
+        actor_optimizer=remembering(0.1),
+        critic_optimizer=remembering(0.1),
+        row_length=64,
+    )
+    rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=4, slots=4, seed=3)
+    config = ClusterConfig({Role.ACTOR: mesh}, training, rollout)
+    return RLCluster(actor=actor, tokenizer=read.tokenizer, cluster_config=config)
+
+
+def observed(kind: Any, cluster: RLCluster, **config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"metrics": [], "samples": [], "arrays": {}}
+
+    def observe(record: StepRecord) -> None:
+        found["metrics"].append(record.metrics)
+        found["samples"].append([told(group) for group in record.groups])
+        found["arrays"][f"advantages {record.step}"] = np.array([group.advantages for group in record.groups])
+
+    kind(rl_cluster=cluster, reward_fns=even, observers=[observe], **config).train(PromptLoader(PROMPTS, 3, seed=1))
+    found["arrays"] |= arrays(cluster.state())
+    return found
 
 
 def listening() -> list[str]:
@@ -107,42 +186,13 @@ def answers(host: str, port: int) -> bool:
     return True
 
 
-def trained(model: str) -> dict[str, Any]:
-    loaded = weights.load(model)
-    training = RLTrainingConfig(
-        prompts_per_step=4,
-        max_steps=2,
-        actor_optimizer=remembering(1e-2),  # type: ignore[arg-type]
-        row_length=64,
-        max_tokens_per_micro_batch=64,
-        train_micro_batch_size=2,
-        queueing="async",
-    )
-    rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=6, slots=1, seed=3)
-    placed = ClusterConfig({Role.ACTOR: make_mesh((2, 1))}, training, rollout)
-    cluster = RLCluster(actor=loaded.model, tokenizer=loaded.tokenizer, cluster_config=placed)
-    found: dict[str, Any] = {"metrics": [], "samples": []}
-
-    def observe(record: StepRecord) -> None:
-        found.setdefault("gradient", arrays(cluster.state()["opt_state"]))
-        found["metrics"].append(record.metrics)
-        found["samples"].append([told(group) for group in record.groups])
-
-    loader = PromptLoader(PROMPTS, 4, seed=1, num_epochs=1)
-    grpo = GRPOConfig(num_generations=4)
-    GRPOLearner(rl_cluster=cluster, reward_fns=even, grpo_config=grpo, observers=[observe]).train(loader)
-    judged = evaluate(cluster, PROMPTS, EvalConfig(samples=2), rollout, [even])
-    found["evaluation"] = judged.summary(), [told(group) for group in judged.groups]
-    return found | {"weights": arrays(cluster.state()["params"])}
-
-
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in flatten(tree).items()}
+    return {name: to_host(x) for name, x in flatten(tree).items()}
 
 
 def told(group: Group) -> Any:
-    numbers = [None if x is None else list(x) for x in (group.rewards, group.advantages)]
-    return group.prompt, [(c.text, list(c.tokens)) for c in group.completions], *numbers
+    completions = [(c.text, list(c.tokens)) for c in group.completions]
+    return group.prompt, completions, None if group.rewards is None else list(group.rewards)
 
 
 # Starting them, and looking at what they did.
@@ -199,10 +249,10 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[n] == other[n] or np.isclose(one[n], other[n], 1e-4, 1e-5, equal_nan=True) for n in same)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of one layer: little to compile, in each process anew."""
-    folder = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("model") / "one"
     shutil.copytree(GOLDEN, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.npz"))
     config = json.loads((GOLDEN / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -211,25 +261,36 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[dict[str, Any]]:
+    """What two processes of two devices each found for each of `CASES`."""
+    out = tmp_path_factory.mktemp("two")
+    ended(launched([__file__, model, str(out)], 2, out), [0, 0], 400)
+    return [pickle.loads((out / str(number)).read_bytes()) for number in (0, 1)]
+
+
 @pytest.mark.slow
-def test_two_processes_are_one(tmp_path: Path, model: str) -> None:
-    """The first gradient to 1e-5; samples, rewards, advantages and the evaluation exactly; and the two copies of the
-    weights bit for bit. The coordinator listens at the given host alone.
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(two: list[dict[str, Any]], model: str, case: str) -> None:
+    """One mesh of four devices, of one process or of two: samples and rewards exactly, advantages, losses and weights
+    to 1e-5; and the same in both processes, bit for bit.
     """
-    out = tmp_path / "out"
-    for processes in (1, 2):  # in turn: what one has compiled, two need not
-        ended(launched([__file__, model, str(out)], processes, out), [0] * processes)
-    one, first, second = (pickle.loads((out / name).read_bytes()) for name in ("1-0", "2-0", "2-1"))
-    assert [len(groups) for groups in one["samples"]] == [4, 1]
-    assert all(np.array_equal(first["weights"][name], second["weights"][name]) for name in one["weights"])
-    for found in (first, second):
-        assert found["listens"] == ["127.0.0.1"]
-        assert close(one["gradient"], found["gradient"], 1e-5)
-        assert close(one["weights"], found["weights"], 1e-5)
-        assert one["samples"] == found["samples"]
-        assert one["evaluation"] == found["evaluation"]
-        for row, theirs in zip(one["metrics"], found["metrics"], strict=True):
-            assert alike(row, theirs), (row, theirs)
+    one, (first, second) = CASES[case](model), [found[case] for found in two]
+    assert one["samples"] == first["samples"] == second["samples"]
+    assert one.get("sampled after") == first.get("sampled after") == second.get("sampled after")
+    assert one.get("evaluation") == first.get("evaluation") == second.get("evaluation")
+    for row, theirs, others in zip(one["metrics"], first["metrics"], second["metrics"], strict=True):
+        assert alike(row, theirs), (row, theirs)
+        assert abs(row["loss"] - theirs["loss"]) < 1e-5
+        differ = [name for name in theirs if not np.array_equal(theirs[name], others[name], equal_nan=True)]
+        assert not [name for name in differ if not name.startswith(OWN)]
+    assert close(one["arrays"], first["arrays"], 1e-5)
+    assert all(np.array_equal(first["arrays"][name], second["arrays"][name]) for name in one["arrays"])
+
+
+@pytest.mark.slow
+def test_the_coordinator_listens_at_the_given_host_alone(two: list[dict[str, Any]]) -> None:
+    assert [found["listens"] for found in two] == [["127.0.0.1"]] * 2
 
 
 @pytest.mark.slow

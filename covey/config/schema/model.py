@@ -41,7 +41,7 @@ class LoRAConfig(Config, section="model.lora"):
 
 
 class MeshConfig(Config, section="model.mesh"):
-    """Devices of a process as a grid; 1 along every axis is one device."""
+    """Devices as a grid, those of all processes together; 1 along every axis is one device of each process."""
 
     data: PositiveInt = 1
     """Number of copies of the weights; each copy gets an equal part of the rows."""

@@ -19,7 +19,7 @@ class RLTrainingConfig(Config, section="training"):
     num_epochs: PositiveInt = 1
     """Number of passes over the training data when max_steps is not set."""
     prompts_per_step: PositiveInt = 8
-    """Number of prompts in a rollout batch: P. Each is sampled num_generations times."""
+    """Number of prompts in a rollout batch, over all processes: P. Each is sampled num_generations times."""
     too_long: Literal["error", "drop", "truncate"] = "error"
     """Treatment of a prompt longer than rollout.max_prompt_length: refuse the run, leave out its row, or cut off its
     beginning (in a chat the beginning of the longest message), in training and evaluation. summary.json counts rows
@@ -40,7 +40,8 @@ class RLTrainingConfig(Config, section="training"):
     """
     queueing: Literal["auto", "sync", "async"] = "auto"
     """async: a thread samples and scores the step's next micro-batch while the last one is trained on; auto does so
-    when actor and rollout live on different devices. The result is the same.
+    when actor and rollout live on different devices of one process. The result is the same. Several processes refuse
+    async: they sample and train in turn.
     """
     eval_every_n_steps: NonNegativeInt = 0
     """Held-out evaluation during training; 0 leaves it to before and after."""
