@@ -53,7 +53,7 @@ def test_what_processes_send_each_other_comes_back() -> None:
     logps = np.array([-0.5, -1e-9], np.float32)
     done = Completion(np.array([3, 4], np.int32), logps, logps, FinishReason.STOP, text="\x1b é", mask=None)
     group = Group([{"role": "user", "content": "hi"}], np.array([1], np.int32), (done,), {"answer": ["4", None]})
-    log = StepLog([group], [7], SamplerStats(tokens=2), waste=[0.25])
+    log = StepLog([group], SamplerStats(tokens=2), waste=[0.25])
     back = unpack(pack((log, Path("runs/x"))))[0]
     assert isinstance(back, StepLog)
     assert (back.stats, back.waste) == (log.stats, [0.25])

@@ -11,9 +11,10 @@ from covey.config.algorithms import algorithm_of
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
+from covey.parallel import distributed
 from covey.rewards import RewardRunner
 from covey.rl.batch import TrainBatch
-from covey.rl.experience import ExperienceBuilder, StepLog, tokens_in_loss
+from covey.rl.experience import Clock, ExperienceBuilder, gather_step_log, tokens_in_loss
 from covey.rl.grpo import group_advantages
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig
@@ -142,7 +143,9 @@ def test_a_step_whose_completions_are_all_masked_weighs_nothing(fed: Callable) -
 # --- what fails
 
 
-def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable) -> None:
+def test_what_a_reward_function_fails_for_is_counted_and_left_out(
+    fed: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The counts of a step, not of the run; those of several processes are added."""
     runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     for _ in range(2):
@@ -151,8 +154,12 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(fed: Callable)
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
-    other = StepLog(builder.log.groups, builder.log.numbers, failed={"in_order": 3, "another": 0})
-    assert StepLog.of_all([builder.log, other]).failed == {"in_order": 4, "another": 0}
+    other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, {"reward": 9.0}
+    monkeypatch.setattr(distributed, "gathered", lambda mine, about: [mine, other])
+    log, clock = gather_step_log(builder.log, Clock({"reward": 1.0, "update": 2.0}))
+    assert log.failed == {"in_order": 4, "another": 0}
+    assert log.stats.tokens == builder.log.stats.tokens + 5
+    assert clock.seconds == {"reward": 9.0, "update": 2.0}
 
 
 # --- dynamic sampling
