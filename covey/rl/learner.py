@@ -295,7 +295,7 @@ class Learner(Keywords, ABC):
     ) -> StepRecord:
         """Return the record of a step of all processes."""
         log, clock = gather_step_log(builder.log, builder.clock)
-        metrics, values = self._metrics(updates, total, log, clock), scorer.values(builder.log, log)
+        metrics, values = self._metrics(updates, total, log, clock), scorer.values(log)
         return StepRecord(self.step, len(updates), total, metrics, log.groups, values)
 
     def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:

@@ -98,17 +98,11 @@ class TokenScorer:
             both = zip(self._values, logps, strict=True)
             self._values = [replace(values, change=new - values.logps) for values, new in both]
 
-    def values(self, log: StepLog, of_all: StepLog) -> list[TokenValues]:
-        """Return the values with the number of their group.
-
-        Args:
-            log: log of this process, in which the group is.
-            of_all: log of all processes, whose groups are those of the step.
-        """
+    def values(self, log: StepLog) -> list[TokenValues]:
+        """Return the values with the number of their group in the log of the step."""
         if self._shown is None:
             return []
-        place = next(i for i, group in enumerate(log.groups) if group is self._shown.group)
-        number = of_all.numbers.index(log.numbers[place])
+        number = next(i for i, group in enumerate(log.groups) if group is self._shown.group)
         return [replace(values, group=number) for values in self._values]
 
     def _watched(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
