@@ -71,7 +71,7 @@ def _resolve(name: str, known: Mapping[str, Any], kind: str, member: str, where:
 
 ENVIRONMENTS: dict[str, Factory] = {"guess": Guess}
 
-ADAPTERS = {"openenv": "covey.envs.openenv", "verifiers": "covey.envs.verifiers"}
+ADAPTERS = {"openenv": "covey.envs.openenv", "trl": "covey.envs.trl", "verifiers": "covey.envs.verifiers"}
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` finds the environment. It is
 imported when it is first used.
 """

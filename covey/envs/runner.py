@@ -20,6 +20,7 @@ from covey.envs.calls import choose_format
 from covey.envs.protocol import Environment, Factory
 from covey.envs.registry import environment_name, resolve, resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
+from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import deep_copy, safe_format
 
@@ -72,6 +73,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if chosen:
             self.name, self._seconds = environment_name(chosen), self.config.timeout or None
             self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
+        if isinstance(self._factory, TrlFactory):
+            self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
         self.failed = 0
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,7 +113,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: as for `call`.
         """
-        environment: Environment = await self.call("__init__", self._factory, deep_copy(row))
+        arguments = (self.tools,) if isinstance(self._factory, TrlFactory) else ()
+        environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
         return environment
 
     async def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:

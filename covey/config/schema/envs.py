@@ -13,8 +13,9 @@ class EnvsConfig(Config, section="envs"):
     """Environment in which the model acts in turns, or tools that it may call."""
 
     environment: str | None = None
-    """A built-in environment (guess), your own (module:Class), one of the library verifiers (verifiers:MODULE), or one
-    of an OpenEnv server (openenv:URL). Not set: every sample is one turn, unless there are tools.
+    """A built-in environment (guess), your own (module:Class), one of the library verifiers (verifiers:MODULE), one
+    in the shape of TRL's environment_factory (trl:module:Class), or one of an OpenEnv server (openenv:URL). Not set:
+    every sample is one turn, unless there are tools.
     """
     tools: tuple[str, ...] = ()
     """Functions that the model may call: built-in ones (calculator, python), and your own: module:function. Their
@@ -69,10 +70,11 @@ class EnvsConfig(Config, section="envs"):
         if not acts and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
             what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
             yield Problem(changed[0], what, "an environment, tools, or no other setting of envs")
-        if self.history == "template" and self.tools:
+        calls = bool(self.tools) or (self.environment or "").startswith("trl:")
+        if self.history == "template" and calls:
             what = "envs.history is template, and the model calls tools, whose calls are not rendered again"
-            yield Problem("history", what, "sampled, or an environment instead of envs.tools")
-        if self.tool_format != "auto" and not self.tools:
+            yield Problem("history", what, "sampled, or an environment without tools")
+        if self.tool_format != "auto" and not calls:
             what = f"envs.tool_format is {self.tool_format}, and there are no tools"
             yield Problem("tool_format", what, "auto, or envs.tools")
 
@@ -88,4 +90,4 @@ def metric_name(environment: str) -> str:
     ('guess', 'hangman', 'openenv')
     """
     adapter, _, name = environment.partition(":")
-    return "openenv" if adapter == "openenv" else (name or adapter).lower()
+    return "openenv" if adapter == "openenv" else (name.rpartition(":")[2] or adapter).lower()

@@ -1,0 +1,123 @@
+"""Environments in the shape of TRL's `environment_factory`: `trl:module:Class`.
+
+    environment = Class()              without arguments
+    environment.reset(**row)           text behind the prompt's last message, or None
+    environment.add(amount=3)          every public method is a tool that the model calls
+    environment.get_reward()           reward of the episode, at its end, if there is one
+
+TRL itself is not needed. Its trainer makes an object once and resets it often; here each sample has its own.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from covey.config.schema import EnvsConfig
+from covey.envs.calling import call
+from covey.envs.protocol import Step
+from covey.envs.tools import ToolEnvironment, Toolset
+from covey.errors import EpisodeError, RecipeError
+from covey.rewards.call import excerpt
+from covey.rewards.registry import import_user_module
+from covey.types import Prompt
+
+RESERVED = ("reset", "get_reward")
+"""Public methods that are not tools."""
+WHERE = "envs.environment"
+
+
+def factory(name: str, config: EnvsConfig) -> "TrlFactory":
+    """Return the factory of a class, or of a function without arguments, by `module:Class`.
+
+    Raises:
+        RecipeError: it does not exist, cannot be made without arguments, or has no tool.
+    """
+    module_name, _, attribute = name.partition(":")
+    module = import_user_module(module_name, f"environment {name!r}", "trl:package.module:Class", WHERE)
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        raise RecipeError(f"{module_name} has no class or function {attribute!r}", want="trl:module:Class", where=WHERE)
+    return TrlFactory(make, config.max_turns)
+
+
+class TrlFactory:
+    """Makes environments of TRL's shape.
+
+    Args:
+        make: class, or function, without arguments.
+        max_turns: number of turns after which an episode ends.
+
+    Attributes:
+        tools: the methods that are tools, in alphabetical order; those of an object that plays no episode.
+        scores: whether there is a `get_reward`.
+
+    Raises:
+        RecipeError: there is no tool, or no `reset`.
+    """
+
+    def __init__(self, make: Callable[[], Any], max_turns: int):
+        name = getattr(make, "__name__", type(make).__name__)
+        try:
+            sample = make()
+        except Exception as error:
+            what = f"{name} cannot be made without arguments: {type(error).__name__}: {error}"
+            raise RecipeError(what, want="a class whose reset takes the row", where=WHERE) from error
+        self._make, self._max_turns, self.__name__ = make, max_turns, name
+        self.tools = tools_of(sample)
+        self.scores = callable(getattr(sample, "get_reward", None))
+        if not callable(getattr(sample, "reset", None)):
+            raise RecipeError(f"{name} has no method reset", where=WHERE)
+        if not self.tools:
+            raise RecipeError(f"{name} has no tool", want="public methods that the model calls", where=WHERE)
+
+    def __call__(self, row: Mapping[str, Any], tools: Toolset) -> "TrlEnvironment":
+        return TrlEnvironment(self._make(), row, tools, self._max_turns)
+
+
+class TrlEnvironment:
+    """One episode. The reward is asked for when the model makes no call, or at the limit of turns."""
+
+    def __init__(self, environment: Any, row: Mapping[str, Any], tools: Toolset, max_turns: int):
+        self._environment, self._row, self._left = environment, row, max_turns
+        bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in tools.tools.items()}
+        self._tools = replace(tools, tools=bound)
+        self._calls = ToolEnvironment(row, self._tools)
+
+    async def reset(self) -> Prompt:
+        """Begin the episode with all columns of the row; return its prompt, and what `reset` adds to it."""
+        text = await call(partial(self._environment.reset, **self._row), ())
+        if not isinstance(text, str | None):
+            raise EpisodeError(f"returned {excerpt(text)} from reset", want="text, or None")
+        return self._tools.prompt(with_suffix(self._row["prompt"], text or ""))
+
+    async def step(self, reply: str) -> Step:
+        """Answer the calls of a turn; return the reward with the last."""
+        self._left -= 1
+        step = await self._calls.step(reply)
+        get_reward = getattr(self._environment, "get_reward", None)
+        if get_reward is None or not (step.done or self._left == 0):
+            return step
+        return replace(step, reward=await call(get_reward, ()))
+
+
+def tools_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the public methods of an object but the reserved ones, in alphabetical order, as TRL does.
+
+    >>> [method.__name__ for method in tools_of("text")][:2]
+    ['capitalize', 'casefold']
+    """
+    found = inspect.getmembers(environment, predicate=inspect.isroutine)
+    return [method for name, method in found if not name.startswith("_") and name not in RESERVED]
+
+
+def with_suffix(prompt: Prompt, text: str) -> Prompt:
+    """Return a prompt with a text appended to its last message.
+
+    >>> with_suffix([{"role": "user", "content": "Count"}], " (start)")
+    [{'role': 'user', 'content': 'Count (start)'}]
+    """
+    if isinstance(prompt, str):
+        return prompt + text
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
