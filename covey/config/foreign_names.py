@@ -227,7 +227,7 @@ SETTINGS = {
     "eval_packing": "leave it out: {training.packing} is for both",
     "eos_token": "leave it out: every stop token of the tokenizer ends a completion",
     "pad_token": _NO_PADDING,
-    "max_tool_calling_iterations": "leave it out: {rollout.max_new_tokens} limits a completion with its tool calls",
+    "max_tool_calling_iterations": "{envs.max_turns}, which counts the last turn too",
     "return_logprobs": "leave it out: the sampler always returns them",
     "cache_size": "{rollout.kv_cache_size}",
     "max_concurrency": "{rollout.slots}",

@@ -305,6 +305,7 @@ def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     if grpo.credit == "turn" and not (scored or recipe.envs.tools):
         what = "grpo.credit is turn, and there is no environment: a sample is one turn"
         yield Problem("grpo.credit", what, "episode, or an environment or tools in envs")
+    yield from (one._replace(key=f"envs.{one.key}") for one in recipe.envs.unused_settings())
     yield from _unknown_functions(recipe)
 
 

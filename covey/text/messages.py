@@ -54,8 +54,13 @@ def turn_with_call(name: str) -> dict[str, str]:
 
 
 def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a message as a template takes it: the JSON text in `tool_calls`, if there is one, as a list."""
-    return {**message, "tool_calls": json.loads(message["tool_calls"])} if "tool_calls" in message else message
+    """Return a message as a template takes it: the JSON text in `tool_calls`, if there is one, as what it says."""
+    if "tool_calls" not in message:
+        return message
+    try:
+        return {**message, "tool_calls": json.loads(message["tool_calls"])}
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"tool_calls is {message['tool_calls']!r:.80}", want="JSON text of a list of calls") from error
 
 
 NEUTRAL = "neutral00"

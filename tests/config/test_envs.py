@@ -29,6 +29,10 @@ def test_a_tool_beside_an_environment_is_refused() -> None:
 
 
 def test_limits_without_an_environment_are_a_mistake() -> None:
-    with pytest.raises(RecipeError, match=r"envs\.max_turns is 3, and envs\.environment is not set"):
-        EnvsConfig(max_turns=3)
-    assert EnvsConfig().environment is None
+    for settings, what in (
+        (["--envs.max-turns", "3"], r"envs\.max_turns is 3, and envs\.environment is not set"),
+        (["--envs.tool-format", "llama"], r"envs\.tool_format is llama, and there are no tools"),
+    ):
+        with pytest.raises(RecipeError, match=what):
+            recipe.load("quickstart", settings)
+    assert EnvsConfig(max_turns=3).max_turns == 3  # a script gives its environment to the runner

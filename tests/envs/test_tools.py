@@ -18,7 +18,7 @@ from covey.envs import EnvironmentRunner, json_schema
 from covey.envs.calls import FORMATS, choose_format
 from covey.envs.episodes import Episodes
 from covey.envs.tools import MAX_CALLS, CallError, Tool
-from covey.errors import EpisodeError, RecipeError
+from covey.errors import DataError, EpisodeError, RecipeError
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Turn
@@ -267,6 +267,17 @@ def test_a_family_sees_results_as_its_template_writes_them() -> None:
     for _ in range(2):  # roles alternate, though turns with calls follow each other
         assert mistral.says(said) == '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefgh9"}[/TOOL_RESULTS]'
     assert "call00003" in str(mistral.says(said.replace('"abcdefgh9"', '"no"')))
+
+
+def test_calls_in_a_prompt_are_json_text() -> None:
+    chat = [
+        ASK[1],
+        {"role": "assistant", "content": "", "tool_calls": '[{"id": "abcdefgh9", "function": {"name": "f"}}]'},
+    ]
+    shown = tokenizer_of(MISTRAL).render(chat)
+    assert shown == '[INST]2 + 3?[/INST][TOOL_CALLS][{"name": "f", "id": "abcdefgh9"}]<|im_end|>'
+    with pytest.raises(DataError, match=r"tool_calls is 'f\(\)'(.|\n)*JSON text"):
+        tokenizer_of(MISTRAL).render([{**chat[1], "tool_calls": "f()"}])
 
 
 def test_a_template_without_a_place_for_tools_has_them_in_the_system_message() -> None:

@@ -60,12 +60,15 @@ class EnvsConfig(Config, section="envs"):
     """Whether an OpenEnv server may be at a private address, such as 127.0.0.1."""
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for settings of an environment where there is none, and for one beside tools."""
+        """Yield a problem for an environment beside tools, and for a tool that is named twice."""
         if self.environment is not None and self.tools:
             what = f"envs.tools names {self.tools[0]!r}, and envs.environment is {self.environment}"
             yield Problem("tools", what, "one of them: an environment can answer calls itself")
         if len(set(self.tools)) < len(self.tools):
             yield Problem("tools", "envs.tools names a tool twice", "each once")
+
+    def unused_settings(self) -> Iterator[Problem]:
+        """Yield a problem for each setting of a recipe that nothing uses. Scripts have their environments elsewhere."""
         acts = self.environment is not None or self.tools
         if not acts and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
             what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
