@@ -59,7 +59,7 @@ def test_what_a_run_logs_may_be_shown() -> None:
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_what_built_in_recipes_show_is_there(name: str) -> None:
-    ready = recipe.load_any(name, ["data.path=x"] if name in ("gsm8k-smollm2", "sft-smollm2") else [])
+    ready = recipe.load_any(name, ["data.path=x"] if name in ("gsm8k-smollm2", "gsm8k-tools", "sft-smollm2") else [])
     functions = getattr(ready, "rewards", ())
     assert all(is_logged(one, ready.method, functions) for one in ready.training.show)
 

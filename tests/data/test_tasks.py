@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.config.schema import DataConfig
-from covey.data import arithmetic, first_letter, load
+from covey.data import arithmetic, first_letter, load, long_sums
+from covey.envs.calculator import calculator
+from covey.envs.calls import FORMATS
 from covey.rewards.arithmetic import arithmetic_answer
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -34,6 +36,18 @@ def test_first_letter_has_room_for_a_test_of_a_hundred_prompts():
     first = test[:100]
     assert len({row["topic"] for row in first}) > 20, "the first hundred are a fair sample"
     assert {row["letter"] for row in first} == set(first_letter.LETTERS)
+
+
+def test_no_long_sum_of_the_test_is_trained_and_the_shown_call_is_one_that_works():
+    train, test = long_sums.make_rows(0)
+    problems = [{tuple(sorted(question(row).rstrip("?").split()[2::2])) for row in rows} for rows in (train, test)]
+    assert not problems[0] & problems[1]
+    assert [len(part) for part in problems] == [len(train), len(test)] == [3600, 400]
+    call, result = test[0]["prompt"][1]["content"], test[0]["prompt"][2]["content"]
+    [shown] = FORMATS["smollm"].parse(call)
+    assert calculator(**shown.arguments) in result
+    assert all(sum(map(int, question(row).rstrip("?").split()[2::2])) == int(row["answer"]) for row in train[:50])
+    assert long_sums.make_rows(0) == (train, test)
 
 
 def test_the_topics_are_plain_and_different():

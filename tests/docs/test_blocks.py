@@ -61,6 +61,7 @@ LISTED_COMMANDS = {
     r"covey sft sft-smollm2 .*--model\.quantize .*": "tests/run/test_quantised_run.py executes quantised runs",
     r"covey sft --resume .*": "tests/run/test_sft_run.py resumes supervised runs",
     r"covey eval (RUN|hf:|runs/sft).*": DOWNLOADS,
+    r"covey train tools-smollm2\b.*": DOWNLOADS,
     r"covey rollout guess-tiny .*|covey sft sft-guess && .*": "tests/envs plays the game of these recipes",
     r"covey launch .*": "tests/launch starts processes and writes job files",
     r"covey plan .*": "tests/plan and tests/aot execute plans",
