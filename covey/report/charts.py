@@ -175,14 +175,18 @@ def _matching(pattern: str, names: Iterable[str]) -> Iterator[str]:
 def _label(pattern: str, name: str) -> str:
     """Return the text of the legend: what the pattern's placeholder stands for, or the end of the name.
 
-    >>> _label("rewards/<function>/mean", "rewards/spelling/mean"), _label("waste/rows", "waste/rows")
-    ('spelling', 'rows')
+    >>> _label("rewards/<function>/mean", "rewards/spelling/mean"), _label("clip_ratio/low_mean", "clip_ratio/low_mean")
+    ('spelling', 'low')
     """
     found = _expression(pattern).fullmatch(name)
     if found and found.groups():
         return f"k = {found[1]}" if "<k>" in pattern else found[1]
     ends: Sequence[str] = name.rsplit("/", 1)
-    return "held-out" if ends[0] == "eval" and ends[-1] in ("loss", "perplexity") else ends[-1].replace("_", " ")
+    return (
+        "held-out"
+        if ends[0] == "eval" and ends[-1] in ("loss", "perplexity")
+        else ends[-1].removesuffix("_mean").replace("_", " ")
+    )
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from covey.train.json_lines import number
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""
+MAX_DIGITS = 10
+"""Maximum number of significant digits of a value of a curve."""
 UPLOT = "uPlot-1.6.32"
 SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
 """Names of the page's own scripts, in the order in which they are joined."""
@@ -165,9 +168,9 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
         "state": run.state,
         "steps": [len(run.steps), run.steps[-1] if run.steps else 0, run.settings.get("training.max_steps")],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
-        "clock": [list(clock.steps), [_short(value) for value in clock.values]],
+        "clock": [list(clock.steps), _rounded(clock.values)],
         "points": limit,
-        "series": {name: [list(one.steps), [_short(value) for value in one.values]] for name, one in series.items()},
+        "series": {name: [list(one.steps), _rounded(one.values)] for name, one in series.items()},
         "figures": evaluation.figures(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
@@ -208,9 +211,16 @@ def _series_of(run: RunData) -> Mapping[str, Series]:
     return found
 
 
-def _short(value: float) -> float:
-    """Return `value` with five significant digits, which a chart cannot show."""
-    return float(f"{value:.5g}")
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Return `values` with so many digits that a chart does not show the rounding: five, and more where they differ
+    little.
+
+    >>> _rounded([1.0, 2 / 3]), _rounded([1.0, 0.99998765])
+    ([1.0, 0.66667], [1.0, 0.9999877])
+    """
+    largest, spread = max(map(abs, values), default=0.0), max(values, default=0.0) - min(values, default=0.0)
+    digits = 3 + (math.floor(math.log10(largest / spread)) if 0 < spread < largest else 0)
+    return [float(f"{value:.{min(max(digits, 5), MAX_DIGITS)}g}") for value in values]
 
 
 def _text(value: Any) -> str:

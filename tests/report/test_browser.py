@@ -214,8 +214,8 @@ def test_episodes_are_shown_turn_by_turn(opened: Open, compared_report: Path) ->
     shown = [" ".join(one.inner_text().split()) for one in messages.all()]
     assert shown == [
         "assistant · reward 0 · 2 tokens 5",
-        "environment less",
-        "assistant · reward 0.75 · 2 tokens after 2 of the environment 4",
+        "environment · 2 tokens less",
+        "assistant · reward 0.75 · 2 tokens 4",
     ]
     page.locator("#completions").get_by_label("Search").fill("less")
     wait_for_count(page.locator("#completions .group"), 1)

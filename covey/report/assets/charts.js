@@ -138,7 +138,7 @@ class ChartView {
     const size = this.size();
     this.u = new uPlot({
       ...size, series, bands, legend: { show: false }, padding: [8, 20, 0, 0],
-      scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high) } },
+      scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high, this.unit) } },
       axes: [
         { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
           values: (u, splits) => splits.map((value) => (view.axis === 'step' ? (Number.isInteger(value) ? whole(value) : '') : clockText(value, splits))) },
@@ -254,9 +254,10 @@ function dedupe(xs) {
   return xs.map((x) => (last = x > last ? x : last + Math.max(1e-9, Math.abs(last) * 1e-12)));
 }
 
-function rangeY(low, high) {
+function rangeY(low, high, unit) {
   if (low === null || high === null || low === undefined) return [0, 1];
-  if (low === high) { const room = Math.abs(low) * 0.1 || 1; return [low - room, high + room]; }
+  if (low === high && (low === 0 || (low === 1 && unit === 'share'))) return [0, 1];
+  if (low === high) return [low - Math.abs(low) * 0.1, high + Math.abs(low) * 0.1];
   const room = (high - low) * 0.06;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }

@@ -76,10 +76,15 @@ function turns(prompt, wanted) {
 // A completion: its text, or the turns of its episode, each with its role, and those of the model with reward and tokens.
 function completionBlock(text, wanted, label) {
   if (!text.turns) return textBlock(text, wanted, label);
-  return element('div', { class: 'conversation', role: 'group', 'aria-label': label }, text.turns.map(([role, said, reward, tokens, inserted]) => {
+  const known = (value) => value !== null && value !== undefined;
+  const measured = text.turns.some(([, , , tokens]) => known(tokens));
+  return element('div', { class: 'conversation', role: 'group', 'aria-label': label }, text.turns.map(([role, said, reward, tokens], i) => {
+    // What is inserted before a turn of the model belongs to the last message before it; a last message is not inserted.
+    const next = text.turns[i + 1], inserted = role === 'assistant' || !next ? null : next[4];
     const notes = [
-      reward === null || reward === undefined ? null : 'reward ' + brief(reward),
-      tokens === null || tokens === undefined ? null : count(tokens, 'token') + (inserted > 0 ? ' after ' + whole(inserted) + ' of the environment' : ''),
+      known(reward) ? 'reward ' + brief(reward) : null,
+      known(tokens) ? count(tokens, 'token') : inserted > 0 ? count(inserted, 'token') : null,
+      measured && !next && role !== 'assistant' ? 'not shown to the model' : null,
     ].filter(Boolean).join(' \u00b7 ');
     return element('div', { class: 'message' + (role === 'assistant' ? ' own' : '') },
       element('p', { class: 'role' }, element('strong', {}, readable(String(role))), notes ? ' \u00b7 ' + notes : ''),
