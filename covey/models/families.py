@@ -139,20 +139,22 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
     return {path: table.name(path) for path in parameter_paths(config)} | top
 
 
-def shared_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return our path → first row and end of its part of the checkpoint's tensor, for kernels that share one."""
+def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str, tuple[int, int]]:
+    """Return our path → first row and end of its part of the checkpoint's tensor, for kernels that share one by the
+    names of `table`, by default the family's Hugging Face ones.
+    """
     shapes = config.projection_shapes()
     rows: dict[str, tuple[int, int]] = {}
-    for paths in _paths_by_tensor(config).values():
+    for paths in _paths_by_tensor(config, table).values():
         if len(paths) > 1:
             ends = accumulate(shapes[path.split(".")[-2]][1] for path in paths)
             rows |= dict(zip(paths, pairwise([0, *ends]), strict=True))
     return rows
 
 
-def _paths_by_tensor(config: ModelConfig) -> dict[str, list[str]]:
+def _paths_by_tensor(config: ModelConfig, table: NameTable | None) -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
-    for path, name in tensor_names(config).items():
+    for path, name in tensor_names(config, table).items():
         paths.setdefault(name, []).append(path)
     return paths
 

@@ -1,11 +1,12 @@
 """Reader of GGUF files, the format of llama.cpp, which hold architecture, tokenizer and tensors in one file.
 
-Tensors are dequantised one at a time. llama.cpp stores the query and key rows of Llama models in the order of its own
-rotary convention (adjacent pairs); they are reordered here to the half-split convention of all other models.
+Tensors are dequantised one at a time. llama.cpp stores the query and key rows of Llama and SmolLM3 in the order of its
+own rotary convention (adjacent pairs); they are reordered here to the half-split convention of all other models. A
+Mistral is stored as a Llama, without its window.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.families import NameTable, check_tensor_names, convert_layout, has_experts, tensor_names
+from covey.models.families import NameTable, check_tensor_names, convert_layout, has_experts, shared_rows, tensor_names
 from covey.models.loading.gguf_reader import Metadata, open_reader
 from covey.text.tokenizer import Tokenizer
 from covey.text.tokenizers_library import library_errors
@@ -42,14 +43,24 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
-        wanted = tensor_names(self.config, TENSOR_NAMES)
+        names = name_table(self.config.family)
+        wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
+        self._check_shared_rows(parts, wanted)
         for path, name in wanted.items():
-            yield path, convert_layout(path, self._restore_order(path, _dequantise(self._tensors[name])))
+            tensor = _dequantise(self._tensors[name])[slice(*parts.get(path, (None,)))]
+            yield path, convert_layout(path, self._restore_order(path, tensor))
+
+    def _check_shared_rows(self, parts: Mapping[str, tuple[int, int]], names: Mapping[str, str]) -> None:
+        """Refuse a tensor of several projections that has more or fewer rows than they have."""
+        for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
+            shape = [int(size) for size in reversed(self._tensors[name].shape)]
+            if shape[:1] != [rows]:
+                raise WeightsError(f"{name} has shape {shape}", want=f"{rows} rows", where=str(self.path))
 
     def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])
-        return tensor if heads is None or self.config.family != "llama" else unpermute(tensor, heads)
+        return tensor if heads is None or self.config.family not in PERMUTED else unpermute(tensor, heads)
 
 
 def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -99,11 +110,12 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
         raise WeightsError("rotary positions on part of each head are not supported", where=fields.where)
     theta = fields.number(f"{arch}.rope.freq_base", 10_000.0)  # llama.cpp's default for an absent key
     theta = _shortest_decimal(theta)
+    layers = _num_layers(fields, f"{arch}.block_count", tensors)
     return ModelConfig(
         vocab_size=_vocab_size(tensors, fields.where),
         hidden_size=hidden,
         intermediate_size=fields.count(f"{arch}.feed_forward_length"),
-        num_layers=_num_layers(fields, f"{arch}.block_count", tensors),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=_num_kv_heads(fields, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -113,8 +125,18 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
         tie_embeddings="output.weight" not in tensors,
         max_positions=fields.count(f"{arch}.context_length"),
         family=arch,
+        windows=_windows(fields, arch, layers),
+        rope_layers=tuple((i + 1) % 4 != 0 for i in range(layers)) if arch == "smollm3" else None,
         **ARCHITECTURES[arch],
     )
+
+
+def _windows(fields: Metadata, arch: str, layers: int) -> tuple[int | None, ...] | None:
+    """Return the window of Phi-3's layers, which all have the same; files say 0 for a model without one."""
+    window = fields.count(f"{arch}.attention.sliding_window", 0, least=0)
+    if window and arch != "phi3":
+        raise WeightsError(f"sliding windows are not supported for {arch}", where=fields.where)
+    return (window,) * layers if window else None
 
 
 def _vocab_size(tensors: Mapping[str, Any], where: str) -> int:
@@ -149,6 +171,9 @@ def _rope_scaling(
 ) -> RopeScaling | None:
     """Read linear scaling from the metadata, or derive Llama 3's settings from its tensor of divisors."""
     kind = fields.text(f"{arch}.rope.scaling.type", "none")
+    if "rope_factors_long.weight" in tensors:  # see `hf_config.read_phi3`
+        want = "a model with plain rotary positions"
+        raise WeightsError("RoPE scaling 'longrope' is not supported", want=want, where=fields.where)
     if ROPE_FREQS in tensors:
         return _llama3_scaling(_dequantise(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
     if kind == "none":
@@ -264,13 +289,28 @@ PRE_TOKENIZERS = {
     "smollm": _PreTokenizer(split_digits=True),
     "llama-bpe": _PreTokenizer(_THREE_DIGITS, ignore_merges=True, add_bos=True),
     "qwen2": _PreTokenizer(_ONE_DIGIT, nfc=True),
+    "dbrx": _PreTokenizer(_THREE_DIGITS),  # OLMo 2 and Phi-4
+    "smaug-bpe": _PreTokenizer(_THREE_DIGITS),  # SmolLM3
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
+    "phi3": {},
+    "olmo2": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
+    "smollm3": {},
 }
+"""Architecture → switches of its config. In llama.cpp every fourth layer of SmolLM3 does not rotate; no key says so."""
+
+PERMUTED = ("llama", "smollm3")
+"""Architectures whose query and key rows are in the order of adjacent pairs."""
+
+
+def name_table(arch: str) -> NameTable:
+    """Return the tensor names of an architecture."""
+    return replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(arch, {})})
+
 
 TENSOR_NAMES = NameTable(
     prefix="blk.{}.",
@@ -290,5 +330,15 @@ TENSOR_NAMES = NameTable(
         "mlp.gate_proj.kernel": "ffn_gate.weight",
         "mlp.up_proj.kernel": "ffn_up.weight",
         "mlp.down_proj.kernel": "ffn_down.weight",
+        "post_attn_norm.scale": "post_attention_norm.weight",
+        "post_mlp_norm.scale": "post_ffw_norm.weight",
     },
 )
+
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "phi3": {
+        **{f"attn.{name}.kernel": "attn_qkv.weight" for name in ("q_proj", "k_proj", "v_proj")},
+        **{f"mlp.{name}.kernel": "ffn_up.weight" for name in ("gate_proj", "up_proj")},
+    },
+}
+"""Names in which an architecture differs from `TENSOR_NAMES`; projections of one name share a tensor."""

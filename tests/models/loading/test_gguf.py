@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -33,29 +36,15 @@ TINY = GOLDEN / "tiny-llama"
 TEXTS = [case["text"] for case in json.loads((GOLDEN / "smollm2.json").read_text())["strings"]]
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.layers": "blk",
-}
 
-
-def their_name(name: str) -> str:
-    for old, new in NAMES.items():
-        name = name.replace(old, new)
-    return name
+@cache
+def their_name(name: str, arch: str) -> str:
+    """The name by the table of llama.cpp's converter; Llama's for an architecture that is not read."""
+    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text in gguf_file.ARCHITECTURES}
+    stem, _, kind = name.rpartition(".")
+    found = gguf.get_tensor_name_map(kinds.get(arch, gguf.MODEL_ARCH.LLAMA), 4).get_name(stem)
+    assert found, name
+    return f"{found}.{kind}"
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -74,8 +63,11 @@ def write(
     meta: dict | None = None,
     quantise: gguf.GGMLQuantizationType | None = None,
     without: tuple[str, ...] = (),
+    extra: str = "",
 ) -> Path:
-    """A GGUF file of a Hugging Face checkpoint; `meta` overrides metadata, `without` leaves keys or tensors out."""
+    """A GGUF file of a Hugging Face checkpoint; `meta` overrides metadata, `without` leaves keys or tensors out, and
+    `extra` names one more tensor.
+    """
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     fields = {
@@ -97,14 +89,16 @@ def write(
             add(writer, key, value)
     for name, tensor in tensors.items():
         stored = tensor
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in ("llama", "smollm3") and (".q_proj" in name or ".k_proj" in name):
             stored = interleave(tensor, heads if "q_proj" in name else kv)
-        if their_name(name) not in without:
+        if their_name(name, arch) not in without:
             kind = quantise if quantise is not None and stored.ndim == 2 else None
             data = np.ascontiguousarray(stored)
             writer.add_tensor(
-                their_name(name), data if kind is None else gguf.quants.quantize(data, kind), raw_dtype=kind
+                their_name(name, arch), data if kind is None else gguf.quants.quantize(data, kind), raw_dtype=kind
             )
+    if extra:
+        writer.add_tensor(extra, np.ones(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -200,6 +194,48 @@ def test_other_architectures_too(name: str, tmp_path: Path, logits):
     path = write(tmp_path / "m.gguf", config, tensors, arch=arch, meta=scaled if name == "linear-rope" else None)
     ours = logits(weights.load(path).model, golden["tokens"])[..., :64]
     np.testing.assert_allclose(ours, golden[name], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("mistral-wide", "llama"), ("phi3", "phi3"), ("phi3-wide", "phi3"), ("olmo2", "olmo2"), ("smollm3", "smollm3")],
+)
+def test_newer_families_are_those_of_their_folders(name: str, arch: str, tmp_path: Path):
+    """Every weight and the config, bit for bit; tests/models/test_families.py compares folders with transformers."""
+    described = json.loads((GOLDEN / "families.json").read_text())[name]
+    config = {key: value for key, value in described["config"].items() if key != "no_rope_layers"} | {"vocab_size": 300}
+    tensors = {key: draw(key, shape) for key, shape in described["shapes"].items()}
+    folder = shutil.copytree(TINY, tmp_path / "folder", ignore=shutil.ignore_patterns("*safetensors*"))
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    window = {f"{arch}.attention.sliding_window": config.get("sliding_window") or 0}
+    made = write(tmp_path / "m.gguf", config, tensors, arch=arch, meta=window if arch == "phi3" else None)
+    from_file, from_folder = GGUFCheckpoint(made), weights.open_checkpoint(folder)
+    assert from_file.config == replace(from_folder.config, family=arch)
+    found, expected = dict(from_file.tensors()), dict(from_folder.tensors())
+    assert found.keys() == expected.keys()
+    for path, tensor in found.items():
+        np.testing.assert_array_equal(tensor, expected[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "told"),
+    [
+        ("olmo2", {"meta": {"olmo2.attention.sliding_window": 64}}, "sliding windows are not supported for olmo2"),
+        ("phi3", {"extra": "rope_factors_long.weight"}, "RoPE scaling 'longrope' is not supported"),
+        ("phi3", {"cut": "self_attn.qkv_proj"}, r"attn_qkv.weight has shape \[60, 32\]\n  wanted: 64 rows"),
+        ("gemma3", {}, "GGUF architecture 'gemma3' is not supported"),
+    ],
+)
+def test_what_newer_families_cannot_have_is_refused(arch: str, changes: dict, told: str, tmp_path: Path):
+    described = json.loads((GOLDEN / "families.json").read_text())[arch if arch in ("olmo2", "phi3") else "llama"]
+    tensors = {key: draw(key, shape) for key, shape in described["shapes"].items()}
+    cut = changes.get("cut", "nothing")
+    tensors = {key: value[:60] if cut in key else value for key, value in tensors.items()}
+    config, meta = described["config"] | {"vocab_size": 300}, changes.get("meta")
+    path = write(tmp_path / "m.gguf", config, tensors, arch=arch, meta=meta, extra=changes.get("extra", ""))
+    with pytest.raises(WeightsError, match=told):
+        list(GGUFCheckpoint(path).tensors())
 
 
 def draw(name: str, shape: list[int]) -> np.ndarray:
@@ -347,8 +383,11 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
     ("changes", "says"),
     [
         ({"arch": "mamba"}, "architecture 'mamba' is not supported"),
-        ({"arch": "qwen2moe"}, r"'qwen2moe' is not supported: mixtures of experts are not\n  wanted: [a-z0-9:, ]*$"),
-        ({"arch": "qwen22"}, r"'qwen22' is not supported\n  wanted: one of: llama, qwen2, qwen3$"),
+        ({"arch": "qwen22"}, r"not supported\n  wanted: one of: llama, qwen2, qwen3, phi3, olmo2, smollm3$"),
+        (
+            {"arch": "qwen22"},
+            r"'qwen22' is not supported\n  wanted: one of: llama, qwen2, qwen3, phi3, olmo2, smollm3$",
+        ),
         ({"meta": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is unknown"),
         ({"meta": {"tokenizer.ggml.model": "llama"}}, "tokenizer 'llama' is not supported"),
         ({"meta": {"llama.expert_count": 8}}, "mixtures of experts"),
