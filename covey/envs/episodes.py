@@ -184,15 +184,17 @@ class Episodes:
         """Return the tokens by which the sequence goes on, or the branch where the template rewrites its history."""
         last, tools = int(turn.tokens[-1]), self._schemas
         response = self._tokenizer.encode_turn(state.chat, messages, last, tools=tools, turn_has_calls=calls)
+        if calls:  # the template writes such a turn anew from its calls, which are not kept
+            return response
         if state.sequence is None:
-            if not turn.sample.number and not calls:  # rendering takes time, and the samples of a row are alike
+            if not turn.sample.number:  # rendering takes time, and the samples of a row are alike
                 self._warn_of_rewritten_history(state.chat, said["content"], messages)
             return response
         before = np.concatenate([state.sequence, turn.tokens[state.start :]])
         state.sequence = np.concatenate([before, response])
-        if self._tokenizer.keeps_history(state.chat, said["content"], messages):
+        if self._tokenizer.keeps_history(state.chat, said["content"], messages, tools=tools):
             return response
-        state.sequence = self._tokenizer.encode_prompt(_continued(state.chat, said, messages))
+        state.sequence = self.encode_prompt(_continued(state.chat, said, messages))
         kept = min(common_prefix(before, state.sequence), len(before) - 1, len(state.sequence) - 1)
         return Rewrite(kept, state.sequence[kept:])
 
@@ -216,7 +218,7 @@ class Episodes:
         return self._tools.template_schemas if self._tools else ()
 
     def _warn_of_rewritten_history(self, chat: Prompt, reply: str, messages: Prompt) -> None:
-        if self._warned or self._tokenizer.keeps_history(chat, reply, messages):
+        if self._warned or self._tokenizer.keeps_history(chat, reply, messages, tools=self._schemas):
             return
         self._warned = True
         log.warning(

@@ -244,12 +244,13 @@ class Tokenizer:
         tokens = self._encode_guarded(written, messages, mark)
         return tokens[1:] if tokens.size and tokens[0] == last and through is not None else tokens
 
-    def keeps_history(self, chat: Prompt, turn: str, messages: Prompt) -> bool:
+    def keeps_history(self, chat: Prompt, turn: str, messages: Prompt, *, tools: Sequence[ToolSchema] = ()) -> bool:
         """Return whether the chat template renders `chat` and the sampled `turn` as before once `messages` follow."""
         if isinstance(chat, str) or isinstance(messages, str):
             return True
-        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages])
-        return whole.startswith(self.render(chat) + turn)
+        given = _tools_variable(tools)
+        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages], **given)
+        return whole.startswith(self.render(chat, **given) + turn)
 
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""

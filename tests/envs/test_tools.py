@@ -21,7 +21,7 @@ from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Turn
+from covey.sampling.turns import Rewrite, Turn
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
 
@@ -267,6 +267,19 @@ def test_a_family_sees_results_as_its_template_writes_them() -> None:
     for _ in range(2):  # roles alternate, though turns with calls follow each other
         assert mistral.says(said) == '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefgh9"}[/TOOL_RESULTS]'
     assert "call00003" in str(mistral.says(said.replace('"abcdefgh9"', '"no"')))
+
+
+def test_a_rewritten_history_still_lists_the_tools() -> None:
+    play = Play(
+        QWEN.replace("message.content + '<|im_end|>", "message.content | trim + '<|im_end|>"), history="template"
+    )
+    said = np.append(play.tokenizer.encode("  " + hermes("add", a=2, b=3)), play.tokenizer.eos_id).astype(np.int32)
+    response = play.episodes.answer(Turn(Sample(0, 0), said, 2000)).result(10)
+    assert isinstance(response, Rewrite)
+    sequence = np.concatenate([play.episodes.encode_prompt(play.prompt), said])[: response.kept]
+    shown = play.tokenizer.decode(np.concatenate([sequence, response.tokens]), skip_special=False)
+    assert f"\n{json.dumps(json_schema(add))}\n" in shown
+    assert "assistant\n<tool_call>" in shown
 
 
 def test_calls_in_a_prompt_are_json_text() -> None:
