@@ -19,6 +19,8 @@ from covey import (
     GRPOConfig,
     GRPOLearner,
     OptimizerConfig,
+    PPOConfig,
+    PPOLearner,
     RLCluster,
     RLTrainingConfig,
     RolloutConfig,
@@ -45,9 +47,7 @@ def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
     return [float(len(text) % 3) for text in completions]
 
 
-def learner(
-    steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", tokens: int = 0, **more: Any
-) -> GRPOLearner:
+def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
     training = RLTrainingConfig(
         max_steps=steps,
         prompts_per_step=2,
@@ -58,7 +58,13 @@ def learner(
     )
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, seed=seed)
     config = ClusterConfig(training_config=training, rollout_config=rollout)
-    cluster = RLCluster.load(actor=actor, cluster_config=config)
+    return RLCluster.load(actor=actor, cluster_config=config)
+
+
+def learner(
+    steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", tokens: int = 0, **more: Any
+) -> GRPOLearner:
+    cluster = cluster_of(steps, seed, actor, tokens)
     algorithm = GRPOConfig(beta=0.05, num_generations=2)
     return GRPOLearner(rl_cluster=cluster, reward_fns=length, grpo_config=algorithm, **more)
 
@@ -70,7 +76,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
 
-def weights(of: GRPOLearner) -> list[np.ndarray]:
+def weights(of: GRPOLearner | PPOLearner) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(of.cluster.state())]
 
 
@@ -143,6 +149,25 @@ def test_a_finished_run_gives_its_weights_to_a_new_learner(straight: tuple[Path,
     assert again.step == 4
     assert len(again.history) == 4
     assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(straight[1]), strict=True))
+
+
+@pytest.mark.slow
+def test_a_run_of_ppo_keeps_its_critic(tmp_path: Path) -> None:
+    """The second learner makes a critic of its own, which the checkpoint's replaces."""
+    one, again = (
+        PPOLearner(
+            rl_cluster=cluster_of(2, 0, "scratch:guess-tiny@1", 0),
+            reward_fns=length,
+            ppo_config=PPOConfig(num_generations=2),
+        )
+        for _ in range(2)
+    )
+    for each in (one, again):
+        each.train(ROWS, out=tmp_path / "run")
+    assert [row["critic/value_loss"] > 0 for row in measured(tmp_path / "run")] == [True, True]
+    assert again.step == 2
+    assert "critic" in again.cluster.state()
+    assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(one), strict=True))
 
 
 @pytest.mark.slow
