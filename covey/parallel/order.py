@@ -58,7 +58,7 @@ class LaunchOrder:
         Args:
             name: name of the phase.
             step: number of the step.
-            program: what else must be equal, such as shapes; its `repr` is compared.
+            program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
 
         Raises:
             OrderError: another process is at another phase, or this is another thread than the first one's.
@@ -68,7 +68,8 @@ class LaunchOrder:
         self._refuse_second_thread(what)
         if self._watch is not None:
             self._watch.doing = what
-        digest = hashlib.blake2b(repr((name, step, program)).encode(), digest_size=12).hexdigest()
+        compared = repr((name, step, program() if callable(program) else program))
+        digest = hashlib.blake2b(compared.encode(), digest_size=12).hexdigest()
         self._store.set(f"{self._folder()}/{self._index}", f"{digest} {what}")
         for number in range(1, self._count) if self._index == 0 else (0,):
             self._compare(number, digest, what)

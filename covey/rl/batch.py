@@ -47,6 +47,10 @@ class TrainBatch:
         arrays = self.rows._asdict() | self.inputs._asdict() | named
         return {name: array for name, array in arrays.items() if array is not None}
 
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return name and shape of each array, which have to be equal in all processes."""
+        return [(name, array.shape) for name, array in self.arrays().items()]
+
 
 class RowBatch(NamedTuple):
     """Rows and inputs of a loss on its devices."""

@@ -21,7 +21,7 @@ from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, padding_fraction, scatter_to_rows
-from covey.parallel import distributed
+from covey.parallel import distributed, order
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
@@ -237,7 +237,8 @@ class ExperienceBuilder:
         (otherwise they are the policy's own).
         """
         cluster, sizes = self.cluster, self.sizes
-        with self.clock("logps"):
+        lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
+        with self.clock("logps"), order.phase("logps", self.step, lengths):
             packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
             reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
             several = self.config.num_iterations > 1

@@ -134,7 +134,7 @@ class Learner(Keywords, ABC):
             with (
                 self._queued(builder.micro_batches(experience)) as micro_batches,
                 builder.clock("update"),
-                order.phase("update", self.step),
+                order.phase("update", self.step, lambda: [batch.shapes() for batch in micro_batches]),
             ):
                 updates = self._update_repeatedly(scorer.watch(micro_batches), count)
                 scorer.score_again()
