@@ -11,6 +11,7 @@ Needs the `dev` extra (grimp comes with import-linter). Nothing of the package i
 import sys
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 
 import grimp
 
@@ -38,9 +39,11 @@ ROLES = {
 """Role of each folder, as the picture writes it."""
 
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
-MARGIN, BOX, HEIGHT, GAP = 16.0, 286.0, 46.0, 22.0
+MARGIN, BOX, HEIGHT, GAP = 14.0, 184.0, 60.0, 18.0
 LAYER = HEIGHT + 34.0
 """Distance of two layers."""
+CHARACTERS = 28
+"""Maximum number of characters on a line of a box."""
 FRAME = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0:g} {1:g}" role="img" font-family="system-ui, sans-serif">
   <title>The folders of the package</title>
   <defs>
@@ -60,6 +63,7 @@ BOX_SVG = (
     f'  <rect class="box" x="{{0:g}}" y="{{1:g}}" width="{BOX:g}" height="{HEIGHT:g}" rx="8"/>\n'
     '  <text class="name" x="{2:g}" y="{3:g}">{4}/</text>\n'
     '  <text class="text" x="{2:g}" y="{5:g}">{6}</text>\n'
+    '  <text class="text" x="{2:g}" y="{7:g}">{8}</text>\n'
 )
 
 Edges = set[tuple[str, str]]
@@ -102,14 +106,16 @@ def drawing(edges: Edges) -> str:
     chains = [_chain(edge, layers) for edge in sorted(edges)]
     places = _places(layers, chains)
     top = {one: y for y, layer in enumerate(layers) for one in layer}
-    box = lambda one: (places[one] - BOX / 2, MARGIN + top[one] * LAYER)  # noqa: E731
-    boxes = [
-        BOX_SVG.format(*box(name), places[name], box(name)[1] + 19, name, box(name)[1] + 35, ROLES[name])
-        for name in ROLES
-    ]
+    boxes = [_box(name, places[name], MARGIN + top[name] * LAYER) for name in ROLES]
     arrows = [f'  <path class="flow" d="{_path(chain, places, top)}"/>\n' for chain in chains]
     width = max(places[name] for name in ROLES) + BOX / 2 + MARGIN
     return FRAME.format(width, len(layers) * LAYER + MARGIN - GAP, "".join(arrows) + "".join(boxes))
+
+
+def _box(name: str, x: float, y: float) -> str:
+    """Return the box of a folder around `x`, from `y` downwards, with its role on two lines."""
+    first, second = (*wrap(ROLES[name], CHARACTERS), "")[:2]
+    return BOX_SVG.format(x - BOX / 2, y, x, y + 20, name, y + 37, first, y + 52, second)
 
 
 def _layers(edges: Edges) -> list[list[Node]]:

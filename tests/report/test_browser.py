@@ -182,7 +182,7 @@ def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
 def test_tokens_are_coloured_and_read_by_keys(opened: Open, long_report: Path) -> None:
     page = opened(long_report)
     section = page.locator("#completions")
-    section.get_by_label("Colour tokens by").select_option("change")  # goes to the nearest step that has values
+    section.get_by_label("Colour by").select_option("change")  # goes to the nearest step that has values
     group = section.get_by_role("heading", name="Step 1,960, group 1").locator("xpath=ancestor::article")
     assert section.locator(".group").first.get_by_role("heading").inner_text() == "Step 1,960, group 1"
     block = group.locator(".tokens").nth(1)
@@ -198,12 +198,12 @@ def test_tokens_are_coloured_and_read_by_keys(opened: Open, long_report: Path) -
     assert page.locator("#spoken").inner_text().startswith("“Some”: ")
     block.locator(".token").nth(3).hover()
     assert "part of a character" in group.locator(".token-values").nth(1).inner_text()
-    assert [one.inner_text() for one in section.get_by_label("Colour tokens by").locator("option").all()] == [
+    assert [one.inner_text() for one in section.get_by_label("Colour by").locator("option").all()] == [
         "nothing", "advantage × probability change", "entropy"  # the run has no reference
     ]  # fmt: skip
     section.get_by_label("Next step").click()
     section.get_by_role("button", name="Go to step 1,960").click()
-    section.get_by_label("Colour tokens by").select_option("entropy")
+    section.get_by_label("Colour by").select_option("entropy")
     assert group.locator(".token.plain").count() == 400
 
 
@@ -242,7 +242,7 @@ def test_hostile_texts_are_inert(opened: Open, make_run: Any, made: SimpleNamesp
     shown = samples.nth(3).inner_text()
     assert "\\x1b[31mred\\x07 \\u202ereversed\\u202c zero\\u200bwidth \\ufeff \\ud800 end\\u2028line" in shown
     assert "994,000 characters are left out" in samples.nth(5).inner_text()
-    page.locator("#completions").get_by_label("Colour tokens by").select_option("change")
+    page.locator("#completions").get_by_label("Colour by").select_option("change")
     assert samples.nth(0).locator(".token").nth(1).inner_text() == made.hostile[1]
     samples.nth(0).locator(".token").nth(0).hover(position={"x": 5, "y": 5})
     assert "window.broken = 1" in page.locator(".token-values").first.inner_text()
@@ -258,7 +258,7 @@ def test_nothing_keeps_anybody_out(opened: Open, long_report: Path, compared_rep
     for file in (long_report, compared_report):
         page = opened(file, color_scheme=mode)
         if file == long_report:
-            page.get_by_label("Colour tokens by").select_option("change")
+            page.get_by_label("Colour by").select_option("change")
             wait_for_count(page.locator("#completions .tokens"), 4)
         page.locator("details").evaluate_all("all => all.forEach(one => { one.open = true; })")
         wait_for_count(page.locator("details.numbers table"), page.locator("figure.chart").count())

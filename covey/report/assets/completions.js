@@ -48,7 +48,7 @@ function completionBrowser(run) {
     stepChoice.value = String(step);
     show();
   };
-  const colour = !colours.length ? null : labelled('Colour tokens by', choice([['', 'nothing'], ...colours], '', (value) => {
+  const colour = !colours.length ? null : labelled('Colour by', choice([['', 'nothing'], ...colours], '', (value) => {
     wanted.colouring = value;
     if (value && wanted.step !== null && !withValues.includes(wanted.step)) goTo(nearestStep(withValues, wanted.step));
     else show();
