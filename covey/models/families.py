@@ -161,7 +161,12 @@ def _paths_by_tensor(config: ModelConfig, table: NameTable | None) -> dict[str, 
 
 def convert_layout(path: str, tensor: np.ndarray) -> np.ndarray:
     """Convert a tensor from the checkpoint's layout to ours, or back: kernels are transposed."""
-    return tensor.T if path.endswith(".kernel") else tensor
+    return tensor.T if is_transposed(path) else tensor
+
+
+def is_transposed(path: str) -> bool:
+    """Return whether the checkpoint's layout of a tensor is the transpose of ours: kernels are [in, out] here."""
+    return path.endswith(".kernel")
 
 
 def check_tensor_names(

@@ -1,8 +1,9 @@
 """Loading of pretrained weights: convert a source to a model, its tokenizer and its config.
 
 The decoder is built abstractly (shapes only) and filled one tensor at a time, each cast or quantised and put on its
-devices (on a mesh: in shards), so the host never holds more than one tensor. Tensors of the checkpoint and parameters
-of the model must match one to one, with equal shapes.
+devices (on a mesh: in shards), so the host never holds more than one tensor. Each of several processes reads of a
+folder what its own devices hold (`stored_tensor`). Tensors of the checkpoint and parameters of the model must match one
+to one, with equal shapes.
 """
 
 import re
@@ -27,9 +28,11 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading import config_fields, sources, text_part
 from covey.models.loading.gguf import GGUFCheckpoint
+from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
+from covey.parallel.mesh import spans_processes
 from covey.parallel.placement import build_for_devices
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import shardings
@@ -108,7 +111,11 @@ def load(
         remat=remat,
         remat_keeps=remat_keeps,
     )
-    tensors = checkpoint.tensors() if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
+    tensors: Iterator[tuple[str, np.ndarray | StoredTensor]]
+    if isinstance(checkpoint, FolderCheckpoint) and fmt is None and put is None and spans_processes(mesh):
+        tensors = checkpoint.stored()
+    else:
+        tensors = checkpoint.tensors() if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
     model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, found.origin)
 
@@ -148,7 +155,9 @@ def num_labels(checkpoint: Checkpoint) -> int | None:
     return checkpoint.num_labels() if isinstance(checkpoint, FolderCheckpoint) else None
 
 
-def fill_parameters(model: Model, tensors: Iterable[tuple[str, np.ndarray]], put: PutArray, where: str = "") -> Model:
+def fill_parameters(
+    model: Model, tensors: Iterable[tuple[str, np.ndarray | StoredTensor]], put: PutArray, where: str = ""
+) -> Model:
     """Fill every parameter of the abstract `model` from `tensors`, cast to the parameter's type.
 
     Raises:
@@ -161,7 +170,8 @@ def fill_parameters(model: Model, tensors: Iterable[tuple[str, np.ndarray]], put
         slot = flat[keys[path]]
         if tensor.shape != slot.shape:
             raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
-        host = np.ascontiguousarray(tensor, dtype=slot.dtype)
+        stored = isinstance(tensor, StoredTensor)
+        host: Any = tensor.astype(slot.dtype) if stored else np.ascontiguousarray(tensor, dtype=slot.dtype)
         flat[keys.pop(path)] = slot.replace(jax.block_until_ready(put(path, host)))
         del tensor, host  # free them before the next is read
     if keys:
@@ -242,14 +252,21 @@ class FolderCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
+        for path, stored in self.stored():
+            tensor = stored.whole()
+            yield path, tensor
+            del tensor  # free it before the next is read
+
+    def stored(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield (our path, tensor in our layout that is read when it is asked for) for each parameter."""
         with self._open_tensors() as holders:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
             families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
             parts = families.shared_rows(self.config)
             self._check_shared_rows(parts, wanted, holders)
             for path, name in wanted.items():
-                tensor = read_float(*holders[name], self.folder, parts.get(path))
-                yield path, families.convert_layout(path, tensor)
+                refuse_other_types(*holders[name], self.folder)
+                yield path, StoredTensor(*holders[name], parts.get(path), families.is_transposed(path))
 
     def _check_shared_rows(
         self, parts: Mapping[str, tuple[int, int]], names: Mapping[str, str], holders: Mapping[str, "_Holder"]
@@ -331,18 +348,21 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
-def read_float(file: Any, name: str, folder: Path, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """Read one tensor, or only its rows from one to the other, in the file's type.
+def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
+    """Read one tensor in the file's type.
 
     Raises:
         WeightsError: it does not hold floating-point numbers.
     """
-    stored = file.get_slice(name)
-    kind = stored.get_dtype()
+    refuse_other_types(file, name, folder)
+    return StoredTensor(file, name).whole()
+
+
+def refuse_other_types(file: Any, name: str, folder: Path) -> None:
+    """Refuse a tensor that does not hold floating-point numbers with a WeightsError."""
+    kind = file.get_slice(name).get_dtype()
     if kind not in FLOAT_TYPES:
         raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
-    tensor: np.ndarray = file.get_tensor(name) if rows is None else stored[rows[0] : rows[1]]
-    return tensor
 
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")

@@ -5,6 +5,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 from covey.errors import WeightsError
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
+from covey.models.loading.stored_tensor import StoredTensor
 from covey.parallel import flatten, make_mesh, shardings
 
 Logits = Callable[..., np.ndarray]
@@ -140,6 +142,31 @@ def test_tensors_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weights.FolderCheckpoint, "tensors", watched)
     weights.load(TINY, put=place)
     assert len(placed) > 10
+
+
+def test_slices_of_stored_tensors_are_those_of_whole_ones() -> None:
+    """Also of a part of a tensor, transposed, and in another type."""
+    checkpoint = weights.FolderCheckpoint(TINY)
+    whole = dict(checkpoint.tensors())
+    for path, stored in checkpoint.stored():
+        assert stored.shape == whole[path].shape
+        index = (slice(1, 9), slice(None))[: len(stored.shape)]
+        np.testing.assert_array_equal(stored[index], whole[path][index])
+    file = SimpleNamespace(get_slice=lambda name: Sliced(np.arange(24.0).reshape(6, 4)))
+    part = StoredTensor(file, "", rows=(2, 5), transposed=True).astype(np.float16)
+    assert part.shape == (4, 3)
+    np.testing.assert_array_equal(part[slice(1, None), slice(0, 2)], np.array([[9, 13], [10, 14], [11, 15]], "f2"))
+    assert part.whole().dtype == np.float16
+
+
+class Sliced(np.ndarray):
+    """An array with the methods of a slice of safetensors."""
+
+    def __new__(cls, array: np.ndarray) -> "Sliced":
+        return array.view(cls)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
 
 
 @pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("fsdp", "tp")), ((1, 4), ("fsdp", "tp")), ((4,), ("data",))])
