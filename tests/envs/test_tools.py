@@ -1,11 +1,13 @@
 """Tools without a model: their schemas, the calls of each family, what is refused, and conversations."""
 
 import asyncio
+import hashlib
 import json
 import runpy
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,15 @@ from covey.errors import DataError, EpisodeError, RecipeError
 from covey.rewards.arithmetic import arithmetic_answer
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Rewrite, Turn
+from covey.text import chat_template
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
 
 PARITY = Path(__file__).parents[1] / "parity"
-PLAIN, NESTED, CHOSEN, *OTHERS = runpy.run_path(str(PARITY / "tool_functions.py"))["FUNCTIONS"]
+GIVEN = runpy.run_path(str(PARITY / "tool_functions.py"))
+PLAIN, NESTED, CHOSEN, *OTHERS = GIVEN["FUNCTIONS"]
+GOLDEN = json.loads((PARITY / "golden" / "tool_schemas.json").read_text())
+TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 INNER = Tokenizer.from_folder(PARITY / "golden" / "tiny-llama").inner
 ASK = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "2 + 3?"}]
 
@@ -119,11 +125,32 @@ def hermes(name: str, **arguments: Any) -> str:
 
 
 def test_a_function_has_the_schema_that_transformers_gives_it() -> None:
-    golden = json.loads((PARITY / "golden" / "tool_schemas.json").read_text())["schemas"]
     # As text: a template prints the keys in their order.
-    assert [json.dumps(json_schema(f)) for f in (PLAIN, NESTED, CHOSEN, *OTHERS)] == [
-        json.dumps(schema) for schema in golden
-    ]
+    found = [json.dumps(json_schema(f)) for f in (PLAIN, NESTED, CHOSEN, *OTHERS)]
+    assert found == [json.dumps(schema) for schema in GOLDEN["schemas"]]
+
+
+@pytest.mark.parametrize("name", GOLDEN["digests"])
+def test_tools_and_calls_are_rendered_as_by_transformers(name: str) -> None:
+    variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+    values = {"messages": GIVEN["CHAT"], "tools": GOLDEN["schemas"]}
+    text = chat_template.render(TEMPLATES[name], variables | values)
+    assert hashlib.sha256(text.encode()).hexdigest() == GOLDEN["digests"][name]
+
+
+def test_real_templates_say_how_calls_are_written() -> None:
+    found = {}
+    for name, template in TEMPLATES.items():
+        with suppress(RecipeError):
+            found[name] = choose_format("auto", template).name
+    assert found == {
+        "Qwen-Qwen2.5-7B-Instruct": "hermes",
+        "Qwen-Qwen3-0.6B": "hermes",
+        "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+        # These two have no variable `tools`, so a system message lists them.
+        "HuggingFaceTB-SmolLM3-3B": "smollm",
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "hermes",
+    }
 
 
 def undescribed(a: int) -> int:

@@ -95,4 +95,14 @@ async def later(name: str) -> str:
     return name
 
 
+CHAT = [
+    {"role": "system", "content": "Be exact."},
+    {"role": "user", "content": "Is 2 + 3 < 6, \u00fcber alles?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "plain", "arguments": {"a": 2}}}],
+    },
+    {"role": "tool", "name": "plain", "tool_call_id": "call00001", "content": "5"},
+]
 FUNCTIONS = (plain, nested, chosen, nothing, later)
