@@ -59,7 +59,7 @@ class Waits:
 
 
 def main() -> None:
-    """Print the share of slot-steps that drew a token, and the seconds, of each variant."""
+    """Print the share of slot-steps that drew a token, and the seconds, of each variant, and the ratio to lock-step."""
     tokenizer = Tokenizer.from_folder(TOKENIZER)
     model = ModelConfig(
         vocab_size=tokenizer.vocab_size,
@@ -73,7 +73,7 @@ def main() -> None:
     config = RolloutConfig(max_prompt_length=32, max_new_tokens=160, slots=SLOTS, decode_chunk=2)
     rows = [{"prompt": "Once", "number": number} for number in range(EPISODES)]
     worker = RolloutWorker(Decoder(model, rngs=nnx.Rngs(0)), tokenizer, config)
-    tokens = None
+    tokens, fastest, fewest = None, dict[str, float](), dict[str, int]()
     for name, live, lockstep in VARIANTS:
         settings = EnvsConfig(environment="guess", max_turns=TURNS, max_turn_tokens=TURN_TOKENS, max_live=live)
         Waits.lockstep = threading.Barrier(EPISODES) if lockstep else None
@@ -84,7 +84,12 @@ def main() -> None:
         drawn = [c.tokens.tolist() for group in groups for c in group.completions]
         assert tokens in (None, drawn), "the variants drew different tokens"
         tokens, stats = drawn, worker.stats
+        fastest[name] = min(seconds, fastest.get(name, seconds))
+        fewest[name] = min(stats.slot_steps, fewest.get(name, stats.slot_steps))
         print(f"{name:12} {1 - stats.waste:6.1%} of slot-steps drew a token  {seconds:6.1f} s  {stats.tokens} tokens")
+    for name in ("kept", "given away"):
+        time_ratio, step_ratio = fastest["lock-step"] / fastest[name], fewest["lock-step"] / fewest[name]
+        print(f"lock-step takes {time_ratio:.2f} times the seconds and {step_ratio:.2f} times the slot-steps of {name}")
 
 
 if __name__ == "__main__":
