@@ -28,11 +28,14 @@ def test_a_tool_beside_an_environment_is_refused() -> None:
         recipe.load("guess-tiny", ["--rollout.tool", "calculator"])
 
 
-def test_limits_without_an_environment_are_a_mistake() -> None:
+def test_settings_without_what_they_are_for_are_a_mistake() -> None:
     for settings, what in (
         (["--envs.max-turns", "3"], r"envs\.max_turns is 3, and envs\.environment is not set"),
         (["--envs.tool-format", "llama"], r"envs\.tool_format is llama, and there are no tools"),
     ):
         with pytest.raises(RecipeError, match=what):
             recipe.load("quickstart", settings)
+    with pytest.raises(RecipeError, match="envs.history is template, and the model calls tools"):
+        recipe.load("guess-tiny", ["--envs.environment", "trl:module:Class", "--envs.history", "template"])
+    assert EnvsConfig(environment="trl:module:Class", tool_format="llama").tool_format == "llama"
     assert EnvsConfig(max_turns=3).max_turns == 3  # a script gives its environment to the runner
