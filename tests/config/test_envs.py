@@ -35,7 +35,5 @@ def test_settings_without_what_they_are_for_are_a_mistake() -> None:
     ):
         with pytest.raises(RecipeError, match=what):
             recipe.load("quickstart", settings)
-    with pytest.raises(RecipeError, match="envs.history is template, and the model calls tools"):
-        recipe.load("guess-tiny", ["--envs.environment", "trl:module:Class", "--envs.history", "template"])
     assert EnvsConfig(environment="trl:module:Class", tool_format="llama").tool_format == "llama"
     assert EnvsConfig(max_turns=3).max_turns == 3  # a script gives its environment to the runner

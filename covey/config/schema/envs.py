@@ -74,9 +74,6 @@ class EnvsConfig(Config, section="envs"):
             what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
             yield Problem(changed[0], what, "an environment, tools, or no other setting of envs")
         calls = bool(self.tools) or (self.environment or "").startswith("trl:")
-        if self.history == "template" and calls:
-            what = "envs.history is template, and the model calls tools, whose calls are not rendered again"
-            yield Problem("history", what, "sampled, or an environment without tools")
         if self.tool_format != "auto" and not calls:
             what = f"envs.tool_format is {self.tool_format}, and there are no tools"
             yield Problem("tool_format", what, "auto, or envs.tools")
