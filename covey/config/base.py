@@ -9,6 +9,7 @@ and clusters with the same errors. This module does not import JAX.
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Signature, signature
@@ -161,7 +162,8 @@ class Config:
     def _validator(cls) -> Any:
         if "_validates" not in vars(cls):  # late: most classes of settings are never used in a run
             token = _building.set(cls)
-            cls._validates = TypeAdapter(cls).validator
+            with _without_plugins():
+                cls._validates = TypeAdapter(cls).validator
             _building.reset(token)
         return cls._validates
 
@@ -189,6 +191,22 @@ class Config:
         want = _classes(kind) or describe(kind)
         return Problem(name, what, want, _nearest_choice(kind, error), error["loc"][1:], basic=True)
 
+
+@contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Keep pydantic from looking for its plugins, for which it reads the metadata of every installed package."""
+    before = os.environ.get(PLUGINS_OFF)
+    os.environ[PLUGINS_OFF] = "__all__"
+    try:
+        yield
+    finally:
+        del os.environ[PLUGINS_OFF]
+        if before is not None:
+            os.environ[PLUGINS_OFF] = before
+
+
+PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
+"""Variable by which pydantic is told to leave plugins out."""
 
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 

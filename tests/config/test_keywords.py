@@ -1,6 +1,7 @@
 """Python's keywords are answered as the command answers its words: by the right name, type and range, at once."""
 
 import copy
+import os
 import pickle
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import covey
 from covey.cli.main import parse
 from covey.config import foreign_names, recipe, strict_yaml, verl_names
+from covey.config.base import Config, PositiveInt
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
 
@@ -292,3 +294,24 @@ def test_a_class_of_a_users_own_may_take_more() -> None:
             self.mine = others.pop("mine")
 
     assert Mine(mine=3).mine == 3  # type: ignore[abstract]
+
+
+def test_no_plugin_of_pydantic_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for one reads the metadata of every installed package, at the first setting of each command."""
+    from pydantic.plugin import _loader
+
+    def refuse(group: str) -> None:
+        raise AssertionError(group)
+
+    monkeypatch.setattr(_loader, "_plugins", None)
+    monkeypatch.setattr(_loader, "entry_points", refuse)
+    for before in (None, "logfire-plugin"):
+        monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", before) if before else None
+
+        class Fresh(Config):
+            """Settings whose validator is made here."""
+
+            count: PositiveInt = 1
+
+        assert Fresh(count=2).count == 2
+        assert os.environ.get("PYDANTIC_DISABLE_PLUGINS") == before
