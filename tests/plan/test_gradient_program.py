@@ -47,13 +47,19 @@ def gradient_program(shape: tuple[int, int], rank: int) -> Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rank"), [((1, 4), 4), ((2, 2), 0), ((4, 1), 0)])
-def test_the_embedding_stays_divided(shape: tuple[int, int], rank: int) -> None:
-    """As the input table and as the head: no device has more of it than its piece or its part of the vocabulary, and in
-    loops only hidden states, layers and sums per token move, and nothing in the loop over blocks of the vocabulary.
+def test_embedding_and_gradients_stay_divided(shape: tuple[int, int], rank: int) -> None:
+    """The embedding, as the input table and as the head: no device has more of it than its piece or its part of the
+    vocabulary, and in loops only hidden states, layers and sums per token move, and nothing in the loop over blocks of
+    the vocabulary. Of the gradients of all layers a device has its piece.
     """
     program, (fsdp, tp) = gradient_program(shape, rank), shape
     too_large = {f"f32[{v},{d}]" for v in (V, V // tp) for d in (D, D // fsdp)} - {f"f32[{V // tp},{D // fsdp}]"}
-    assert not [x for x in program.instructions if too_large.intersection(x.shapes)]
+    kernels, n = [(D, D), (D, 64), (64, D)], CONFIG.num_layers
+    pieces = {f"f32[{n},{a // p},{b // q}]" for a, b in kernels for p, q in ((fsdp, tp), (tp, fsdp))}
+    whole = {f"f32[{n},{a // p},{b // q}]" for a, b in kernels for p, q in ((1, 1), (1, tp), (tp, 1))} - pieces
+    found = {shape for x in program.instructions for shape in x.shapes}
+    assert rank or pieces & found
+    assert not (too_large | (set() if rank else whole)) & found
     moved = [x for x in program.collectives() if x.loops]
     assert {len(x.loops) for x in moved} == {1}
     query_key_value_grads, layer = R * T // fsdp * (3 * D + 5 * rank), 4 * D * D + 3 * D * 64 + 2 * D + 1
