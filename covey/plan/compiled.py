@@ -52,6 +52,7 @@ class CompiledProgram:
         temporary: bytes that it allocates beside them.
         refused: bytes that the compiler says the program needs where it is too large for the device; else 0.
         compiling: most bytes that the compiler held on the host; 0 where that is not the device's memory.
+        kept: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
         collectives: by loop.
         cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
             not in it. None where the compiler gives no estimate.
@@ -66,6 +67,7 @@ class CompiledProgram:
     temporary: int = 0
     refused: int = 0
     compiling: int = 0
+    kept: int = 0
     collectives: tuple[Collective, ...] = ()
     cycles: tuple[int, int] | None = None
     kernels: tuple[int, int] = (0, 0)
@@ -109,6 +111,7 @@ def compile_program(
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         compiling=compiling,
+        kept=max(resident() - before, 0) if on_host and kept is not None else 0,
     )
     return _with_text_of(found, compiled) if read_text else found
 

@@ -6,7 +6,7 @@ its other arguments, its results and its temporary memory, of which the compiler
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from covey.plan.compiled import CompiledProgram
 
 SAMPLING = ("prefill", "insert", "decode")
 """Names of the programs that run while the KV cache exists."""
+FURTHER_PROGRAMS = "further programs"
+"""Name of the memory of programs that a run compiles and a plan does not."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Residents:
         """Return the most bytes of one device while `program` is compiled and runs."""
         held = sum(self.always.values()) + sum(self.during.get(program.name, {}).values())
         return max(held + program.results + program.temporary, held + program.compiling, program.refused)
+
+    def with_programs(self, size: int) -> "Residents":
+        """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
+        more = {FURTHER_PROGRAMS: size} if size else {}
+        during = {name: {**held, **more} if name in SAMPLING else held for name, held in self.during.items()}
+        return replace(self, during=during)
 
 
 def residents_of(weights: Any, programs: Sequence[Program], reference: bool) -> Residents:

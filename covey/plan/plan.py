@@ -21,10 +21,11 @@ from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
 from covey.parallel.programs import Program
+from covey.plan.batches import num_batch_sizes
 from covey.plan.compiled import CompiledProgram, compile_program
 from covey.plan.knobs import Turn, search
 from covey.plan.machines import MACHINES, Machine, Target
-from covey.plan.memory import Residents, nbytes, residents_of
+from covey.plan.memory import FURTHER_PROGRAMS, Residents, nbytes, residents_of
 from covey.plan.peaks import peaks
 from covey.plan.resident import resident
 from covey.plan.roofline import PhaseTime, Rates, phase_time
@@ -120,7 +121,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     largest = _programs_run(recipe, made)
     kept: list[Any] = []  # a run keeps its programs, which are part of its process
     compiled = _compile(largest, target, isinstance(place, Mesh), tell, kept)
-    residents = _residents(recipe, made)
+    residents = _residents(recipe, made).with_programs(_further_programs(made, compiled))
     process = resident() if target.platform == "cpu" else 0
     kept.clear()
     tell("counting")
@@ -164,6 +165,15 @@ def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Re
     return residents_of(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe))
 
 
+def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[CompiledProgram]) -> int:
+    """Return the bytes of this process that a run's other decode programs keep: each batch size has one, and so has an
+    evaluation, which draws otherwise.
+    """
+    if isinstance(made, SFTPrograms):
+        return 0
+    return num_batch_sizes(made.scheduler()) * sum(one.kept for one in compiled if one.name == "decode")
+
+
 def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> list[Program]:
     """Return the largest programs that a run calls: log-probs only where the algorithm needs them."""
     scores = isinstance(recipe, Recipe) and (recipe.grpo.num_iterations > 1 or bool(algorithm_of(recipe.grpo).beta))
@@ -184,12 +194,13 @@ def _compile(
 def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, place: Mesh | jax.Device, tell: Tell) -> list[Turn]:
     worst = max(plan.peaks, key=plan.peaks.__getitem__)
     above = {name for name, peak in plan.peaks.items() if peak > plan.machine.memory}
+    further = plan.residents.during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
 
     def peak_with(settings: Sequence[str]) -> int:
         changed = load(settings)
         made = programs_of(changed, place)
         largest = _programs_run(changed, made)
-        residents = _residents(changed, made)
+        residents = _residents(changed, made).with_programs(further)
         tell(f"trying {' '.join(settings)}")
         floor = plan.process + sum(residents.always.values())
         if floor > plan.machine.memory:  # no program can fit

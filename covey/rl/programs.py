@@ -172,16 +172,21 @@ class RLPrograms:
         config = self.config.rollout_config
         return self._sampler.decode_program(self._rollout, slots, cache_length, config, self.pause_id)
 
+    def scheduler(self) -> Scheduler:
+        """Return the scheduler of a rollout whose prompts are as long as they may be."""
+        config, samples = self.config, self.grpo.num_generations
+        prompts = stage_sizes(config.training_config, samples).rollout
+        divided = self._sampler.cache_layout(self._rollout).divided
+        lengths = [config.rollout_config.max_prompt_length] * prompts
+        return Scheduler(lengths, [samples] * prompts, config.rollout_config, resizes=divided)
+
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the configs provide for."""
-        training, rollout = self.config.training_config, self.config.rollout_config
+        training = self.config.training_config
         length = row_length_bucket(training.row_length)
         shards = num_row_shards(self.config.mesh(Role.ACTOR))
         rows = most_rows(length, training.max_tokens_per_micro_batch, shards), length
-        prompts, samples = stage_sizes(training, self.grpo.num_generations).rollout, self.grpo.num_generations
-        divided = self._sampler.cache_layout(self._rollout).divided
-        lengths = [rollout.max_prompt_length] * prompts
-        scheduler = Scheduler(lengths, [samples] * prompts, rollout, resizes=divided)
+        scheduler = self.scheduler()
         slots = len(scheduler.slots), scheduler.longest_cache
         return [
             self.score(*rows),
