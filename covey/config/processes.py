@@ -10,5 +10,7 @@ NUMBER = "JAX_PROCESS_ID"
 """Number of this process, from 0."""
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """host:port at which process 0 listens, when it differs from the address that the others use."""
+SILENT = "COVEY_SILENT_SECONDS"
+"""Seconds without a sign of a process after which the others give it up."""
 PEER_LOST = 69
 """Exit code of a process that has ended because another one is stopped, gone, or has failed."""

@@ -56,16 +56,18 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     Raises:
         CoveyError: the environment is contradictory, or the processes do not come together.
     """
+    environment = os.environ if environment is None else environment
+    silent = liveness.silent_seconds(environment)
     if not jax.distributed.is_initialized():
-        join(os.environ if environment is None else environment)
+        join(environment)
     if count() == 1:
         yield
         return
     try:
-        with liveness.watching():
+        with liveness.watching(silent):
             yield
             _meet("the end")
-    except PeerError:
+    except liveness.PeerLostError:
         raise
     except BaseException as error:
         with suppress(PeerError):

@@ -11,6 +11,7 @@ its watch ends it with the exit code `PEER_LOST`.
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -22,14 +23,15 @@ from dataclasses import dataclass
 
 import jax
 
-from covey.config.processes import PEER_LOST
+from covey.config.processes import PEER_LOST, SILENT
 from covey.display import printable
 from covey.errors import CoveyError
 from covey.parallel.store import CoordinationStore, Store
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 18.0
-"""Seconds without a beat after which a process is taken to be stopped or gone."""
+"""Seconds without a beat after which a process is taken to be stopped or gone; `COVEY_SILENT_SECONDS` sets others."""
+LEAST_SECONDS = 5.0
 BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits to see whose beats have stopped."""
 END_SECONDS = 8.0
@@ -191,6 +193,22 @@ class Watch:
     def _write_verdict(self, verdict: str) -> None:
         with suppress(jax.errors.JaxRuntimeError):
             self._store.set(VERDICT, verdict)
+
+
+def silent_seconds(environment: Mapping[str, str]) -> float:
+    """Return the seconds without a beat after which a process is given up, as `environment` sets them.
+
+    Raises:
+        CoveyError: the variable is no number from 5 up.
+    """
+    text = environment.get(SILENT) or str(SILENT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= LEAST_SECONDS:
+        raise CoveyError(f"{SILENT} is {text!r}", want=f"seconds, from {LEAST_SECONDS:.0f} up", where="environment")
+    return seconds
 
 
 _watch: Watch | None = None

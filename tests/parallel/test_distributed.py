@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, SILENT
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
@@ -294,6 +294,7 @@ def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
         ({ADDRESS: "here:1", COUNT: "two", NUMBER: "0"}, "a whole number"),
         ({ADDRESS: "here:1", COUNT: "2", NUMBER: "2"}, "from 0 to 1"),
         ({MODE: "automatic"}, "did you mean 'auto'?"),
+        ({SILENT: "1"}, "seconds, from 5 up"),
         ({MODE: "auto"}, "did not come together"),
         ({ADDRESS: "192.0.2.1:1234", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1234"),
         ({ADDRESS: "127.0.0.1:1234", BIND: "192.0.2.1:1", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1"),
