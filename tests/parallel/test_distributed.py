@@ -1,5 +1,6 @@
 """What processes tell each other, and what becomes of a step that they share; threads stand for processes here."""
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ from covey.parallel import distributed, make_mesh
 from covey.parallel.distributed import PeerError
 from covey.rl.experience import ExperienceBuilder, StepLog, gather_step_log
 from covey.rl.grpo import group_advantages
+from covey.rl.learner import Learner
 from covey.rl.ppo import gae_advantages
-from covey.rl.roles import ClusterConfig
+from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
@@ -265,6 +267,23 @@ def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -
     assert [item for _, share in shares for item in share] == list(range(size))
     assert all(not len(share) or share[0] == start for start, share in shares)
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
+
+
+def test_a_thread_that_samples_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs and those of the trainer would come in another order in each process."""
+    meshes = {Role.ACTOR: make_mesh((2, 2)), Role.ROLLOUT: make_mesh((1, 1), devices=jax.devices()[:1])}
+    found: dict[tuple[int, str], Any] = {}
+    for count, queueing in itertools.product((1, 2), ("auto", "async")):
+        monkeypatch.setattr(distributed, "count", lambda count=count: count)
+        config = ClusterConfig(meshes, RLTrainingConfig(queueing=queueing))  # type: ignore[arg-type]
+        learner: Any = SimpleNamespace(cluster=SimpleNamespace(config=config))
+        try:
+            Learner._refuse_threads(learner)
+            found[count, queueing] = Learner._asynchronous.fget(learner)  # type: ignore[attr-defined]
+        except RecipeError as error:
+            found[count, queueing] = error
+    assert [found[1, "auto"], found[1, "async"], found[2, "auto"]] == [True, True, False]
+    assert "training.queueing is async in 2 processes" in str(found[2, "async"])
 
 
 def test_one_process_is_given_back_what_it_gave() -> None:
