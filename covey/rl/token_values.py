@@ -8,6 +8,7 @@ training: tokens, losses and weights are those of a run without it.
 At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,10 +33,9 @@ TOKENS = 512
 """Maximum number of tokens of a completion that are scored, from its beginning."""
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""
-COST = 50
-"""Completions of training that a scored one must come with: 2 passes of it, half of them padding, cost less than 1 % of
-the 6 passes that each of the others takes at least (one to sample it, which is slower than a pass, and five for the
-gradient, in which the forward pass is computed twice).
+COST = 100
+"""Completions of training for each scored one. Two passes of it, a third of them padding, cost as much as three; a
+completion of training costs at least as much as three passes, and 3.4 where that was measured (quickstart, on a CPU).
 """
 SMALLEST_ROW = 128
 """Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
@@ -86,10 +86,15 @@ class TokenScorer:
         self._values: list[TokenValues] = []
 
     def watch(self, batches: Iterable[TrainBatch]) -> Iterable[TrainBatch]:
-        """Return `batches`; where the first that has groups passes, completions are scored with the weights before the
-        update.
+        """Return `batches`, after completions of the first that has groups are scored with the weights before the
+        update. Where batches are still being made, they are scored when that one passes.
         """
-        return self._watched(batches) if self._due else batches
+        if not self._due:
+            return batches
+        if not isinstance(batches, Sequence):
+            return self._watched(batches)
+        deque(self._watched(batches), maxlen=0)  # now, while there are no gradients, which take more memory than this
+        return batches
 
     def score_again(self) -> None:
         """Score the completions with the current weights, which are those after the updates."""
@@ -102,8 +107,8 @@ class TokenScorer:
         """Return the values with the number of their group in the log of the step."""
         if self._shown is None:
             return []
-        number = next(i for i, group in enumerate(log.groups) if group is self._shown.group)
-        return [replace(values, group=number) for values in self._values]
+        shown = [number for number, group in enumerate(log.groups) if group is self._shown.group]
+        return [replace(values, group=number) for number in shown for values in self._values]
 
     def _watched(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
         for batch in batches:

@@ -2,30 +2,82 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from covey.config.schema import RLTrainingConfig
-from covey.rl.token_values import COMPLETIONS, TOKENS, _choose, interval
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig, RLTrainingConfig
+from covey.packing.rows import Rows, broadcast_to_rows, pack
+from covey.rl.batch import TrainBatch
+from covey.rl.experience import StepLog
+from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, _choose, interval
 
 
 @pytest.mark.parametrize(
-    ("prompts", "samples", "total", "every"), [(8, 8, 16, 7), (8, 8, 2000, 40), (64, 8, 60, 2), (1, 4, 20, 50)]
+    ("prompts", "samples", "total", "every"), [(8, 8, 16, 13), (8, 8, 2000, 40), (64, 8, 60, 2), (1, 4, 20, 100)]
 )
 def test_the_interval_bounds_the_cost_and_the_number_of_steps(
     prompts: int, samples: int, total: int, every: int
 ) -> None:
-    """Two passes of the scored completions, as much padding again, are below 1 % of six passes of all others."""
+    """Two passes of the scored completions, with half as much padding, are below 1 % of three passes of all others."""
     config = RLTrainingConfig(prompts_per_step=prompts)
     assert interval(config, samples, total) == every
-    assert 2 * 1.5 * min(samples, COMPLETIONS) <= 0.01 * 6 * prompts * samples * every
+    assert 2 * 1.5 * min(samples, COMPLETIONS) <= 0.03 * prompts * samples * every
     assert total // every <= 50
 
 
 def test_the_setting_is_the_interval() -> None:
     assert [interval(RLTrainingConfig(token_values_every_n_steps=n), 8, 16) for n in (0, 3)] == [0, 3]
+
+
+class Cluster:
+    """Scores each token as −1, and one less at each further call; `calls` has the lengths of each call."""
+
+    config = SimpleNamespace(training_config=RLTrainingConfig())
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special: "x" * len(ids))
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def get_token_values(self, rows: Rows, lengths: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        self.calls.append(lengths)
+        logps = [np.full(n, -len(self.calls), np.float32) for n in lengths]
+        return logps, [np.ones(n, np.float32) for n in lengths]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_the_first_informative_group_is_scored_before_and_after(
+    made: bool, groups_of: Callable[..., Any], inputs_for: Callable[..., Any]
+) -> None:
+    """Also where its micro-batch is made while the trainer works; nothing is scored where it is not due."""
+    tied, told = (
+        replace(group, advantages=np.array(advantages, np.float32))
+        for group, advantages in zip(groups_of([(4, [3, 2]), (5, [1, 6])]), ([0, 0], [1, -1]), strict=True)
+    )
+    rows = pack([tied, told])
+    inputs = inputs_for(rows, [3, 2, 1, 6])._replace(advantage=broadcast_to_rows(rows, np.array([0, 0, 1, -1])))
+    batches = [TrainBatch([tied, told], rows, inputs, 4.0)]
+    algorithm, log = algorithm_of(GRPOConfig(beta=0.1)), StepLog([tied, told], [0, 1])
+    cluster: Any = Cluster()
+    scorer = TokenScorer(cluster, algorithm, True)
+    passed = iter(scorer.watch(batches if made else iter(batches)))
+    assert cluster.calls == ([[1, 6]] if made else [])
+    assert list(passed) == batches
+    scorer.score_again()
+    assert cluster.calls == [[1, 6]] * 2
+    first, second = scorer.values(log)
+    assert (first.group, first.sample, second.sample, second.texts) == (1, 0, 1, ("x",) * 6)
+    assert (first.advantage.tolist(), second.advantage.tolist()) == ([1.0], [-1.0] * 6)
+    assert (second.logps.tolist(), second.change.tolist()) == ([-1.0] * 6, [-1.0] * 6)
+    assert second.kl is not None
+    assert len(second.kl) == 6
+    idle = TokenScorer(cluster, algorithm, False)
+    assert idle.watch(batches) is batches
+    idle.score_again()
+    assert (idle.values(log), len(cluster.calls)) == ([], 2)
 
 
 def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of: Callable[..., Any]) -> None:
