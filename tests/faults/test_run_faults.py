@@ -154,20 +154,20 @@ def listeners() -> "Iterator[subprocess.Popen[str]]":
 
 
 @pytest.mark.parametrize(
-    ("where", "signals", "code", "says"),
+    ("how", "signals", "code", "says"),
     [
-        ("steps", ["TERM"], 0, ["saved", "left SIGTERM"]),
-        ("steps", ["TERM", "TERM"], 128 + signal.SIGTERM, []),
-        ("steps", ["INT", "INT"], 128 + signal.SIGINT, []),
-        ("elsewhere", ["TERM"], 0, ["left SIGTERM"]),
+        ("steps once", ["TERM"], 0, ["saved", "left SIGTERM"]),
+        ("steps never", ["TERM", "TERM"], 128 + signal.SIGTERM, []),
+        ("steps never", ["INT", "INT"], 128 + signal.SIGINT, []),
+        ("elsewhere never", ["TERM"], 0, ["left SIGTERM"]),
     ],
 )
 def test_the_first_signal_waits_for_the_step_and_the_second_for_nothing(
-    listeners: "subprocess.Popen[str]", where: str, signals: list[str], code: int, says: list[str]
+    listeners: "subprocess.Popen[str]", how: str, signals: list[str], code: int, says: list[str]
 ) -> None:
     assert listeners.stdin is not None
     assert listeners.stdout is not None
-    listeners.stdin.write(f"{where} {'once' if len(signals) == 1 else 'never'}\n")
+    listeners.stdin.write(f"{how}\n")
     listeners.stdin.flush()
     child = int(listeners.stdout.readline())
     for name in signals:
