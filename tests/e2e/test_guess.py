@@ -10,6 +10,8 @@ import pytest
 from covey import run
 from covey.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 MODEL = ["--model.source", "scratch:guess-tiny"]
 SMALL = [
     *MODEL, "--prompts-per-step", "4", "--num-generations", "4", "--slots", "8", "--max-tokens-per-micro-batch", "768",

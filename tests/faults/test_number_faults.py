@@ -34,6 +34,7 @@ SETTINGS = [
     "evaluation.accuracy=",
     "evaluation.format=",
 ]
+JSONL = ("data.task=jsonl", "data.path=data.jsonl")
 JUDGES = """
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def varied(completion_ids):
 """
 
 slow = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(autouse=True)
@@ -184,9 +186,8 @@ def test_completions_that_all_ran_out_of_tokens(place: Path, masked: str) -> Non
 def test_a_set_smaller_than_a_batch_is_repeated_in_it(place: Path) -> None:
     """Three rows, four a step: epochs end inside of each."""
     (place / "data.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(4)))
-    metrics = trained(
-        place / "run", "data.task=jsonl", "data.path=data.jsonl", "training.prompts_per_step=4", "training.max_steps=3"
-    )
+    more = ("training.prompts_per_step=4", "training.max_steps=3")
+    metrics = trained(place / "run", *JSONL, *more)
     asked = [row["prompt"] for row in rows(place / "run" / "samples.jsonl") if row["sample"] == 0]
     assert len(metrics) == 3
     assert len(asked) == 3 * 4
@@ -234,8 +235,8 @@ def test_a_run_counts_what_it_dropped_and_cut(place: Path, policy: str, counts: 
     prompts = [f"Say {n}." for n in range(30)]
     prompts[3] = prompts[29] = "very " * 100 + "last?"  # the second is held out
     (place / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    more = ("data.task=jsonl", "data.path=data.jsonl", "rollout.max_prompt_length=60", "training.max_steps=1")
-    trained(place / "run", *more, f"training.too_long={policy}")
+    more = ("rollout.max_prompt_length=60", "training.max_steps=1")
+    trained(place / "run", *JSONL, *more, f"training.too_long={policy}")
     data = json.loads((place / "run" / "summary.json").read_text())["data"]
     assert (data["dropped"], data["truncated"]) == counts
     assert data["prompts"] == 27 - (policy == "drop")

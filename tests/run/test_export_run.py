@@ -33,7 +33,7 @@ SETTINGS = [
 ]
 LORA = ("model.lora.rank=4", "model.lora.targets=[q_proj, '.*mlp.*']", "model.lora.dropout=0.1")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 def ready(source: str, *more: str) -> recipe.Recipe:

@@ -41,9 +41,10 @@ SETTINGS = [
     "training.max_to_keep=9",
     "grpo.num_generations=4",
     "evaluation.prompts=8",
+    "data.train_fraction=0.05",
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 def ready(*more: str) -> recipe.Recipe:
@@ -248,7 +249,7 @@ def test_other_data_are_refused_on_resume(tmp_path: Path, straight: Any) -> None
 def test_a_run_of_an_older_schema_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its version knew only the settings that its recipe sets; each of the others is newer than the run."""
     out = tmp_path / "run"
-    short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1")
+    short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1", "data.train_fraction=1")
     run.train(ready(*short), out)
     saved = json.loads((out / "checkpoints" / "00000001" / "meta.json").read_text())["extra"]["settings"]
     newer = {name for name, value in settings_of(recipe.Recipe()).items() if saved[name] == value} - {"method"}

@@ -46,7 +46,7 @@ SETTINGS = [
     "evaluation.answers=0",
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
 def logged(folder: Path) -> set[str]:
