@@ -39,6 +39,8 @@ from covey.train.history import History
 from covey.train.loop import StepRecord
 from covey.train.run_files import METRICS, REPORT, SAMPLES, TOKENS
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 4)]
 HELD_OUT = [{"prompt": "7+8="}]
 
@@ -55,8 +57,10 @@ def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
         actor_optimizer=OptimizerConfig(learning_rate=1e-3),
         show=("loss",),
         token_values_every_n_steps=tokens,
+        row_length=64,
+        max_tokens_per_micro_batch=64,
     )
-    rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, seed=seed)
+    rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, slots=4, seed=seed)
     config = ClusterConfig(training_config=training, rollout_config=rollout)
     return RLCluster.load(actor=actor, cluster_config=config)
 
@@ -243,7 +247,8 @@ def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
             if stop and record.step == 2:
                 signal.raise_signal(signal.SIGINT)
 
-        config = SFTConfig(max_steps=3, batch_size=4, optimizer=OptimizerConfig(learning_rate=1e-3))
+        optimizer = OptimizerConfig(learning_rate=1e-3)
+        config = SFTConfig(max_steps=3, batch_size=4, optimizer=optimizer, row_length=64, max_tokens_per_micro_batch=64)
         return SFTLearner(model="scratch:arithmetic-tiny@1", config=config, observers=[observer])
 
     straight, resumed = made(), made()
