@@ -34,7 +34,7 @@ LISTED_COMMANDS = {
     r"make tiny": "tests/e2e/test_tiny.py executes its two commands",
     r"make (bench|bench-peers)\b.*|(\w+=\d+ )?python -m benchmarks\b.*": BENCHMARK,
     r"\.venv/bin/python -m pip .*|\.venv/bin/pre-commit .*|source \.venv/bin/activate": INSTALLS,
-    r"COVEY_KILLS=\d+ python -m pytest .*": "tests/faults/test_kill_faults.py is executed with one kill",
+    r"COVEY_KILLS=\d+ python -m pytest .*": "tests/faults/test_soak.py kills a run once",
     r"python examples/grpo_in_one_file\.py\b.*": "tests/test_one_file.py executes it with fewer steps",
     r"(XLA_FLAGS=\S+ )?python examples/gsm8k_gemma2\.py\b.*": "tests/test_examples.py executes it on a tiny Gemma 2",
     r"docker (build|run) .*": "tests/test_release.py compares the Dockerfile with the package",
