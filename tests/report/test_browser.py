@@ -85,6 +85,9 @@ def test_real_runs_are_drawn_with_every_chart(
     page.get_by_label("Find").fill("grad_norm")
     assert page.locator("figure.chart:visible").count() == 1
     if name == "quickstart":
+        labels = "one => [one.chart.u.axes[1]._size, ...one.chart.u.axes[1]._values.map(text => text.length)]"
+        width, *lengths = chart(page, "Probability ratio").evaluate(labels)
+        assert width >= 6 * max(lengths) + 12
         page.locator("#completions").get_by_label("Step", exact=True).select_option("all")
         page.locator("#completions").get_by_label("Search").fill("lions")
         wait_for_count(page.locator("#completions .group"), 1)

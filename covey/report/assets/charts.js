@@ -142,7 +142,7 @@ class ChartView {
       axes: [
         { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
           values: (u, splits) => splits.map((value) => (view.axis === 'step' ? (Number.isInteger(value) ? whole(value) : '') : clockText(value, splits))) },
-        { stroke: () => colours.text, grid: { stroke: () => colours.line, width: 1 }, ticks: { show: false }, size: 54, font: '11px system-ui, sans-serif',
+        { stroke: () => colours.text, grid: { stroke: () => colours.line, width: 1 }, ticks: { show: false }, size: (u, labels) => axisWidth(labels), font: '11px system-ui, sans-serif',
           values: (u, splits) => splits.map((value) => axisValue(value, this.unit, splits)) },
       ],
       cursor: {
@@ -253,6 +253,9 @@ function dedupe(xs) {
   let last = -Infinity;
   return xs.map((x) => (last = x > last ? x : last + Math.max(1e-9, Math.abs(last) * 1e-12)));
 }
+
+// Room for the longest label of the vertical axis, in pixels: its letters are about 6.2 wide.
+const axisWidth = (labels) => Math.max(54, 14 + 6.2 * Math.max(0, ...(labels || []).map((label) => String(label ?? '').length)));
 
 function rangeY(low, high, unit) {
   if (low === null || high === null || low === undefined) return [0, 1];
