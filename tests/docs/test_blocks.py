@@ -77,7 +77,6 @@ LISTED_BLOCKS = {
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
-    ("docs/architecture.md", "flowchart TD"): "a picture, which tests/test_architecture.py compares with the imports",
     ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
     ("docs/first-run.md", "import AutoModelForCausalLM"): BY_HAND,
     ("docs/from-trl.md", "from trl import"): BY_HAND,

@@ -21,6 +21,14 @@ from covey.errors import EpisodeError, RecipeError
 websockets = pytest.importorskip("websockets")
 from websockets.asyncio.server import serve  # noqa: E402
 
+
+class NoTemplate:
+    """Tokenizer of episodes that end before anything is encoded."""
+
+    chat_template = None
+
+
+UNUSED: Any = NoTemplate()
 ROW = {"prompt": [{"role": "user", "content": "Guess."}], "seed": 7}
 GUESS = {"type": "observation", "data": {"observation": {"text": "1..16"}, "reward": None, "done": False}}
 
@@ -163,7 +171,7 @@ def test_a_hostile_server_fails_its_episode_in_time(handle: Callable[[Any], Any]
     with served(handle) as url, opened(url) as runner:
         began = time.perf_counter()
         with pytest.raises(EpisodeError, match=what):
-            Episodes(runner, [ROW], 1, None).begin()  # type: ignore[arg-type]
+            Episodes(runner, [ROW], 1, UNUSED).begin()
         assert time.perf_counter() - began < 5
     assert not SENT or SENT[-1] < 1 << 28
 
@@ -180,7 +188,7 @@ def test_a_redirect_is_not_followed() -> None:
         opened(url) as runner,
         pytest.raises(EpisodeError, match="HTTP 302"),
     ):
-        Episodes(runner, [ROW], 1, None).begin()  # type: ignore[arg-type]
+        Episodes(runner, [ROW], 1, UNUSED).begin()
     assert not reached
 
 
@@ -192,7 +200,7 @@ def test_a_private_address_must_be_asked_for(host: str) -> None:
         opened(f"http://{host}:9", private_addresses=False) as runner,
         pytest.raises(EpisodeError, match=r"has a private address(.|\n)*envs.private_addresses"),
     ):
-        Episodes(runner, [ROW], 1, None).begin()  # type: ignore[arg-type]
+        Episodes(runner, [ROW], 1, UNUSED).begin()
     assert not is_public("::ffff:10.0.0.1")
 
 
