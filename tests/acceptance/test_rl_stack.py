@@ -263,6 +263,7 @@ def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: Ro
 # The sampler
 
 
+@pytest.mark.slow
 def test_the_cache_has_the_size_layers_kv_heads_and_head_width_asked_for() -> None:
     config = ModelConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8

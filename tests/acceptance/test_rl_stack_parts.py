@@ -156,6 +156,7 @@ def test_supervised_training_evaluates_and_logs_and_shows_chosen_values_of_the_l
     assert "eval/loss" in second
 
 
+@pytest.mark.slow
 def test_actor_and_critic_are_trained_by_the_supervised_trainer(judged: Any) -> None:
     judged.prepare(GRPOConfig(algorithm="ppo", num_generations=1), 1)
     assert type(judged.trainer) is type(judged.critic_trainer) is Trainer

@@ -56,6 +56,7 @@ def test_the_run_does_what_was_shown(capsys: Any) -> None:
     assert weights < saved < 1.5 * (weights + found["memory"]["bytes"]["optimizer"])
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_shown_with_its_completion(capsys: Any) -> None:
     assert cli.main(["sft", "sft-arithmetic", *SETTINGS[:2], "--dry-run"]) == 0
     shown = capsys.readouterr().out

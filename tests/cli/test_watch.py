@@ -277,6 +277,7 @@ def test_the_command_starts_without_jax_and_numpy(folder: Path) -> None:
     assert "seems to be dead" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80])
 def test_on_a_real_terminal_it_draws_and_ends_with_the_run(folder: Path, columns: int) -> None:
     """A pseudo-terminal: the live lines are drawn, the steps stay, and nothing but the view moves the cursor."""

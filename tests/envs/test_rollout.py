@@ -120,6 +120,7 @@ def test_each_token_is_the_models_own_or_the_environments_by_the_template(episod
     assert changed > len(episodes) / 2  # a turn that is encoded anew has other tokens
 
 
+@pytest.mark.slow
 def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: list[Completion]) -> None:
     """The tokens of the environment are in the cache, at their own positions."""
     for number, c in enumerate(episodes):

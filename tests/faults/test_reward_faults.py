@@ -203,6 +203,7 @@ def test_the_one_that_hangs_is_found_and_the_others_keep_their_numbers(faulty: s
         assert failed == runner.failed == {"faulty": 1}
 
 
+@pytest.mark.slow
 def test_a_daemon_of_a_function_ends_with_its_worker(faulty: str) -> None:
     """It has left group and session, and its parent is gone; the keeper is its parent now."""
     with guarded(on_error="none", timeout=1.5) as runner:
@@ -251,6 +252,7 @@ def test_a_job_that_is_not_read_is_given_up_at_the_time_limit(faulty: str) -> No
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> None:
     """SIGKILL gives nobody time to tidy up, and a worker inside C code cannot notice."""
     code = f"""

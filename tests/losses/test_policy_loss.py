@@ -184,6 +184,7 @@ def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None
         assert all(np.isfinite(x) for x in finished(metric_sums).values())
 
 
+@pytest.mark.slow
 def test_metrics_have_no_gradient(groups_of: Callable) -> None:
     x = replace(BASE, correction="token_truncate", entropy_bonus=0.1)
     logps, entropy, segment_ids, inputs = laid(groups_of, [2, 3])

@@ -70,6 +70,7 @@ def test_values_are_those_of_a_plain_forward(packing: Any, critic: Callable, gro
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_value_at_padding_is_zero(critic: Callable, groups_of: Callable) -> None:
     graph, params = nnx.split(critic())
     rows = pack(groups_of([(2, [3])]), 64)
@@ -148,6 +149,7 @@ def test_the_loss_agrees_with_float64_by_value_and_gradient(drawn: list[tuple[fl
     check(*np.array(padded).T, clip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("v", "old", "r", "gradient"),
     [

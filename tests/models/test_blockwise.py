@@ -80,6 +80,7 @@ def test_rows_longer_than_all_runs_go_in_loops() -> None:
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_16_bits_give_values_and_gradients_near_those_of_32() -> None:
     got = values_and_gradients(blockwise_attention, 130, None, None, jnp.bfloat16)
     want = values_and_gradients(plain, 130, None, None)

@@ -187,6 +187,7 @@ def test_second_derivatives_go_through_a_loop() -> None:
     assert float(slope(True)) == pytest.approx(float(slope(False)), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "remat"), [(True, True), (True, False), (False, True)])
 def test_a_loop_copies_no_weights(lora: bool, remat: bool) -> None:
     """Trap: what a loop keeps for its backward holds copies of the kernels. Only their gradients are gathered."""

@@ -288,6 +288,7 @@ def test_adapters_of_projections_in_one_module_are_one_adapter(
     assert again.b.shape == (b.shape[1], 16)
 
 
+@pytest.mark.slow
 def test_adapters_of_the_text_part_have_the_names_of_the_whole(golden_folder: Folder, out: Path) -> None:
     base = weights.load(golden_folder("gemma3")).model
     model = adapted(base)
@@ -333,6 +334,7 @@ def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> Non
         assert again.tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist()
 
 
+@pytest.mark.slow
 def test_llama3_scaling_goes_through_gguf(tiny: weights.LoadedModel, out: Path) -> None:
     scaling = RopeScaling("llama3", 32.0)
     config = dataclasses.replace(tiny.config, rope_theta=500_000.0, rope_scaling=scaling)

@@ -77,6 +77,7 @@ def test_fresh_adapters_change_nothing() -> None:
     assert np.array_equal(hidden(with_lora(model, LoRAConfig(rank=4))), hidden(model))
 
 
+@pytest.mark.slow
 def test_whether_adapters_change_the_base_needs_no_program() -> None:
     events: list[str] = []
     heard = lambda event, *_, **__: events.append(event)  # noqa: E731

@@ -41,6 +41,7 @@ def kernel_types(state: Any) -> set[Any]:
     return {x.dtype for name, x in flatten(state).items() if name.endswith(".kernel")}
 
 
+@pytest.mark.slow
 def test_only_kernels_are_rounded_and_the_rest_is_shared(decoder: Callable[..., Decoder]) -> None:
     frozen = split_trainable(decoder(2, compute_dtype="bfloat16"))[2]
     before, after = flatten(frozen), flatten(round_kernels(frozen, BF16))

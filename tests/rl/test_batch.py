@@ -211,6 +211,7 @@ def test_grad_norm_is_before_the_clip(decoder: Callable) -> None:
     assert float(jax.tree.leaves(clipped.trainable)[0][0, 0]) == pytest.approx(before - 0.5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_state_goes_out_and_comes_back(decoder: Callable) -> None:
     make = partial(Trainer, optimizer=optax.sgd(0.1, momentum=0.9), loss_fn=toy_loss)
     straight, resumed, parts = make(decoder()), make(decoder()), toy_parts([2.0, 2.0])

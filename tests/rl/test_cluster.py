@@ -108,6 +108,7 @@ def test_with_new_adapters_all_roles_share_one_base(cluster: Callable, decoder: 
     assert not has_lora(made.inference.model("reference"))
 
 
+@pytest.mark.slow
 def test_a_reference_with_adapters_has_its_own_copy_of_them_alone(cluster: Callable) -> None:
     made = cluster(lora=4)
     actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])

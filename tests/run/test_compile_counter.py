@@ -104,6 +104,7 @@ def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]
     assert "training.max_tokens_per_micro_batch" in heard[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> None:
     with CompileCounter() as programs:
         for step in range(1, WARM_UP_STEPS + 3 * LOOK_BACK):

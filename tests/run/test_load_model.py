@@ -96,6 +96,7 @@ USES: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
 @pytest.mark.parametrize("name", USES)
 def test_what_uses_a_run_takes_its_mesh_or_says_that_it_cannot(

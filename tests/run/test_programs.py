@@ -36,6 +36,7 @@ def test_the_model_of_shapes_is_the_one_that_a_run_loads(settings: list[str]) ->
     assert flatten(found) == flatten(abstract(arrays))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_read_for_its_shapes(tmp_path: Path) -> None:
     ready = recipe.load("quickstart", [f"model.source={TINY}", "model.lora.rank=4"])
     adapted, _, _ = load_source(ready.model, TINY, 1)

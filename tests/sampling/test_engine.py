@@ -155,6 +155,7 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
     assert not texts & {tuple(c.tokens) for c in sample(twins, seed=1, **wild)[0]}
 
 
+@pytest.mark.slow
 def test_each_prompt_is_prefilled_once_for_all_its_samples() -> None:
     wanted = requests(7)
     sample(wanted, slots=4, decode_chunk=3, max_new_tokens=6)

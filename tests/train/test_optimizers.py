@@ -106,6 +106,7 @@ def test_under_jit() -> None:
         assert float(jax.jit(rate)(n)) == pytest.approx(float(rate(n)), rel=1e-6)
 
 
+@pytest.mark.slow
 @given(
     steps=st.integers(1, 4000),
     ratio=st.floats(0, 0.999),
