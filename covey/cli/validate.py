@@ -86,10 +86,12 @@ def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool) -
     else:
         data, trains, judged = sources.load_examples(checked.data), (), bool(checked.evaluation.answers)
     if with_rewards:
-        from covey.rewards import check_columns
+        from covey.rewards import check_columns, check_evaluation_columns
 
         check_columns(trains, data.train)
-        check_columns(reward_names(checked) if judged else (), data.test)
+        check_columns(trains, data.test)
+        if judged:
+            check_evaluation_columns(checked.evaluation, data.test)
     columns = dict.fromkeys(name for row in data.train for name in row)
     shown = f"{checked.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
     return f"{shown}; columns {', '.join(columns)}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from covey.rewards.call import RewardFn
     from covey.rewards.episode import environment_reward
-    from covey.rewards.functions import check_columns, function_names
+    from covey.rewards.functions import check_columns, check_evaluation_columns, function_names
     from covey.rewards.registry import REWARDS, resolve
     from covey.rewards.sandbox.runner import RewardRunner
     from covey.rewards.scoring import score
@@ -19,6 +19,7 @@ __all__ = [
     "RewardFn",
     "RewardRunner",
     "check_columns",
+    "check_evaluation_columns",
     "environment_reward",
     "function_names",
     "resolve",
@@ -37,6 +38,7 @@ _HOMES = {
     "RewardFn": "call",
     "RewardRunner": "sandbox.runner",
     "check_columns": "functions",
+    "check_evaluation_columns": "functions",
     "environment_reward": "episode",
     "function_names": "functions",
     "resolve": "registry",

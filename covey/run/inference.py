@@ -22,8 +22,8 @@ from covey.envs.registry import environment_name
 from covey.envs.runner import open_environments
 from covey.errors import DataError
 from covey.models.decoder import Decoder
-from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward
-from covey.rl.evaluate import Evaluation, Generates, evaluation_functions
+from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
+from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_mesh, open_model
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics."""
     held_out = data_source.load(recipe.data).test
-    check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), held_out)
+    check_columns(recipe.rewards, held_out)
+    check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
         model, tokenizer = open_model(source, recipe.model, mesh)

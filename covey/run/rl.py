@@ -22,9 +22,9 @@ from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.parallel import distributed
-from covey.rewards import RewardRunner, check_columns
+from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import Evaluation, during_training, evaluation_functions
+from covey.rl.evaluate import Evaluation, during_training
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
@@ -128,7 +128,8 @@ class RLRun(LearnerRun):
     def load_data(cls, recipe: Recipe) -> Dataset:
         data = data_source.load(recipe.data)
         check_columns(recipe.rewards, data.train)
-        check_columns((*recipe.rewards, *evaluation_functions(recipe.evaluation)), data.test)
+        check_columns(recipe.rewards, data.test)
+        check_evaluation_columns(recipe.evaluation, data.test)
         return data
 
     def initial_summary(self) -> dict[str, Any]:

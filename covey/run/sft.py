@@ -16,8 +16,7 @@ from covey.data.rows import Row
 from covey.display import show_log
 from covey.parallel import distributed
 from covey.parallel.placement import on_own_devices
-from covey.rewards import check_columns
-from covey.rl.evaluate import evaluation_functions
+from covey.rewards import check_evaluation_columns
 from covey.run.base import Run, RunResources
 from covey.run.inference import answer_examples, answering_worker, select_answerable
 from covey.run.load_model import available_mesh, load_source, open_model
@@ -124,7 +123,7 @@ class SFTRun(SFTLearnerRun):
     def load_data(cls, recipe: SFTRecipe) -> Dataset:
         data = data_source.load_examples(recipe.data)
         if recipe.evaluation.answers:
-            check_columns(evaluation_functions(recipe.evaluation), data.test)
+            check_evaluation_columns(recipe.evaluation, data.test)
         return data
 
     def initial_summary(self) -> dict[str, Any]:

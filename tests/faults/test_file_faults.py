@@ -281,6 +281,7 @@ def test_a_column_that_the_reward_asks_for_and_the_data_lack(
     assert "loading" not in out
     assert not Path("never").exists()
     asked = "answer" if function == "exact_answer" else "letter"
+    assert ("evaluation.partial: the" in said) == ("evaluation.partial=exact_answer" in words)
     assert f"the reward function '{function}' asks for '{asked}', which no data column gives" in said
     assert "columns of the data: anwser, " in said
     assert f"did you mean '{'anwser' if asked == 'answer' else 'letters'}'?" in said
