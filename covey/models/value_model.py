@@ -5,7 +5,7 @@ Only the trunk of a decoder is kept: an untied language head is dropped. The hea
 arithmetic, whatever the trunk's type.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -21,6 +21,7 @@ from covey.errors import WeightsError
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder, rngs_for_shapes
 from covey.models.loading import weights
+from covey.models.loading.stored_tensor import StoredTensor
 
 
 class HeadParam(nnx.Param[jax.Array]):
@@ -91,7 +92,8 @@ def load_value_model(
     _check_head(labels, new_head, str(found.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
-    tensors = _tensors(checkpoint, zero=config.hidden_size if labels is None else 0)
+    given = weights.tensors_for(checkpoint, None if put else mesh)
+    tensors = _tensors(given, zero=config.hidden_size if labels is None else 0)
     abstract = nnx.eval_shape(build)
     model = weights.fill_parameters(abstract, tensors, put or weights.make_put(abstract, mesh), where=str(found.path))
     return weights.LoadedModel(model, checkpoint.tokenizer, config, found.origin)
@@ -122,11 +124,13 @@ def _check_head(labels: int | None, new_head: bool, where: str) -> None:
         )
 
 
-def _tensors(checkpoint: weights.Checkpoint, zero: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
-    for path, tensor in checkpoint.tensors():
+def _tensors(
+    given: Iterable[tuple[str, np.ndarray | StoredTensor]], zero: int
+) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
+    """Yield a checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
+    for path, tensor in given:
         if path == "score":
-            yield path, tensor[0]
+            yield path, (tensor.whole() if isinstance(tensor, StoredTensor) else tensor)[0]
         elif path != "head.embedding":
             yield f"decoder.{path}", tensor
         del tensor  # free it before the next is read

@@ -172,7 +172,9 @@ class RLRun(LearnerRun):
         recipe, options = self.recipe, self.recipe.model
         if recipe.critic:
             how = decoder_options(options)
-            base = self._value_model("critic", recipe.critic, new_head=True, **how)
+            base = self._value_model("critic", recipe.critic, new_head=True, mesh=self.mesh, **how)
+            origin = self._other_models["critic"]
+            distributed.refuse_differences("critic", lambda: origin, "the same weights for all of them")
         else:
             base = make_value_model(without_lora(actor), share=bool(options.lora.rank))
         return with_lora(base, options.lora, seed=recipe.seed + 1) if options.lora.rank else base

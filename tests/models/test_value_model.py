@@ -19,6 +19,7 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
+from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.lora import has_lora, merge_lora, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.parallel import flatten, make_mesh
@@ -241,6 +242,19 @@ def test_options_and_places_reach_the_decoder(tmp_path: Path) -> None:
     assert all(x.devices() == {jax.devices()[1]} for x in arrays(model).values())
     assert {name for name, x in arrays(model).items() if x.dtype != jnp.bfloat16} == {"score"}
     assert not model.decoder.remat
+
+
+def test_for_a_mesh_over_processes_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the small head is read whole; the arrays are those of a model that was."""
+    source = spoiled(tmp_path / "m")
+    wanted, read, read_whole = arrays(load_value_model(source).model), [], StoredTensor.whole
+    monkeypatch.setattr(weights, "spans_processes", lambda mesh: mesh is not None)
+    monkeypatch.setattr(StoredTensor, "whole", lambda self: read.append(self.name) or read_whole(self))
+    found = arrays(load_value_model(source, mesh=make_mesh((2, 2))).model)
+    assert read == ["score.weight"]
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(x, found[name]) for name, x in wanted.items())
+    assert not all(x.is_fully_replicated for x in found.values())
 
 
 @pytest.mark.parametrize("labels", [0, 2, 5])

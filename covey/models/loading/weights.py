@@ -111,13 +111,21 @@ def load(
         remat=remat,
         remat_keeps=remat_keeps,
     )
-    tensors: Iterator[tuple[str, np.ndarray | StoredTensor]]
-    if isinstance(checkpoint, FolderCheckpoint) and fmt is None and put is None and spans_processes(mesh):
-        tensors = checkpoint.stored()
+    if fmt is None:
+        tensors = tensors_for(checkpoint, None if put else mesh)
     else:
-        tensors = checkpoint.tensors() if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
+        tensors = quantise_tensors(checkpoint.tensors(), fmt)
     model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, found.origin)
+
+
+def tensors_for(checkpoint: Checkpoint, mesh: Mesh | None) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
+    """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, those of a folder
+    are read slice by slice when they are put there.
+    """
+    if isinstance(checkpoint, FolderCheckpoint) and spans_processes(mesh):
+        return checkpoint.stored()
+    return checkpoint.tensors()
 
 
 def open_source(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
