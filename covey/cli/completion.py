@@ -280,8 +280,8 @@ RUN: tuple[Sequence[str], Flags] = ("--dry-run", "--json"), {"--resume": (FILES,
 MACHINES = ("cpu", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8")
 LAUNCH: Flags = {"--logs": (FILES,), "--file": (FILES,), "--workdir": (FILES,), "--out": (FILES,)} | dict.fromkeys(
     (
-        "--processes", "--max-restarts", "--gpus-per-process", "--name", "--nodes", "--gpus-per-node", "--setup",
-        "--time", "--partition", "--image", "--volume", "--zone", "--accelerator",
+        "--processes", "--max-restarts", "--min-processes", "--gpus-per-process", "--name", "--nodes",
+        "--gpus-per-node", "--setup", "--time", "--partition", "--image", "--volume", "--zone", "--accelerator",
     ),
     (),
 )  # fmt: skip

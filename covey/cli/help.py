@@ -234,6 +234,7 @@ In place of the recipe may be --resume RUN.
 local
   --processes N, -n N      number of processes (2)
   --max-restarts N         go on from the last checkpoint after a failure, so many times (0)
+  --min-processes N        a restart leaves out the process that failed, and its GPUs, down to N; all when not set
   --gpus-per-process N     give each process so many GPUs of its own; all see all GPUs when not set
   --logs FOLDER            for the output of processes 1 and up; FOLDER-logs beside the run folder when not set
 

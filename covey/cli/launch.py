@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ from covey.config.overrides import apply, split
 from covey.display import echo
 from covey.errors import CoveyError, nearest
 from covey.launch import JOBS, JobOptions, LocalOptions, launch
-from covey.launch.command import VERBS, TrainingCommand, training_command
+from covey.launch.command import VERBS, training_command
 
 OptionsT = TypeVar("OptionsT", LocalOptions, JobOptions)
 USAGE = "covey launch local|slurm|k8s|tpu-vm|skypilot [--option value ...] train NAME_OR_YAML [--setting value ...]"
@@ -54,7 +55,7 @@ def _local(options: LocalOptions, words: Sequence[str]) -> Callable[[], int]:
     command = training_command(words)
     if command.run is None:
         folder = str(new_run_folder(recipe.load_any(words[1])))
-        command = TrainingCommand((*command.words, "--out", folder), folder)
+        command = replace(command, words=(*command.words, "--out", folder), run=folder)
     return partial(launch, command, options)
 
 

@@ -14,10 +14,13 @@ VERBS = ("train",)
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Words behind `covey` of a training command, and its run folder when the words name one."""
+    """Words behind `covey` of a training command, its run folder when the words name one, and the number of devices of
+    the mesh that its recipe sets; 0 when it sets none.
+    """
 
     words: tuple[str, ...]
     run: str | None
+    devices: int = 0
 
     @property
     def resume_words(self) -> tuple[str, ...]:
@@ -52,4 +55,6 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
         raise CoveyError("no recipe is given to launch", want=f"covey launch … {words[0]} NAME_OR_YAML")
     source = flags.get("--resume") or names[0]
     settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--resume"])
-    return TrainingCommand(tuple(words), flags.get("--resume") or settings.out)
+    mesh = settings.model.mesh
+    devices = mesh.data * mesh.fsdp * mesh.tp
+    return TrainingCommand(tuple(words), flags.get("--resume") or settings.out, devices if devices > 1 else 0)

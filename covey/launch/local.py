@@ -45,10 +45,27 @@ class LocalOptions(Config):
     """Number of processes."""
     max_restarts: NonNegativeInt = 0
     """Number of times that the run is resumed from its last checkpoint after a failure."""
+    min_processes: PositiveInt | None = None
+    """Fewest processes that a restart may have: each leaves out the process that failed, with its GPUs. When not set, a
+    restart has as many as before.
+    """
     gpus_per_process: PositiveInt | None = None
     """Give each process so many GPUs of its own (CUDA_VISIBLE_DEVICES); all see all GPUs when not set."""
     logs: str | None = None
     """Folder for the output of processes 1 and up; the run folder's name with -logs behind it when not set."""
+
+    def fewer(self, count: int, devices: int) -> int | None:
+        """Return the largest number of processes below `count` that a restart may have; None if it may have none.
+
+        Args:
+            count: number of processes that there are.
+            devices: number of devices of the run's mesh, which all processes have equally many of; 0 if it sets none.
+        """
+        for fewer in range(count - 1, (self.min_processes or count) - 1, -1):
+            has_them = self.gpus_per_process is None or devices <= fewer * self.gpus_per_process
+            if devices % fewer == 0 and has_them:
+                return fewer
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,11 +94,16 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
         program: what runs the command's words.
 
     Returns its exit code; that of the first process that failed, or 128 and the signal that killed it.
+
+    Raises:
+        CoveyError: no restart could have fewer processes, and `options` ask for some.
     """
+    _refuse_useless_minimum(options, command.devices)
+    members: Sequence[int] = range(options.processes)
     logs = Path(options.logs or f"{command.run}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     for attempt in count():
-        with Attempt((*program, *command.next_words()), options, logs, attempt) as processes:
+        with Attempt((*program, *command.next_words()), options, logs, attempt, members) as processes:
             failure = processes.wait()
         if failure is None or failure.code in STOPPED_CODES:
             return 0 if failure is None else failure.code
@@ -89,8 +111,23 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
         _show_end(logs, failure.number, attempt)
         if attempt == options.max_restarts:
             return failure.code if failure.code > 0 else 128 - failure.code
-        _say(f"restart {attempt + 1} of {options.max_restarts}")
+        if (fewer := options.fewer(len(members), command.devices)) is not None:
+            members = [member for n, member in enumerate(members) if n != failure.number][:fewer]
+        _say(f"restart {attempt + 1} of {options.max_restarts}, {len(members)} processes")
     raise AssertionError("unreachable")
+
+
+def _refuse_useless_minimum(options: LocalOptions, devices: int) -> None:
+    if options.min_processes is None or options.fewer(options.processes, devices) is not None:
+        return
+    of_mesh = f", for a mesh of {devices} devices" if devices else ""
+    raise CoveyError(
+        f"no restart of {options.processes} processes can have fewer, and {options.min_processes} at least{of_mesh}",
+        want="a smaller --min-processes" + (", and a number that divides the mesh" if devices else ""),
+        fix="a recipe without model.mesh has a copy of the weights in each process, and goes on with any number"
+        if devices
+        else "",
+    )
 
 
 class Attempt:
@@ -101,10 +138,14 @@ class Attempt:
         options: number of processes and their GPUs.
         logs: folder for the output of processes 1 and up.
         number: number of this attempt, from 0.
+        members: the processes of the first attempt that are in this one.
     """
 
-    def __init__(self, words: Sequence[str], options: LocalOptions, logs: Path, number: int):
+    def __init__(
+        self, words: Sequence[str], options: LocalOptions, logs: Path, number: int, members: Sequence[int] | None = None
+    ):
         self._words, self._options, self._logs, self._number = words, options, logs, number
+        self._members = range(options.processes) if members is None else members
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
 
@@ -112,7 +153,7 @@ class Attempt:
         try:
             self._pass_signals_on()
             port = _free_port()
-            for number in range(self._options.processes):
+            for number in range(len(self._members)):
                 self._processes.append(self._start(number, port))
         except BaseException:
             self.__exit__()
@@ -144,7 +185,7 @@ class Attempt:
         return cause(failures) if failures else None
 
     def _start(self, number: int, port: int) -> "subprocess.Popen[bytes]":
-        environment = process_environment(os.environ, number, self._options, port)
+        environment = process_environment(os.environ, number, self._options, port, self._members)
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
         arguments: dict[str, Any] = {"env": environment, "start_new_session": True}
         if number:
@@ -189,20 +230,24 @@ def cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.code in STOPPED_CODES, f.code == PEER_LOST, f.code > 0))
 
 
-def process_environment(base: Mapping[str, str], number: int, options: LocalOptions, port: int) -> dict[str, str]:
-    """Return the environment of process `number`: `base`, the address of process 0, and its GPUs if it has its own.
+def process_environment(
+    base: Mapping[str, str], number: int, options: LocalOptions, port: int, members: Sequence[int] | None = None
+) -> dict[str, str]:
+    """Return the environment of process `number` of `members`, which are all processes if not set: `base`, the address
+    of process 0, and its GPUs if it has its own.
 
     Raises:
         CoveyError: there are fewer GPUs in CUDA_VISIBLE_DEVICES than the processes need.
     """
+    members = range(options.processes) if members is None else members
     environment = {name: value for name, value in base.items() if name not in (MODE, BIND)}
-    environment |= {ADDRESS: f"127.0.0.1:{port}", COUNT: str(options.processes), NUMBER: str(number)}
+    environment |= {ADDRESS: f"127.0.0.1:{port}", COUNT: str(len(members)), NUMBER: str(number)}
     if (gpus := options.gpus_per_process) is not None:
-        total = options.processes * gpus
+        total, first = options.processes * gpus, members[number] * gpus
         visible = base.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
         if len(visible) < total:
             raise CoveyError(f"{options.processes} processes of {gpus} GPUs each", want=f"{len(visible)} GPUs at most")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[number * gpus : (number + 1) * gpus])
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + gpus])
     return environment
 
 

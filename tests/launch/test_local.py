@@ -103,6 +103,36 @@ def test_a_restart_resumes_the_run_once_it_has_begun(tmp_path):
     assert sorted((tmp_path / "resumed").read_text()) == ["0", "1"]
 
 
+def test_a_restart_may_leave_out_the_process_that_failed_and_its_gpus(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    begins = f"os.makedirs('{tmp_path}/run', exist_ok=True); open('{tmp_path}/run/recipe.yaml', 'w'); sys.exit(1)"
+    resumes = f"open('{tmp_path}/resumed', 'a').write(os.environ['{COUNT}'] + os.environ['CUDA_VISIBLE_DEVICES'] + ' ')"
+    options = {"processes": 3, "min_processes": 1, "gpus_per_process": 1, "max_restarts": 1}
+    assert launched(tmp_path, f"if me == 1: {begins}\n{WAIT}", resumes, **options) == 0
+    assert sorted((tmp_path / "resumed").read_text().split()) == ["24", "26"]
+    assert "restart 1 of 1, 2 processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "fewer"),
+    [
+        ({}, 0, None),
+        ({"min_processes": 1}, 0, 3),
+        ({"min_processes": 4}, 0, None),
+        ({"min_processes": 1}, 4, 2),
+        ({"min_processes": 3}, 4, None),
+        ({"min_processes": 1, "gpus_per_process": 1}, 4, None),
+        ({"min_processes": 1, "gpus_per_process": 2}, 4, 2),
+    ],
+)
+def test_fewer_processes_divide_the_mesh_and_have_its_devices(tmp_path, options, devices, fewer):
+    options = LocalOptions(processes=4, logs=str(tmp_path), **options)
+    assert options.fewer(4, devices) == fewer
+    if options.min_processes and fewer is None:
+        with pytest.raises(CoveyError, match="no restart of 4 processes can have fewer"):
+            launch(TrainingCommand(("train", "recipe"), None, devices), options, ("no such program",))
+
+
 def test_restarts_end(tmp_path):
     code = f"open('{tmp_path}/tries', 'a').write('x')\nsys.exit(6)"
     assert launched(tmp_path, code, processes=1, max_restarts=2) == 6
@@ -144,6 +174,7 @@ def test_the_run_folder_of_a_command(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "recipe.yaml").write_text("")
     assert command.next_words() == ("train", "--resume", str(tmp_path / "a"))
+    assert (command.devices, training_command([*command.words, "--mesh.fsdp", "4"]).devices) == (0, 4)
     with pytest.raises(CoveyError, match="--out"):
         _ = TrainingCommand(("train", "quickstart"), None).resume_words
 
