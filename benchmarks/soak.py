@@ -88,7 +88,7 @@ def differences(one: Path, other: Path) -> list[str]:
     found = [
         name for name in ("metrics.jsonl", "samples.jsonl", "after.jsonl") if _rows(one / name) != _rows(other / name)
     ]
-    left, right = _last(one), _last(other)
+    left, right = last_arrays(one), last_arrays(other)
     if left.keys() != right.keys():
         return [*found, "the names of the arrays"]
     return found + [name for name in left if left[name].tobytes() != right[name].tobytes()]
@@ -183,7 +183,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def _last(folder: Path) -> dict[str, np.ndarray]:
+def last_arrays(folder: Path) -> dict[str, np.ndarray]:
     """Return the arrays of the last checkpoint, by name."""
     import jax
 
