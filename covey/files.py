@@ -14,6 +14,8 @@ from pathlib import Path
 from covey.errors import CoveyError, WeightsError
 
 LFS_POINTER = b"version https://git-lfs"
+IN_BUCKET = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/?#*\[\]]+)*/?")
+"""Pattern of the address of a folder in a Cloud Storage bucket."""
 
 
 def check_file(path: Path) -> None:
@@ -55,10 +57,11 @@ def refuse_url(folder: str | Path) -> None:
     if found is None:
         return
     tools = {"s3": "mount-s3 or s3fs", "gs": "gcsfuse"}.get(found[1], "its file system driver")
+    alone = "; --training.checkpoint-path puts the checkpoints alone there" if found[1] == "gs" else ""
     raise CoveyError(
-        f"runs and checkpoints are not written to {found[1]}:// addresses",
+        f"run folders are not written to {found[1]}:// addresses",
         want="a folder; for several machines one that all of them share",
-        fix=f"mount the bucket ({tools}) and name the mounted folder, or copy whole steps from a local folder",
+        fix=f"mount the bucket ({tools}) and name the mounted folder, or copy whole steps from a local folder{alone}",
         where=str(folder),
     )
 

@@ -7,9 +7,11 @@ import functools
 import gc
 import json
 import os
+import runpy
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import types
 import zlib
@@ -269,3 +271,20 @@ def inputs_for() -> Callable[..., Any]:
         )
 
     return make
+
+
+# --- a bucket
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Any]:
+    """A Cloud Storage server on this machine, and the variables by which it is found; `address` is that of a bucket."""
+    kind = runpy.run_path(str(Path(__file__).with_name("fake_gcs.py")))["FakeGcs"]
+    with kind() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

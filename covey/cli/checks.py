@@ -155,8 +155,9 @@ def _command_for(source: str) -> str:
 
 
 def has_checkpoint(run: str | Path) -> bool:
-    """Return whether a run folder has a checkpoint to resume from."""
-    return any((Path(run) / "checkpoints").glob("*[0-9]"))
+    """Return whether a run folder has a checkpoint to resume from; one in a bucket is not looked for."""
+    folder = Path(run) / "checkpoints"
+    return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
 
 
 def resume_command(run: str | Path) -> str:

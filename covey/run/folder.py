@@ -145,7 +145,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
     refuse_secrets(text)
     made = writes and claim(path, CHECKPOINTS)
-    with _checkpoints(path, recipe) as saves:
+    with Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, address=_address(path, recipe)) as saves:
         if writes:
             replace_file(path / RECIPE, text.encode())
         folder = None
@@ -155,6 +155,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
         except CoveyError:
             stepped = folder is not None and folder.metrics  # even if the files were lost since
             if saves.holds() and not (stepped or (path / BAD).exists()):
+                saves.release()
                 release(path, made)
             raise
 
@@ -162,13 +163,29 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 @contextmanager
 def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, rows: Sequence[str]) -> Iterator[RunFolder]:
     """Open the folder of a run to resume it; `rows` are as for `RunFolder`."""
-    with _checkpoints(out.absolute(), recipe) as saves, RunFolder(out, saves, resuming=True, rows=rows) as folder:
-        yield folder
+    with Checkpointer(out.absolute() / CHECKPOINTS, recipe.training.max_to_keep) as saves:
+        _refuse_moved_checkpoints(saves, recipe)
+        with RunFolder(out, saves, resuming=True, rows=rows) as folder:
+            yield folder
 
 
-def _checkpoints(path: Path, recipe: Recipe | SFTRecipe) -> Checkpointer:
-    """Open the checkpoints; the first process locks them."""
-    return Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep)
+def _address(path: Path, recipe: Recipe | SFTRecipe) -> str:
+    """Return the address of a new run's checkpoints in a bucket; empty when they are in the run folder."""
+    base = recipe.training.checkpoint_path.rstrip("/")
+    return base and f"{base}/{path.name}"
+
+
+def _refuse_moved_checkpoints(saves: Checkpointer, recipe: Recipe | SFTRecipe) -> None:
+    """Refuse another place of the checkpoints than the run began with."""
+    began, wanted = saves.address.rpartition("/")[0], recipe.training.checkpoint_path.rstrip("/")
+    if began != wanted:
+        place = saves.address or "in its folder"
+        raise ResumeError(
+            f"training.checkpoint_path is {wanted!r}, and the checkpoints of this run are {place}",
+            want="the path that the run began with",
+            fix=f"--training.checkpoint-path {began!r}; or begin a new run with its model: --model.source RUN",
+            where=str(saves.folder.parent),
+        )
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

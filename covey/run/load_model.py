@@ -1,6 +1,5 @@
 """Load the model of a run: from any model source, or from a run folder with its trained weights."""
 
-import hashlib
 import logging
 import os
 import re
@@ -26,7 +25,6 @@ from covey.parallel import mesh_from_config
 from covey.parallel.placement import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import SUMS
 from covey.train.run_files import CHECKPOINTS
 
 LOCAL_ORIGIN = re.compile(
@@ -176,8 +174,7 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
         graph, trained, rest = split_trainable(model)
         step = saves.latest()
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
-        sums = saves.folder / f"{step or 0:08d}" / SUMS
-        origin = f"checkpoint {step} of a run, sha256 {hashlib.sha256(sums.read_bytes()).hexdigest()[:16]}"
+        origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
     refuse_other_weights(extra["model"], base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin

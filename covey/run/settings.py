@@ -119,7 +119,7 @@ IGNORED_ON_RESUME = (
     "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "model.source", "model.adapter",
     "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
     "training.watchdog_seconds", "training.show", "training.max_to_keep",
-    "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
+    "training.checkpoint_path", "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
     "training.token_values_every_n_steps",
 )  # fmt: skip
 """Settings that may change without a report. Content at a path is compared by digest, whatever the path."""

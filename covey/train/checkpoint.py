@@ -5,21 +5,19 @@
                     SHA256SUMS    digest of every file; `sha256sum -c SHA256SUMS` checks them by hand
     folder/lock                   held by the one writer
 
-A step is written to `00000500.partial`. SHA256SUMS is written last and marks the step complete; a rename puts it in
-place. If the process is killed at any moment, the folder holds complete steps, and leftovers that the next writer
-finishes or removes. Orbax silently casts dtypes and reads corrupted bytes, so this module refuses files that do not
-match their digest and leaves that do not match the target.
+SHA256SUMS is written last and marks a step complete (`train.steps`). With a lock alone in the folder the steps may lie
+in a Cloud Storage bucket (`train.bucket_steps`). Orbax silently casts dtypes and reads corrupted bytes, so this module
+refuses files that do not match their digest and leaves that do not match the target.
 
 With several processes each writes the shards that it has, and the digests of its own files (`train.joint_save`);
 process 0 merges them and does the rest. All need the folder at the same path. A checkpoint may be restored on another
 number of processes and another mesh.
 """
 
+import hashlib
 import json
 import logging
 import math
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -38,20 +36,12 @@ from covey.errors import CoveyError, ResumeError
 from covey.files import refuse_url
 from covey.parallel.reshard import flatten
 from covey.parallel.store import together
-from covey.train.checksums import (
-    Digests,
-    describe_damage,
-    finish_interrupted,
-    holds_lock,
-    put_in_place,
-    refuse_file_at,
-    remove,
-    take_lock,
-    write_checksums,
-)
+from covey.train.bucket_steps import BucketSteps, open_bucket
+from covey.train.checksums import SUMS, Digests, holds_lock, take_lock
 from covey.train.joint_save import find_damage, gather_digests, is_joint
+from covey.train.steps import META, FolderSteps, Steps
 
-ARRAYS, META = "arrays", "meta.json"
+ARRAYS = "arrays"
 BYTES_IN_FLIGHT = 2**28
 """Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
 
@@ -65,13 +55,14 @@ class Checkpointer:
         folder: the folder of the checkpoints; created when missing.
         max_to_keep: how many of the latest steps are kept, besides the one with the best score.
         read_only: only restore: no lock is taken, nothing is removed, and a run may be writing at the same time.
+        address: gs://BUCKET/FOLDER, for the steps of a new run; `folder` then refers to it.
 
     Raises:
-        CoveyError: the folder is the address of an object store.
-        ResumeError: another writer holds the folder, or it is not writable.
+        CoveyError: the folder is the address of an object store, or `address` is none of a bucket.
+        ResumeError: another writer holds the folder, or it is not writable; or another run is at `address`.
     """
 
-    def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False):
+    def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False, address: str = ""):
         if max_to_keep < 1:
             raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
         refuse_url(folder)
@@ -82,10 +73,26 @@ class Checkpointer:
         self._abandoned: set[int] = set()
         self._reads_only, self._is_first = read_only, jax.process_index() == 0
         self._lock = take_lock(self.folder) if self._is_first and not read_only else None
+        self._bucket = self._open_bucket(address)
+        self._steps: Steps = self._bucket or FolderSteps(self.folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         logging.getLogger("absl").addFilter(_is_not_orbax_error)
         if self._lock is not None:
             self._finish_interrupted(self._lock)
+
+    @property
+    def address(self) -> str:
+        """Address of the steps in a bucket; empty when they are in the folder."""
+        return self._bucket.address if self._bucket else ""
+
+    def release(self) -> None:
+        """Leave the address in a bucket to others, if a new run has taken it and has written no step."""
+        if self._bucket and self._is_first and not self.steps():
+            self._bucket.release()
+
+    def digest(self, step: int) -> str:
+        """Return the SHA-256 of a step: of the digests of its files."""
+        return hashlib.sha256(self._steps.read(step, SUMS)).hexdigest()
 
     def holds(self) -> bool:
         """Return whether the folder is still the locked one; False when it was removed or replaced."""
@@ -93,8 +100,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps in the folder in ascending order, without a step that is still being written."""
-        found = (path.name for path in self.folder.glob("*") if path.is_dir())
-        return sorted(int(name) for name in found if re.fullmatch(r"\d{8,}", name))
+        return sorted(self._steps.whole())
 
     def latest(self) -> int | None:
         """Return the last step, or None when there is none."""
@@ -139,15 +145,14 @@ class Checkpointer:
             meta["score"] = score
         text = json.dumps(meta, indent=1)
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
-        partial = self._path(step).with_suffix(".partial")
         with together("checkpoint/prepare", joint):
             if self._is_first:
-                self._prepare(step, partial, needed)
+                self._prepare(step, needed)
         stored = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
-        writing = self._worker.submit(_write(partial / ARRAYS, stored, joint))
+        writing = self._worker.submit(_write(f"{self._steps.draft(step)}/{ARRAYS}", stored, joint))
         self._reading = writing if any(map(_is_in_host_memory, stored.values())) else None
         complete = self._complete_jointly if joint else self._complete
-        self._pending = self._worker.submit(complete, partial, text, writing, needed)
+        self._pending = self._worker.submit(complete, step, text, writing, needed)
 
     def restore(
         self,
@@ -172,14 +177,14 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing(step)
-        path = self._path(step)
-        if damage := find_damage(path):
+        place = self._steps.place(step)
+        if damage := find_damage(self._steps, step):
             raise self._damaged(step, damage)
         meta = self._meta(step)
         check(meta["extra"])
         flat = _abstract(meta["leaves"]) if target is None else flatten(target)
-        _refuse_misfit(flat, meta["leaves"], subset, path)
-        loaded = _load(path, flat, meta["leaves"])
+        _refuse_misfit(flat, meta["leaves"], subset, place)
+        loaded = _load(f"{place}/{ARRAYS}", flat, meta["leaves"])
         self._abandoned = {later for later in self.steps() if later > step}
         if target is None:
             return _nested(loaded), meta["extra"]
@@ -216,38 +221,41 @@ class Checkpointer:
 
     def _finish_interrupted(self, lock: TextIO) -> None:
         try:
-            finish_interrupted(self.folder)
+            self._steps.finish_interrupted()
         except Exception:
             lock.close()
             raise
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"{step:08d}"
+    def _open_bucket(self, address: str) -> BucketSteps | None:
+        try:
+            return open_bucket(self.folder, address, writes=self._lock is not None)
+        except Exception:
+            if self._lock is not None:
+                self._lock.close()
+            raise
 
-    def _prepare(self, step: int, partial: Path, needed: int) -> None:
+    def _prepare(self, step: int, needed: int) -> None:
         """Refuse a step that cannot be written; remove what an earlier attempt has left."""
         self._refuse_going_back(step)
-        if needed > shutil.disk_usage(self.folder).free:
-            raise self._not_written(step, needed, "the disk is full")
-        refuse_file_at(self._path(step))
-        shutil.rmtree(refuse_file_at(partial), ignore_errors=True)
+        try:
+            self._steps.prepare(step, needed)
+        except OSError as error:
+            raise self._not_written(step, needed, str(error)) from error
 
-    def _complete_jointly(self, partial: Path, meta: str, writing: Future[None], needed: int) -> None:
+    def _complete_jointly(self, step: int, meta: str, writing: Future[None], needed: int) -> None:
         """Run in the worker thread of each process, after Orbax: digest its own files; process 0 completes the step."""
         with together("checkpoint/written"):
             writing.result()
-        digests = gather_digests(partial)
+        digests = gather_digests(self._steps, step)
         with together("checkpoint/complete"):
             if self._is_first:
-                self._complete(partial, meta, writing, needed, digests)
+                self._complete(step, meta, writing, needed, digests)
 
-    def _complete(
-        self, partial: Path, meta: str, writing: Future[None], needed: int, known: Digests | None = None
-    ) -> None:
+    def _complete(self, step: int, meta: str, writing: Future[None], needed: int, known: Digests | None = None) -> None:
         """Run in the worker thread, after Orbax: seal, rename into place, and remove steps no longer kept.
 
         Args:
-            partial: folder of the step while it is written.
+            step: the step.
             meta: text of meta.json.
             writing: what Orbax does.
             needed: bytes of the step.
@@ -256,46 +264,44 @@ class Checkpointer:
         release_free_memory()  # of what Orbax encoded
         try:
             writing.result()
-            partial.mkdir(exist_ok=True)
-            (partial / META).write_text(meta)
-            write_checksums(partial, known)
-            put_in_place(partial)
+            self._steps.complete(step, {META: meta.encode()}, known)
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
-            shutil.rmtree(partial, ignore_errors=True)
-            raise self._not_written(int(partial.stem), needed, str(error)) from error
-        self._drop_old(int(partial.stem))
+            self._steps.discard(step)
+            raise self._not_written(step, needed, str(error)) from error
+        self._drop_old(step)
 
     def _drop_old(self, step: int) -> None:
         """Remove the steps made obsolete by `step`: those this run rolled back, and those beyond `max_to_keep`."""
         for abandoned in self._abandoned - {step}:
-            remove(self._path(abandoned))
+            self._steps.remove(abandoned)
         self._abandoned = set()
         best = self.best()
         for old in self.steps()[: -self._max_to_keep]:
             if old != best:
-                remove(self._path(old))
+                self._steps.remove(old)
 
     def _meta(self, step: int) -> dict[str, Any]:
         try:
-            meta: dict[str, Any] = json.loads((self._path(step) / META).read_text())
+            meta: dict[str, Any] = json.loads(self._steps.read(step, META))
         except (OSError, ValueError) as error:  # the digests agree, so it was sealed like that
             raise self._damaged(step, f"{META} cannot be read ({error})") from None
         return meta
 
     def _score(self, step: int) -> float | None:
         try:
-            score: float | None = json.loads((self._path(step) / META).read_text()).get("score")
+            score: float | None = json.loads(self._steps.read(step, META)).get("score")
         except (OSError, ValueError):  # damaged: `restore` raises the error
             return None
         return score
 
     def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
-        free = shutil.disk_usage(self.folder).free
+        free = self._steps.free()
+        room = "" if free is None else f" ({free:,} are free)"
         return ResumeError(
             f"checkpoint {step} could not be written: {why}",
-            want=f"{needed:,} bytes of room ({free:,} are free), and the right to write",
+            want=f"{needed:,} bytes of room{room}, and the right to write",
             fix="make room and resume; the checkpoints before it are whole",
-            where=str(self.folder),
+            where=self.address or str(self.folder),
         )
 
     def _refuse_going_back(self, step: int) -> None:
@@ -318,17 +324,17 @@ class Checkpointer:
 
     def _damaged(self, step: int, damage: str) -> ResumeError:
         earlier = [before for before in reversed(self.steps()) if before < step]
-        good = next((before for before in earlier if not describe_damage(self._path(before))), None)
+        good = next((before for before in earlier if not self._steps.damage(before)), None)
         fix = f"remove this folder to go on from {good}, the last step that is whole" if good is not None else ""
         return ResumeError(
             f"checkpoint {step} is damaged: {damage}",
             want="files as they were written",
             fix=fix or "start again: no earlier checkpoint is whole",
-            where=str(self._path(step)),
+            where=self._steps.place(step),
         )
 
 
-def _write(path: Path, arrays: Mapping[str, jax.Array], joint: bool) -> Callable[[], Any]:
+def _write(path: str, arrays: Mapping[str, jax.Array], joint: bool) -> Callable[[], Any]:
     """Let Orbax begin to write the arrays; return a function that waits until they are written.
 
     With several processes, `v1` waits for the others to save too and refuses arrays of one process alone. So one that
@@ -351,7 +357,7 @@ def _of_all(leaf: jax.Array, joint: bool) -> Any:
     return np.asarray(leaf) if joint and leaf.is_fully_addressable else leaf
 
 
-def _write_alone(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _write_alone(path: str, arrays: Mapping[str, np.ndarray]) -> None:
     me = jax.process_index()
     alone = legacy.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     tree = legacy.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -400,7 +406,7 @@ def _abstract(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one(entry) for name, entry in leaves.items()}
 
 
-def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _load(path: str, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Load the leaves of `target` from Orbax, in the order and with the shardings of `target`."""
 
     def stored(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -411,7 +417,7 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
     wanted = {name: stored(leaf) for name, leaf in target.items() if 0 not in leaf.shape}
     shared = {name: leaf for name, leaf in wanted.items() if not leaf.sharding.is_fully_addressable}
     own = {name: leaf for name, leaf in wanted.items() if name not in shared}
-    found = _load_arrays(path / ARRAYS, shared, joint=True) | _load_arrays(path / ARRAYS, own, joint=False)
+    found = _load_arrays(path, shared, joint=True) | _load_arrays(path, own, joint=False)
 
     def as_saved(name: str, leaf: Any) -> jax.Array:
         if name not in found:
@@ -423,7 +429,7 @@ def _load(path: Path, target: Mapping[str, Any], leaves: Mapping[str, Any]) -> d
     return {name: as_saved(name, leaf) for name, leaf in target.items()}
 
 
-def _load_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], joint: bool) -> dict[str, jax.Array]:
+def _load_arrays(path: str, wanted: Mapping[str, jax.ShapeDtypeStruct], joint: bool) -> dict[str, jax.Array]:
     """Load arrays from Orbax: those over several processes together, those of this process alone without the others."""
     if not wanted:
         return {}
@@ -441,7 +447,7 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
     return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _refuse_misfit(target: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool, path: Path) -> None:
+def _refuse_misfit(target: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool, place: str) -> None:
     """Refuse a target with leaves that are missing, superfluous, or of another dtype or shape; name each of them."""
     wrong = [f"{name} is not in the checkpoint" for name in target if name not in leaves]
     wrong += [f"{name} is not in the target" for name in leaves if name not in target and not subset]
@@ -457,7 +463,7 @@ def _refuse_misfit(target: Mapping[str, Any], leaves: Mapping[str, Any], subset:
             "the checkpoint does not fit: " + "; ".join(wrong[:5]) + more,
             want="the model, adapters and optimizer it was saved with",
             fix="resume with the recipe in the run folder",
-            where=str(path),
+            where=place,
         )
 
 

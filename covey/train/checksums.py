@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +55,7 @@ def write_checksums(folder: Path, known: Digests | None = None) -> None:
         raise OSError(f"{missing[0]}, which another process has written, is not here: do all share this folder?")
     digests = known | _digests({name: path for name, path in files.items() if name not in known})
     draft = folder / f".{SUMS}"
-    draft.write_text("".join(f"{digests[name]}  {name}\n" for name in files))
+    draft.write_text(format_sums({name: digests[name] for name in files}))
     for path in [*(path for path in folder.rglob("*") if str(path.relative_to(folder)) not in known), folder]:
         sync(path)
     draft.rename(folder / SUMS)
@@ -79,16 +79,40 @@ def describe_damage(folder: Path, part: tuple[int, int] = (0, 1)) -> str:
         part: (number, count): only the digests of this part of the files are compared, out of `count` parts.
     """
     try:
-        lines = (folder / SUMS).read_text().splitlines()
-        listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        listed = parse_sums((folder / SUMS).read_text())
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read ({error})"
     files = files_in(folder)
-    if odd := sorted(listed.keys() ^ files.keys()):
-        return f"{odd[0]} is missing" if odd[0] in listed else f"{odd[0]} is not listed in {SUMS}"
     by_size = sorted(files, key=lambda name: -files[name].stat().st_size)
-    digests = _digests({name: files[name] for name in by_size[part[0] :: part[1]]})
-    changed = [name for name in files if digests.get(name, listed[name]) != listed[name]]
+    return compare_digests(listed, files, lambda: _digests({name: files[name] for name in by_size[part[0] :: part[1]]}))
+
+
+def format_sums(digests: Digests) -> str:
+    """Format digests as `sha256sum` does."""
+    return "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+
+
+def parse_sums(text: str) -> Digests:
+    """Parse what `format_sums` has formatted.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return {name: digest for digest, name in (line.split("  ", 1) for line in text.splitlines())}
+
+
+def compare_digests(listed: Digests, names: Collection[str], digests: Callable[[], Digests]) -> str:
+    """Describe the differences between the `listed` files and those that are there; empty when there are none.
+
+    Args:
+        listed: digests of all files when they were written.
+        names: names of the files that are there.
+        digests: returns the digests of those that are to be compared.
+    """
+    if odd := sorted(listed.keys() ^ set(names)):
+        return f"{odd[0]} is missing" if odd[0] in listed else f"{odd[0]} is not listed in {SUMS}"
+    found = digests()
+    changed = [name for name in names if found.get(name, listed[name]) != listed[name]]
     return f"{', '.join(changed)} changed since it was written" if changed else ""
 
 

@@ -7,13 +7,13 @@ verifies a part of the files. No step here launches a device program: a save goe
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from covey.parallel.store import exchange
-from covey.train.checksums import Digests, describe_damage, digest_synced, files_in
+from covey.train.checksums import Digests
+from covey.train.steps import Steps
 
 
 def is_joint(leaves: Iterable[Any]) -> bool:
@@ -21,15 +21,13 @@ def is_joint(leaves: Iterable[Any]) -> bool:
     return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
 
 
-def gather_digests(folder: Path) -> Digests:
+def gather_digests(steps: Steps, step: int) -> Digests:
     """Return the digests of the files that the processes have written, on every process; each digests its own."""
-    name = f"ocdbt.process_{jax.process_index()}"
-    mine = {file: path for file, path in files_in(folder).items() if name in path.relative_to(folder).parts}
-    found = exchange(json.dumps(digest_synced(mine)), "checkpoint/digests")
+    found = exchange(json.dumps(steps.digest_own(step)), "checkpoint/digests")
     return {file: digest for text in found for file, digest in json.loads(text).items()}
 
 
-def find_damage(folder: Path) -> str:
+def find_damage(steps: Steps, step: int) -> str:
     """Describe the damage to the files of a checkpoint; empty when they are intact. Each process verifies a part."""
-    damage = describe_damage(folder, (jax.process_index(), jax.process_count()))
+    damage = steps.damage(step, (jax.process_index(), jax.process_count()))
     return next(filter(None, exchange(damage, "checkpoint/damage")), "")

@@ -24,6 +24,7 @@ from covey import run
 from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import ResumeError
+from covey.train.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
@@ -78,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def environment(place: Path) -> Iterator[dict[str, str]]:
+def environment(place: Path, bucket: Any) -> Iterator[dict[str, str]]:
     """Of the processes: the same devices, and the programs that the tests have compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(REPOSITORY))
@@ -127,10 +128,12 @@ CHILDREN = """
     import json, os, signal, sys
     import covey.run
     from covey.cli.main import main
+    from covey.train.bucket_steps import BucketSteps
     from covey.train.checkpoint import Checkpointer
     from covey.train.metrics import MetricsWriter
 
     MOMENTS = {
+        "complete": (BucketSteps, "complete", int),
         "save": (Checkpointer, "save", int),
         "metrics": (MetricsWriter, "step", lambda row: row["step"]),
         "samples": (MetricsWriter, "samples", int),
@@ -175,14 +178,23 @@ def dying(place: Path, environment: dict[str, str]) -> Iterator[Callable[..., in
         process.stdin.close()
 
 
-@pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3)])
-def test_killed_between_metrics_and_save(before: str, step: int, tmp_path: Path, dying: Any, straight: Any) -> None:
-    """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step."""
+@pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3), ("complete", 4)])
+def test_killed_between_metrics_and_save(
+    before: str, step: int, tmp_path: Path, bucket: Any, dying: Any, straight: Any
+) -> None:
+    """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step; the
+    arrays of step 4 in a bucket, without its digests.
+    """
     from benchmarks.soak import differences, steps_of
 
     out, whole = tmp_path / "killed", straight("full, sync")  # compiles what the child finds
-    assert dying(before, step, *command(out, *WAYS["full, sync"])) == -signal.SIGKILL
-    assert steps_of(out) == (4 if before != "samples" else 3)
+    place = (f"training.checkpoint_path={bucket.address}/runs",) if before == "complete" else ()
+    assert dying(before, step, *command(out, *WAYS["full, sync"], *place)) == -signal.SIGKILL
+    assert steps_of(out) >= (4 if before != "samples" else 3)
+    if place:
+        assert f"{bucket.address[5:]}/runs/killed/00000004/arrays/commit_success.txt" in bucket.objects
+        with Checkpointer(out / "checkpoints", read_only=True) as saves:
+            assert saves.steps() == [2]
     run.resume(out)
     assert differences(whole, out) == []
 

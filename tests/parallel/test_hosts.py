@@ -1,5 +1,5 @@
 """Processes share one order of programs, one checkpoint and one export; one that is stopped or killed is named. This
-file is also what the processes run: `test_hosts.py work SILENT`, `test_hosts.py save FOLDER`.
+file is also what the processes run: `test_hosts.py work SILENT`, `test_hosts.py save FOLDER ADDRESS`.
 """
 
 import filecmp
@@ -137,11 +137,17 @@ def loaded_on(mesh: Mesh) -> weights.LoadedModel[Any]:
     return weights.load(MODEL, param_dtype="bfloat16", put=put_shards)
 
 
-def save(folder: Path) -> None:
-    """Resume what another number of processes saved; save, export, and be killed in the middle of a save."""
+def save(folder: Path, address: str) -> None:
+    """Resume what another number of processes saved; save, export, and be killed in the middle of two saves, one of
+    them in a bucket.
+    """
     joining.join(os.environ)
     mesh, me = grid(4, 1), jax.process_index()
-    with liveness.watching(6.0), Checkpointer(folder / "saves") as saves:
+    with (
+        liveness.watching(6.0),
+        Checkpointer(folder / "saves") as saves,
+        Checkpointer(folder / "far", address=address) as far,
+    ):
         found, extra = saves.restore(1, state(0, mesh))
         say("restored", is_right(found, 1, mesh), extra)
         saves.save(2, state(2, mesh), {"from": me})
@@ -150,8 +156,13 @@ def save(folder: Path) -> None:
         loaded = loaded_on(grid(2, 2))
         write_hf(loaded.model, loaded.tokenizer, folder / "two", source=MODEL, shard_size=20_000)
         say("refused", refused(lambda: saves.save(1, state(1, mesh))))
+        far.save(2, state(2, mesh), {"from": me})
+        far.wait()
+        say("far", is_right(far.restore(2, state(0, mesh))[0], 2, mesh))
         if me == 1:
-            checkpoint.gather_digests = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+            both = threading.Barrier(2)
+            checkpoint.gather_digests = lambda *_: both.wait() + 1 and os.kill(os.getpid(), signal.SIGKILL)
+        far.save(3, state(3, mesh))
         saves.save(3, state(3, mesh))
         saves.wait()
 
@@ -201,15 +212,17 @@ def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped() -> No
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(tmp_path: Path) -> None:
-    """Process 1 is killed in the middle of the third save."""
+def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(
+    tmp_path: Path, bucket: Any
+) -> None:
+    """Process 1 is killed in the middle of the third save, on the disk and in a bucket."""
     folder, mesh = tmp_path / "saves", grid(2, 2)
     with Checkpointer(folder) as saves:
         saves.save(1, state(1, mesh), {"from": "one"})
     (tmp_path / "one").mkdir()
     loaded = loaded_on(mesh)
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "one", source=MODEL, shard_size=20_000)
-    started = processes(2, 2, [__file__, "save", str(tmp_path)])
+    started = processes(2, 2, [__file__, "save", str(tmp_path), f"{bucket.address}/runs/two"])
     try:
         texts = [process.communicate(timeout=120)[0] for process in started]
     finally:
@@ -221,6 +234,7 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
     for text in texts:
         assert "restored True {'from': 'one'}" in text, shown
         assert "own files 1" in text
+        assert "far True" in text
         assert "checkpoint 1 would come before 2" in text
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -237,6 +251,12 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         with pytest.raises(ResumeError, match=r"ocdbt\.process_1"):
             saves.restore(2)
+    left = [name for name in bucket.names() if "/00000003/" in name]
+    assert any("ocdbt.process_1" in name for name in left)
+    with Checkpointer(tmp_path / "far") as saves:
+        assert saves.steps() == [2]
+        assert not [name for name in bucket.names() if "/00000003/" in name]
+        assert is_right(saves.restore(target=state(0, grid(1, 4)))[0], 2, grid(1, 4))
     assert describe_damage(folder / "00000002", (0, 9)) or describe_damage(folder / "00000002", (1, 9))
 
 
@@ -247,4 +267,4 @@ def test_one_process_needs_no_order() -> None:
 
 
 if __name__ == "__main__":
-    work(float(sys.argv[2])) if sys.argv[1] == "work" else save(Path(sys.argv[2]))
+    work(float(sys.argv[2])) if sys.argv[1] == "work" else save(Path(sys.argv[2]), sys.argv[3])

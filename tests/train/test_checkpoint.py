@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.mesh import make_mesh
 from covey.parallel.reshard import flatten
-from covey.train import checkpoint
+from covey.train import checkpoint, steps
 from covey.train.checkpoint import Checkpointer
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
@@ -509,7 +509,7 @@ def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: 
     def full(folder: Path, known: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_checksums", full)
+    monkeypatch.setattr(steps, "write_checksums", full)
     saved.save(3, params(3))
     with pytest.raises(ResumeError, match="No space left"):
         saved.save(4, params(4))

@@ -9,6 +9,7 @@ from annotated_types import Ge
 from covey.config import metrics
 from covey.config.base import Config, Int, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
 from covey.config.schema.optimizer import Optimizer, OptimizerConfig
+from covey.files import IN_BUCKET
 
 
 class RLTrainingConfig(Config, section="training"):
@@ -49,6 +50,10 @@ class RLTrainingConfig(Config, section="training"):
     """Checkpoints during training; one is always written at the end."""
     max_to_keep: PositiveInt = 4
     """Number of checkpoints kept."""
+    checkpoint_path: str = ""
+    """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
+    in the run folder. When not set, the checkpoints are in the run folder.
+    """
     keep_best: str = ""
     """A metric, such as eval/accuracy: the checkpoint with its best value is kept beside the latest."""
     skip_nonfinite: NonNegativeInt = 0
@@ -76,8 +81,11 @@ class RLTrainingConfig(Config, section="training"):
     """
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for each named metric that no run logs, whatever its reward functions are called."""
-        return metrics.unlogged(self.show, self.keep_best, metrics.RL)
+        """Yield a problem for each named metric that no run logs, whatever its reward functions are called, and for a
+        place of checkpoints that is none.
+        """
+        yield from metrics.unlogged(self.show, self.keep_best, metrics.RL)
+        yield from _unusable(self.checkpoint_path)
 
 
 class SFTConfig(Config, section="training"):
@@ -116,6 +124,10 @@ class SFTConfig(Config, section="training"):
     """Checkpoints during training; one is always written at the end."""
     max_to_keep: PositiveInt = 4
     """Number of checkpoints kept."""
+    checkpoint_path: str = ""
+    """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
+    in the run folder. When not set, the checkpoints are in the run folder.
+    """
     keep_best: str = ""
     """A metric, such as eval/loss: the checkpoint with its best value is kept beside the latest."""
     skip_nonfinite: NonNegativeInt = 0
@@ -126,3 +138,15 @@ class SFTConfig(Config, section="training"):
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
     show: tuple[str, ...] = ("perplexity",)
     """Metrics on the progress line, besides the loss; docs/metrics.md lists them all."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for a place of checkpoints that is none."""
+        yield from _unusable(self.checkpoint_path)
+
+
+def _unusable(checkpoint_path: str) -> Iterator[Problem]:
+    """Yield a problem for a place where no checkpoints can be written."""
+    if checkpoint_path and not IN_BUCKET.fullmatch(checkpoint_path):
+        fix = "leave it out: checkpoints then lie in the run folder, which may be on a mounted bucket (mount-s3, s3fs)"
+        what = f"training.checkpoint_path is {checkpoint_path!r}"
+        yield Problem("checkpoint_path", what, "gs://BUCKET/FOLDER; s3:// is not supported", fix)
