@@ -43,6 +43,8 @@ def join(environment: Mapping[str, str]) -> None:
     listens = _listens_at(address, environment) if address and number == 0 else None
     print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM and keep the process running
+    # On CPUs, a program on one device of a process and a later one on several would run at once and mix their messages.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(
             address,

@@ -21,11 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from covey.config.processes import ADDRESS, COUNT, NUMBER, PEER_LOST
+from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
 from covey.launch.local import _free_port
 from covey.models.export import write_hf
 from covey.models.loading import weights
-from covey.parallel import joining, liveness, make_mesh, order, shardings
+from covey.parallel import distributed, joining, liveness, make_mesh, mesh_from_config, order, shardings
 from covey.parallel.order import LaunchOrder
 from covey.parallel.store import CoordinationStore, exchange
 from covey.train import checkpoint
@@ -137,6 +138,28 @@ def loaded_on(mesh: Mesh) -> weights.LoadedModel[Any]:
     return weights.load(MODEL, param_dtype="bfloat16", put=put_shards)
 
 
+def crossing() -> bool:
+    """Return whether programs on one device of each process, and the exchanges over all devices behind them, are right
+    in every round: when both ran at once, each took the other's messages.
+    """
+    mesh = mesh_from_config(MeshConfig(fsdp=2))
+    assert mesh is not None
+    x = put(np.ones((512, 256), np.float32), NamedSharding(mesh, P("fsdp")))
+
+    def spread(x: jax.Array) -> jax.Array:
+        for _ in range(20):
+            x = jnp.tanh(x @ (x.T @ x))  # a sum over both
+        return jax.lax.with_sharding_constraint(0 * x + 1, NamedSharding(mesh, P()))
+
+    whole = jax.jit(spread)
+    whole(x).block_until_ready()
+    for step in range(20):
+        found = whole(x)
+        if distributed.gathered(step, "crossing") != [step, step] or not np.all(found.addressable_data(0) == 1):
+            return False
+    return True
+
+
 def save(folder: Path, address: str) -> None:
     """Resume what another number of processes saved; save, export, and be killed in the middle of two saves, one of
     them in a bucket.
@@ -148,6 +171,7 @@ def save(folder: Path, address: str) -> None:
         Checkpointer(folder / "saves") as saves,
         Checkpointer(folder / "far", address=address) as far,
     ):
+        say("crossing", crossing())
         found, extra = saves.restore(1, state(0, mesh))
         say("restored", is_right(found, 1, mesh), extra)
         saves.save(2, state(2, mesh), {"from": me})
@@ -232,6 +256,7 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
     assert [process.returncode for process in started] == [PEER_LOST, -signal.SIGKILL], shown
     assert "covey: process 1 of 2 has given no sign for" in texts[0], shown
     for text in texts:
+        assert "crossing True" in text, shown
         assert "restored True {'from': 'one'}" in text, shown
         assert "own files 1" in text
         assert "far True" in text
