@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, Sharding
 
 from covey.config.schema import MeshConfig
@@ -30,6 +31,9 @@ def make_mesh(
 
     Its axes are automatic: the compiler shards arrays that have no sharding of their own. `jax.make_mesh` by default
     makes explicit axes, where every product of two differently sharded arrays needs a sharding for its result.
+
+    On TPUs an axis has chips that are neighbours in the slice. Where its number is no product of dimensions of the
+    slice, as 4 in 16 x 16, a dimension is divided between the axes, and the last axis has the nearest chips.
 
     Args:
         shape: number of devices along each axis. If not set, the mesh has only the first device.
@@ -51,7 +55,11 @@ def make_mesh(
             fix="on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual devices",
             where="mesh",
         )
-    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+    types = (AxisType.Auto,) * len(axes)
+    try:
+        return jax.make_mesh(shape, axes, axis_types=types, devices=devices)
+    except NotImplementedError:  # JAX divides a dimension of the slice by itself only on v5e
+        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), axes, axis_types=types)
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:

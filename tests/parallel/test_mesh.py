@@ -79,6 +79,27 @@ def test_the_mesh_of_a_recipe_takes_the_first_devices(config: MeshConfig, axes: 
     assert list(mesh.devices.flat) == jax.devices()[: mesh.size]
 
 
+class Chip:
+    """A chip of a TPU slice that is not there."""
+
+    platform, device_kind, process_index, core_on_chip = "tpu", "TPU v6 lite", 0, 0
+
+    def __init__(self, *coords: int):
+        self.coords = coords
+
+
+@pytest.mark.parametrize("shape", [(64, 4), (32, 8), (16, 16)])
+def test_a_mesh_may_divide_a_dimension_of_a_tpu_slice(shape: tuple[int, int]) -> None:
+    """Of 16 x 16 chips, each group along `tp` is one of neighbours in a line, and no two groups share a chip."""
+    chips = [Chip(x, y, 0) for y in range(16) for x in range(16)]
+    devices = make_mesh(shape, ("fsdp", "tp"), cast(Any, chips)).devices
+    assert devices.shape == shape
+    assert set(devices.flat) == set(chips)
+    coords = np.array([[chip.coords for chip in group] for group in devices])
+    steps = np.abs(np.diff(coords, axis=1)).sum(-1)
+    assert steps.tolist() == [[1] * (shape[1] - 1)] * shape[0]
+
+
 def test_one_device_is_no_mesh_and_too_many_are_refused() -> None:
     assert mesh_from_config(MeshConfig()) is None
     with pytest.raises(RecipeError, match="1 x 8 = 8 devices, and there are 4"):
