@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from covey.parallel.programs import few_programs
 from covey.sampling.lengths import power_of_two
 from covey.types import Branch
 
@@ -106,7 +107,7 @@ def compile_cost(parameters: int, steps: int, platform: str) -> float:
         steps: number of steps of the run.
         platform: `cpu`, or that of an accelerator.
     """
-    if platform != "cpu":
+    if few_programs(platform):
         return math.inf
     return COMPILE_FLOPS / (6 * max(parameters, 1)) / max(SHARE_OF_STEPS * steps, 1)
 
@@ -181,13 +182,28 @@ def _cost(count: int, length: int, max_tokens: int) -> float:
     )
 
 
-def rows_per_micro_batch(count: int, length: int, max_tokens: int, num_shards: int = 1) -> int:
+def rows_per_micro_batch(count: int, length: int, max_tokens: int, num_shards: int = 1, few: bool = False) -> int:
     """Return how many of `count` rows of `length` tokens make a micro-batch of at most `max_tokens` tokens: a positive
     multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
+
+    Args:
+        few: choose among `micro_batch_sizes` alone.
     """
     most, needed = most_rows(length, max_tokens, num_shards) // num_shards, -(-count // num_shards)
     sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
+    sizes = {rows // num_shards for rows in micro_batch_sizes(length, max_tokens, num_shards)} if few else sizes
     return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * num_shards
+
+
+def micro_batch_sizes(length: int, max_tokens: int, num_shards: int = 1) -> list[int]:
+    """Return the numbers of rows of `length` tokens that a micro-batch may have on an accelerator, the largest first:
+    the most that `max_tokens` allow, and half of that where a device has four rows or more.
+
+    >>> micro_batch_sizes(1024, 2048), micro_batch_sizes(1024, 8192, num_shards=2)
+    ([2], [8, 4])
+    """
+    most = most_rows(length, max_tokens, num_shards) // num_shards
+    return [size * num_shards for size in ((most,) if most < 4 else (most, -(-most // 2)))]
 
 
 def most_rows(length: int, max_tokens: int, num_shards: int = 1) -> int:

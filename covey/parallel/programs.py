@@ -5,7 +5,8 @@ shapes name; those may be a description of devices that are not there (`jax.expe
 the object that the run itself calls, so that what is planned is what runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,6 +40,35 @@ class Program:
         platforms = None if platform is None else (platform,)
         lowered: jax.stages.Lowered = self.function.trace(*self.args, **self.kwargs).lower(lowering_platforms=platforms)
         return lowered
+
+
+def few_programs(platform: str) -> bool:
+    """Return whether a run on `platform` makes few programs, in few shapes: on accelerators, where a program takes
+    minutes to compile and room for what is not there costs little. A CPU's shapes follow the lengths.
+    """
+    return platform != "cpu"
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Return a context in which JAX computes on the host's processor, if it knows that: small programs for a number are
+    no programs for the accelerator.
+    """
+    try:
+        context: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves out the processor
+        return nullcontext()
+    return context
+
+
+def replace_leaves(tree: Tree, chosen: Sequence[bool], replace: Callable[[list[Any]], list[Any]]) -> Tree:
+    """Return `tree` with `replace` of those leaves that are `chosen`: one call for all, which may be one program."""
+    leaves, structure = jax.tree.flatten(tree)
+    given = [leaf for leaf, one in zip(leaves, chosen, strict=True) if one]
+    new = iter(replace(given) if given else ())
+    replaced: Tree = jax.tree.unflatten(
+        structure, [next(new) if one else leaf for leaf, one in zip(leaves, chosen, strict=True)]
+    )
+    return replaced
 
 
 def abstract(tree: Tree, sharding: Sharding | None = None) -> Tree:

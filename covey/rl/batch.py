@@ -60,21 +60,24 @@ class RowBatch(NamedTuple):
 
 
 def policy_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, few: bool = False
 ) -> Iterator[MicroBatch]:
-    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`."""
+    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`. For `few`
+    see `packing.bins.rows_per_micro_batch`.
+    """
     for batch in batches:
-        yield from _cut(RowBatch(batch.rows, batch.inputs), batch.denominator, like, mesh, max_tokens)
+        at_once = rows_at_a_time(batch.rows, mesh, max_tokens, few)
+        yield from _cut(RowBatch(batch.rows, batch.inputs), batch.denominator, like, at_once)
 
 
 def value_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, few: bool = False
 ) -> Iterator[MicroBatch]:
-    """Yield the inputs of the value loss, about `max_tokens` at a time, on the devices that hold `like`."""
+    """Yield the inputs of the value loss; arguments as for `policy_micro_batches`."""
     for batch in batches:
         if batch.value_inputs is not None:
-            count = float(batch.value_inputs.weight.sum())
-            yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, mesh, max_tokens)
+            count, at_once = float(batch.value_inputs.weight.sum()), rows_at_a_time(batch.rows, mesh, max_tokens, few)
+            yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, at_once)
 
 
 def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> RowBatch:
@@ -134,8 +137,8 @@ def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
     return {f"{i}.{name}": array for i, batch in enumerate(batches) for name, array in batch.arrays().items()}
 
 
-def _cut(batch: RowBatch, denominator: float, like: Any, mesh: Mesh | None, max_tokens: int) -> Iterator[MicroBatch]:
-    """Yield a micro-batch in pieces of about `max_tokens`; the first has the denominator."""
-    for piece in split_micro_batches(batch, rows_at_a_time(batch.rows, mesh, max_tokens)):
+def _cut(batch: RowBatch, denominator: float, like: Any, at_once: int) -> Iterator[MicroBatch]:
+    """Yield a micro-batch in pieces of `at_once` rows; the first has the denominator."""
+    for piece in split_micro_batches(batch, at_once):
         yield MicroBatch(put_rows(piece, like), denominator)
         denominator = 0.0

@@ -26,6 +26,7 @@ from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel import distributed
+from covey.parallel.programs import few_programs
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer
@@ -61,6 +62,7 @@ class RLCluster(Keywords):
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
         compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
+        few_programs: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
     """
@@ -84,8 +86,11 @@ class RLCluster(Keywords):
         placed = {role: self.config.place(model, role) for role, model in models.items() if model is not None}
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
+        self.few_programs = few_programs(self._actor.platform)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
-        self.rollout = RolloutWorker(rollout, tokenizer, self.config.rollout_config, environments)
+        self.rollout = RolloutWorker(
+            rollout, tokenizer, self.config.rollout_config, environments, few_programs=self.few_programs
+        )
         self.inference = InferenceWorker(placed, temperature)
         graph = nnx.split(self._actor)[0]
         self._old_scorer, self._token_scorer = RowScorer(graph, temperature), TokenValueScorer(graph, temperature)
@@ -173,27 +178,31 @@ class RLCluster(Keywords):
         """Sample each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
         return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
+        """Return how many rows `role` computes together."""
+        return self.config.rows_at_a_time(rows, role, self.few_programs)
+
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the reference's log-probs, one array per completion.
 
         Raises:
             RecipeError: there is no reference, as when β is 0.
         """
-        return self.inference.ref_logps(rows, lengths, self.config.rows_at_a_time(rows, Role.REFERENCE))
+        return self.inference.ref_logps(rows, lengths, self.rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self._old_scorer(params, rows, lengths, self.config.rows_at_a_time(rows, Role.ACTOR))
+        return self._old_scorer(params, rows, lengths, self.rows_at_a_time(rows))
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self._token_scorer.values(params, rows, lengths, self.config.rows_at_a_time(rows, Role.ACTOR))
+        return self._token_scorer.values(params, rows, lengths, self.rows_at_a_time(rows))
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
-        return self.inference.values(rows, lengths, self.config.rows_at_a_time(rows, Role.CRITIC))
+        return self.inference.values(rows, lengths, self.rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Compute the reward model's score of each completion after its prompt."""
@@ -321,7 +330,7 @@ class RLCluster(Keywords):
         """Yield what the loss of actor or critic needs of `batches`, in pieces of `max_tokens_per_micro_batch`."""
         cut = value_micro_batches if role == Role.CRITIC else policy_micro_batches
         limit = self.config.training_config.max_tokens_per_micro_batch
-        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit)
+        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit, self.few_programs)
 
     def _host_reference(self, config: GRPOConfig) -> None:
         """Host the reference that was given or the actor's initial weights, apart from the arrays that are trained."""

@@ -259,7 +259,7 @@ class ExperienceBuilder:
             for part in slices(range(len(x.groups)), self.sizes.train):
                 start, stop = part[0], part[-1] + 1
                 rows = x.packed.rows(start, stop)
-                self.log.waste.append(padding_fraction(rows, self.cluster.config.rows_at_a_time(rows)))
+                self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
                 yield self._train_batch(x.between(start, stop), rows)
 
     def _penalise_length(self, group: Group) -> Group:

@@ -4,6 +4,7 @@
 log-probs, with the weights of its trainer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from covey.models.operands import operand_type, round_kernels
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.placement import put_rows, rows_placement
-from covey.parallel.programs import Program, abstract
+from covey.parallel.programs import Program, abstract, few_programs
 from covey.parallel.reshard import to_host
 
 RoleName = TypeVar("RoleName", bound=str)
@@ -194,9 +195,10 @@ class InferenceWorker:
             return []
         groups = groups_to_score(prompt_ids, completion_ids)
         self._check_tokens([g.prompt_tokens for g in groups] + [c.tokens for g in groups for c in g.completions])
-        rows = pack(groups, row_length, max_tokens=max_tokens)
+        few = few_programs(self.model("reward").decoder.platform)
+        rows = pack(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if few else 0.0)
         lengths = [len(c) + 1 for c in completion_ids]
-        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens))
+        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, few))
         return [float(score[-1]) for score in scores]
 
     def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from flax import nnx
 from covey.config.schema import GRPOConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
+from covey.parallel.programs import replace_leaves
 from covey.parallel.reshard import reshard
 
 
@@ -23,8 +24,8 @@ def own_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
     """
     graph, params = nnx.split(merge_lora(reference) if moves else reference)
     overwritten = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
-    copy = lambda x: jnp.copy(x) if moves or _buffers(x) & overwritten else x  # noqa: E731
-    return nnx.merge(graph, jax.tree.map(copy, params))
+    copied = [moves or bool(_buffers(x) & overwritten) for x in jax.tree.leaves(params)]
+    return nnx.merge(graph, replace_leaves(params, copied, _copy_all))
 
 
 def mixed(reference: Any, actor: Decoder, mixing: float) -> Any:
@@ -42,6 +43,11 @@ def mixed(reference: Any, actor: Decoder, mixing: float) -> Any:
 def _buffers(x: jax.Array) -> set[int]:
     """Return the memory addresses of the shards of `x`: two arrays may share them without being one object."""
     return {piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards}
+
+
+@jax.jit
+def _copy_all(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(x) for x in arrays]
 
 
 @jax.jit

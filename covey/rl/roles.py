@@ -69,9 +69,9 @@ class ClusterConfig(Config):
             refuse_uneven_mesh(mesh, role, within=role in OF_EACH_PROCESS)
         return place_model(model, mesh)
 
-    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """Return how many rows `role` computes together."""
-        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch)
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, few: bool = False) -> int:
+        """Return how many rows `role` computes together; for `few` see `packing.bins.rows_per_micro_batch`."""
+        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, few)
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each mesh with an axis along which nothing is split."""

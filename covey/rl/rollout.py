@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -14,6 +16,7 @@ from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
+from covey.parallel.programs import abstract, replace_leaves
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
 from covey.sampling.engine import Request, Sampler
@@ -73,6 +76,7 @@ class RolloutWorker:
         config: lengths, temperature, truncation, slots, seed, tool.
         environments: runs the environment in which the model acts, or the tools that it calls, where the text of a
             completion is its last turn; None for completions of one turn.
+        few_programs: see `sampling.engine.Sampler`.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
     there is both a tool and an environment.
@@ -84,11 +88,12 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         config: RolloutConfig,
         environments: EnvironmentRunner | None = None,
+        few_programs: bool = False,
     ):
         self._graph, self.params = nnx.split(model)
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
-        self.sampler = Sampler(nnx.split(with_rounded_head(model))[0], tokenizer.stop_ids, config)
-        self._operand_type = sampling_type(model)
+        self.sampler = Sampler(nnx.split(with_rounded_head(model))[0], tokenizer.stop_ids, config, few_programs)
+        self._round = _rounding(nnx.split(with_rounded_head(model))[1], sampling_type(model), few_programs)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
@@ -138,7 +143,7 @@ class RolloutWorker:
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         tokens = [encode(prompt) for prompt in row_prompts]
         requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
-        params = round_for_sampling(nnx.split(with_rounded_head(self.model))[1], self._operand_type)
+        params = self._round(nnx.split(with_rounded_head(self.model))[1])
         sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
         if episodes:
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
@@ -200,3 +205,15 @@ class RolloutWorker:
         else:
             text = self.tokenizer.decode(completion.tokens)
         return dataclasses.replace(completion, text=text)
+
+
+def _rounding(params: Any, dtype: Any, few_programs: bool) -> Callable[[Any], Any]:
+    """Return `round_for_sampling` for states like `params`; with `few_programs` one program rounds all arrays."""
+    rounded = partial(round_for_sampling, dtype=dtype)
+    if not few_programs:
+        return rounded
+    shapes = abstract(params)
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(rounded(shapes)), strict=True)
+    changed = [old.dtype != new.dtype for old, new in pairs]
+    cast = jax.jit(lambda arrays: [x.astype(dtype) for x in arrays])
+    return lambda params: replace_leaves(params, changed, cast)

@@ -12,33 +12,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from covey.config.algorithms import Algorithm
 from covey.config.schema import RLTrainingConfig
 from covey.losses.policy import KLS
-from covey.packing.rows import Rows, pack, unpack
+from covey.packing.rows import unpack
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import StepLog
-from covey.sampling.lengths import power_of_two
+from covey.rl.shown import COMPLETIONS, Shown, choose
 from covey.text.token_texts import token_texts
 from covey.types import Completion, Group, TokenValues
 
-COMPLETIONS = 8
-"""Maximum number of completions of a group that are scored."""
-TOKENS = 512
-"""Maximum number of tokens of a completion that are scored, from its beginning."""
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""
 COST = 100
 """Completions of training for each scored one. Two passes of it, a third of them padding, cost as much as three; a
 completion of training costs at least as much as three passes, and 3.4 where that was measured (quickstart, on a CPU).
 """
-SMALLEST_ROW = 128
-"""Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
 
 
 def interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
@@ -48,27 +41,6 @@ def interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
     completions = config.prompts_per_step * num_generations
     by_cost = -(-COST * min(num_generations, COMPLETIONS) // completions)
     return max(by_cost, -(-total // STEPS))
-
-
-class _Shown(NamedTuple):
-    """Completions that are scored.
-
-    Attributes:
-        group: the group of which they are, whole.
-        numbers: their numbers in the group.
-        scored: the group with these completions alone, long ones cut.
-        rows: the packed rows of `scored`.
-    """
-
-    group: Group
-    numbers: list[int]
-    scored: Group
-    rows: Rows
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each completion."""
-        return [len(completion.tokens) for completion in self.scored.completions]
 
 
 class TokenScorer:
@@ -82,7 +54,7 @@ class TokenScorer:
 
     def __init__(self, cluster: RLCluster, algorithm: Algorithm, due: bool):
         self._cluster, self._algorithm, self._due = cluster, algorithm, due
-        self._shown: _Shown | None = None
+        self._shown: Shown | None = None
         self._values: list[TokenValues] = []
 
     def watch(self, batches: Iterable[TrainBatch]) -> Iterable[TrainBatch]:
@@ -118,7 +90,8 @@ class TokenScorer:
 
     def _score_before(self, batch: TrainBatch) -> None:
         index = _most_informative(batch.groups)
-        self._shown = shown = _choose(batch.groups[index], self._cluster.config.training_config.row_length)
+        longest = self._cluster.config.training_config.row_length
+        self._shown = shown = choose(batch.groups[index], longest, one_length=self._cluster.few_programs)
         lengths = [len(c.tokens) for group in batch.groups for c in group.completions]
         first = sum(len(group.completions) for group in batch.groups[:index])
         at = [first + number for number in shown.numbers]
@@ -166,20 +139,3 @@ class TokenScorer:
 def _most_informative(groups: Sequence[Group]) -> int:
     """Return the index of the first group with advantages that are not 0, or else of the first group."""
     return next((i for i, group in enumerate(groups) if group.advantages is not None and group.advantages.any()), 0)
-
-
-def _choose(group: Group, row_length: int) -> _Shown:
-    """Return the completions with the largest advantages of either sign, in the order of the group, and their rows."""
-    size = np.zeros(len(group.completions)) if group.advantages is None else np.abs(group.advantages)
-    numbers = sorted(np.argsort(-size, kind="stable")[:COMPLETIONS].tolist())
-    scored = replace(group, completions=tuple(_beginning(group.completions[i]) for i in numbers))
-    needed = len(group.prompt_tokens) + sum(len(completion.tokens) for completion in scored.completions)
-    length = min(max(power_of_two(needed), SMALLEST_ROW), row_length)
-    return _Shown(group, numbers, scored, pack([scored], length, compile_cost=float("inf")))
-
-
-def _beginning(completion: Completion) -> Completion:
-    """Return the first `TOKENS` tokens of a completion with their values."""
-    mask = None if completion.mask is None else completion.mask[:TOKENS]
-    tokens, logps = completion.tokens[:TOKENS], completion.logps[:TOKENS]
-    return replace(completion, tokens=tokens, logps=logps, sampler_logps=completion.sampler_logps[:TOKENS], mask=mask)

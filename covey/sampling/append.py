@@ -48,7 +48,7 @@ def append(
         positions = start[row] + jnp.arange(tokens.shape[1])
         attend = append_attention(slots[row], positions, count[row])
         _, cache = model(tokens[row][None], positions[None], attend, cache)
-        return keep_sharding(cache, model)
+        return keep_sharding(cache, model.embed.embedding[...])
 
     appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
     return appended

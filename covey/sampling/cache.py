@@ -225,11 +225,11 @@ def _combine(parts: Sequence[BlockAttention]) -> Float[Array, "S K G W"]:
     return (outputs * shares[..., None]).sum(0) / shares.sum(0)[..., None]
 
 
-def keep_sharding(cache: list[LayerCache], model: Decoder) -> list[LayerCache]:
-    """Constrain a cache that a program returns to the sharding of a new one: otherwise the compiler chooses, and the
-    next program is compiled once for each choice.
+def keep_sharding(cache: list[LayerCache], like: Array) -> list[LayerCache]:
+    """Constrain a cache that a program returns to the sharding of a new one, on the mesh of `like`: otherwise the
+    compiler chooses, and the next program is compiled once for each choice.
     """
-    mesh = jax.typeof(model.embed.embedding[...]).sharding.mesh
+    mesh = jax.typeof(like).sharding.mesh
     if mesh.empty:
         return cache
     shardings = jax.tree.map(lambda x: sharding_of(CACHE_AXES, x.shape, mesh), cache)

@@ -39,7 +39,7 @@ from covey.sampling.cache import (
     put_slot,
     take_slot,
 )
-from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.logits import SamplingNumbers, SamplingParams, draw
 from covey.sampling.noise import uniform_noise
 from covey.sampling.scheduler import Admission, Sample
 from covey.sampling.stats import SamplerStats
@@ -108,19 +108,29 @@ class Programs:
     Args:
         graph: the decoder's `nnx.GraphDef`.
         stop_ids: tokens that end a completion.
+        own: where few programs are wanted (`few_programs`): the settings of the sampling distribution for which there
+            is a program. Another one, to which they are numbers, serves all others.
     """
 
-    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
-        self.graph, self.stop_ids = graph, stop_ids
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...], own: SamplingParams | None = None):
+        self.graph, self.stop_ids, self.own = graph, stop_ids, own
         self.prefill = jax.jit(partial(prefill, graph))
         self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
         self.insert = jax.jit(insert_block, donate_argnums=0)
+        self.admit = jax.jit(admit, donate_argnums=0)
         self.keep = jax.jit(keep_rows)
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
         static = ("sampling_params", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+        self.decode_others = jax.jit(partial(decode, graph, stop_ids), static_argnames="pause_id", donate_argnums=1)
+
+    def decode_with(self, sampling_params: SamplingParams) -> Any:
+        """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
+        if self.own in (None, sampling_params):
+            return partial(self.decode, sampling_params=sampling_params)
+        return partial(self.decode_others, sampling_params=SamplingNumbers.of(sampling_params))
 
     def cache_layout(self, params: Any) -> CacheLayout:
         """Return the layout of the KV cache on the decoder's platform."""
@@ -145,12 +155,18 @@ class Programs:
     def insert_programs(
         self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
     ) -> list[Program]:
-        """Return the programs that insert prefilled prompts into slots, one for each shape of a block."""
+        """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with `own`, the
+        program `admit`.
+        """
         prefill = self.prefill_program(params, prompts, prompt_length)
-        prefix = jax.eval_shape(prefill.function, *prefill.args).cache[0]
-        prefix = _placed(prefix, params)
-        cache = self._abstract_cache(params, slots, cache_length)[0]
+        prefilled = jax.eval_shape(prefill.function, *prefill.args)
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
+        whole = self._abstract_cache(params, slots, cache_length)
+        if self.own is not None:
+            prefilled = Prefix(_placed(prefilled.cache, params), prefilled.logits)
+            noise, numbers = jax.ShapeDtypeStruct((slots,), jnp.float32), SamplingNumbers.of(self.own)
+            return [Program("admit", self.admit, (whole, prefilled, number, inserted, noise, numbers))]
+        prefix, cache = _placed(prefilled.cache[0], params), whole[0]
         blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
 
@@ -161,8 +177,9 @@ class Programs:
         state = empty_slots(slots)
         noise = jax.ShapeDtypeStruct((slots, config.decode_chunk), jnp.float32)
         cache = self._abstract_cache(params, slots, cache_length)
-        static = {"sampling_params": SamplingParams.from_config(config), "pause_id": pause_id}
-        return Program("decode", self.decode, (abstract(params), cache, abstract(state), noise), static)
+        function = self.decode_with(SamplingParams.from_config(config))
+        settings = {**function.keywords, "pause_id": pause_id}
+        return Program("decode", function.func, (abstract(params), cache, abstract(state), noise), settings)
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -218,26 +235,28 @@ class DeviceState:
         inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
         for slot, row, sample in admitted:
             inserted[slot], prompt[slot], self.keys[slot] = True, row, keys[sample]
-        for blocks, new in zip(self.cache, self.prefix.cache, strict=True):
-            blocks[: len(new)] = [
-                self.programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)
-            ]
-        noise = uniform_noise(self.keys, np.zeros(size, np.int32))
-        draws = self.programs.draw_first(self.prefix.logits, prompt, noise, sampling_params=self.sampling_params)
+        draws = self._insert(prompt, inserted, uniform_noise(self.keys, np.zeros(size, np.int32)))
         self._start(inserted, self.prefix_lengths[prompt], np.asarray(draws[0]))
         self.stats.first_tokens += len(admitted)
         return self._chunk(tuple(x[None] for x in map(np.asarray, draws)), inserted[None])
 
+    def _insert(self, prompt: np.ndarray, inserted: np.ndarray, noise: np.ndarray) -> tuple[Any, ...]:
+        """Insert the prefilled `prompt[s]` into each slot that is `inserted`; return the first draws."""
+        programs = self.programs
+        if programs.own is not None:
+            numbers = SamplingNumbers.of(self.sampling_params)
+            self.cache, draws = programs.admit(self.cache, self.prefix, prompt, inserted, noise, numbers)
+            return tuple(draws)
+        for blocks, new in zip(self.cache, self.prefix.cache, strict=True):
+            blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
+        return tuple(programs.draw_first(self.prefix.logits, prompt, noise, sampling_params=self.sampling_params))
+
     def decode(self) -> Chunk:
         """Run a chunk of decode steps."""
         index = self.slots.num_tokens[:, None] + np.arange(self.config.decode_chunk)
-        self.cache, slots, draws, valid, steps = self.programs.decode(
-            self.params,
-            self.cache,
-            self.slots,
-            uniform_noise(self.keys[:, None], index),
-            sampling_params=self.sampling_params,
-            pause_id=self.pause_id,
+        decode, noise = self.programs.decode_with(self.sampling_params), uniform_noise(self.keys[:, None], index)
+        self.cache, slots, draws, valid, steps = decode(
+            self.params, self.cache, self.slots, noise, pause_id=self.pause_id
         )
         self.slots = jax.tree.map(np.array, slots)
         self.stats.slot_steps += int(steps) * len(self.slots.token)
@@ -364,14 +383,35 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     attend = prefill_attention(model, length, tokens.shape[1])
     hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    return Prefix(keep_sharding(cache, model), model.logits(last))
+    return Prefix(keep_sharding(cache, model.embed.embedding[...]), model.logits(last))
 
 
 def draw_first(
-    logits: Float[Array, "P V"], prompt: Int[Array, "S"], noise: Float[Array, "S"], *, sampling_params: SamplingParams
+    logits: Float[Array, "P V"],
+    prompt: Int[Array, "S"],
+    noise: Float[Array, "S"],
+    *,
+    sampling_params: SamplingParams | SamplingNumbers,
 ) -> tuple[Array, ...]:
     """Draw the first token of each slot after prompt `prompt[s]`."""
     return draw(logits[prompt], noise, sampling_params)
+
+
+def admit(
+    cache: list[LayerCache],
+    prefix: Prefix,
+    prompt: Int[Array, "S"],
+    inserted: Bool[Array, "S"],
+    noise: Float[Array, "S"],
+    sampling_params: SamplingNumbers,
+) -> tuple[list[LayerCache], tuple[Array, ...]]:
+    """Insert prompt `prompt[s]` into each slot that is `inserted`, in all layers, and draw the first tokens."""
+    admitted = [
+        [*(insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)), *blocks[len(new) :]]
+        for blocks, new in zip(cache, prefix.cache, strict=True)
+    ]
+    draws = draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params)
+    return keep_sharding(admitted, cache[0][0].keys), draws
 
 
 def decode(
@@ -382,7 +422,7 @@ def decode(
     slots: Slots,
     noise: Float[Array, "S steps"],
     *,
-    sampling_params: SamplingParams,
+    sampling_params: SamplingParams | SamplingNumbers,
     pause_id: int | None = None,
 ) -> tuple[list[LayerCache], Slots, tuple[Array, ...], Array, Array]:
     """Run up to `steps` decode steps; return the cache, the slots, the draws [steps, S], their validity mask and the
@@ -422,7 +462,7 @@ def decode(
 
     start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
     steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
-    return keep_sharding(cache, model), slots, draws, valid, steps_made
+    return keep_sharding(cache, model.embed.embedding[...]), slots, draws, valid, steps_made
 
 
 def _is_any(token: Int[Array, "S"], ids: tuple[int, ...]) -> Bool[Array, "S"]:

@@ -24,6 +24,7 @@ from covey.models.decoder import Decoder
 from covey.sampling.collector import Collector
 from covey.sampling.device import Chunk, DeviceState, Parked, Programs
 from covey.sampling.lengths import check_length
+from covey.sampling.logits import SamplingParams
 from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
 from covey.sampling.stats import SamplerStats
@@ -55,13 +56,18 @@ class Sampler:
         graph: the decoder's `nnx.GraphDef`; each call passes its state, so that new weights need no new sampler.
         stop_ids: tokens that end a completion; the stop token is kept as its last token.
         config: lengths, temperature, truncation, slots, seed.
+        few_programs: whether all sizes follow the settings, and other settings of the sampling distribution than those
+            of `config` share a program.
     """
 
-    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig):
+    def __init__(
+        self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig, few_programs: bool = False
+    ):
         self.graph, self.config = graph, config
         self.stop_ids = tuple(sorted(stop_ids))
         self.stats = SamplerStats()
-        self.programs = Programs(graph, self.stop_ids)
+        own = SamplingParams.from_config(config) if few_programs else None
+        self.programs = Programs(graph, self.stop_ids, own)
 
     def generate(
         self,
@@ -115,7 +121,8 @@ class _Call:
         lengths, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
         waits, max_live = (False, None) if responder is None else (responder.waits, responder.max_live)
         resizes = programs.cache_layout(params).divided and not waits
-        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes, max_live=max_live)
+        fixed = programs.own is not None
+        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes, max_live=max_live, fixed=fixed)
         size = len(self.scheduler.slots), self.scheduler.cache_length
         demands = () if responder is None else (responder.pause_id, responder.turn_limit)
         self.device = DeviceState(programs, params, config, *size, *demands)

@@ -8,10 +8,11 @@ the last one kept are also kept.
 
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from covey.config.schema import SamplingConfig
@@ -34,12 +35,31 @@ class SamplingParams(SamplingConfig):
         return self.temperature if self.temperature > 0 else 1.0
 
 
+class SamplingNumbers(NamedTuple):
+    """`SamplingParams` as arguments of a program, which then serves all of them: see `few_programs`."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "SamplingNumbers":
+        """Return the numbers of `params`."""
+        of_type = {"top_k": np.int32}
+        return cls(*(of_type.get(name, np.float32)(getattr(params, name)) for name in cls._fields))
+
+
 Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 """Tokens; log-softmax(logits / temperature) at them; their log-probability under the truncated distribution."""
 
 
-def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams) -> Draw:
+def draw(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams | SamplingNumbers
+) -> Draw:
     """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness."""
+    if isinstance(sampling_params, SamplingNumbers):
+        return _draw_by_numbers(logits, uniform, sampling_params)
     scaled = logits.astype(jnp.float32) / sampling_params.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
     if sampling_params.temperature == 0:
@@ -51,6 +71,36 @@ def draw(logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_param
     token = inverse_cdf(mass, uniform)
     chosen = _gather(scaled, token)
     return token, chosen - total, chosen - kept_total
+
+
+def _draw_by_numbers(logits: Float[Array, "S V"], uniform: Float[Array, "S"], numbers: SamplingNumbers) -> Draw:
+    greedy = numbers.temperature == 0
+    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, numbers.temperature)
+    total, kept = jax.nn.logsumexp(scaled, axis=-1), _truncate_by_numbers(scaled, numbers)
+    kept_total = jax.nn.logsumexp(kept, axis=-1)
+    mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
+    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), inverse_cdf(mass, uniform))
+    chosen = _gather(scaled, token)
+    return token, chosen - total, jnp.where(greedy, 0.0, chosen - kept_total)
+
+
+def _truncate_by_numbers(scaled: Float[Array, "S V"], numbers: SamplingNumbers) -> Float[Array, "S V"]:
+    """Return what `truncate` does. The k-th largest logit is the largest that k logits reach."""
+
+    def keep(on: Array, threshold: Any, values: Array) -> Array:
+        def truncated(values: Array) -> Array:
+            return jnp.where(values >= threshold(values)[:, None], values, _LOWEST)
+
+        kept: Array = jax.lax.cond(on, truncated, lambda values: values, values)
+        return kept
+
+    def kth_largest(values: Array) -> Array:
+        return _threshold(values, jnp.ones_like(values), numbers.top_k)
+
+    top_k_on = (numbers.top_k > 0) & (numbers.top_k < scaled.shape[-1])
+    kept = keep(top_k_on, kth_largest, scaled)
+    kept = keep(numbers.top_p < 1, lambda values: nucleus_threshold(values, numbers.top_p), kept)
+    return keep(numbers.min_p > 0, lambda values: values.max(-1) + jnp.log(numbers.min_p), kept)
 
 
 def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
@@ -102,18 +152,22 @@ def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
     return jax.lax.top_k(blocks.reshape(values.shape[0], -1), k)[0][:, -1]
 
 
-def nucleus_threshold(logits: Float[Array, "S V"], top_p: float) -> Float[Array, "S"]:
-    """Return the largest t such that the softmax mass of {logits ≥ t} is at least `top_p` (Holtzman et al., 2020).
+def nucleus_threshold(logits: Float[Array, "S V"], top_p: Any) -> Float[Array, "S"]:
+    """Return the largest t such that the softmax mass of {logits ≥ t} is at least `top_p` (Holtzman et al., 2020)."""
+    return _threshold(logits, jax.nn.softmax(logits, axis=-1), top_p)
+
+
+def _threshold(logits: Float[Array, "S V"], mass: Float[Array, "S V"], least: Any) -> Float[Array, "S"]:
+    """Return the largest t such that the mass of {logits ≥ t} is at least `least`.
 
     It bisects over the float32 bit patterns: 32 halvings end on the exact boundary.
     """
-    mass = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) // 2
-        enough = jnp.where(ordered >= middle[:, None], mass, 0.0).sum(-1) >= top_p
+        enough = jnp.where(ordered >= middle[:, None], mass, 0.0).sum(-1) >= least
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     top = ordered.max(-1)

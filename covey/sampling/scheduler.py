@@ -5,7 +5,8 @@ admitted to the slot of each of its samples. Free slots are refilled as long as 
 shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
 programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
-Accelerators keep batch and cache as they begin: a free slot costs them next to nothing, and a program minutes.
+Accelerators keep batch and cache as they begin: a free slot costs them next to nothing, and a program minutes. In a run
+of training, whose evaluations have other numbers of prompts than its steps, all sizes follow the settings there.
 
 Plain Python without JAX: the device follows what is decided here (see `device`).
 """
@@ -54,6 +55,7 @@ class Scheduler:
         resizes: whether batch and cache follow the samples; otherwise the cache has room for the longest at once.
         max_live: maximum number of samples that are begun and not finished; by default the number of slots. Those that
             wait for a response may be more than there are slots.
+        fixed: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may be.
 
     Attributes:
         slots: the sample in each slot, None in a free one.
@@ -73,15 +75,17 @@ class Scheduler:
         *,
         resizes: bool = True,
         max_live: int | None = None,
+        fixed: bool = False,
     ):
-        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes
+        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes and not fixed
         self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
         self.waiting = deque(self.samples)
-        longest = max(prompt_lengths, default=1)
-        rows = min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
+        self._longest_prompt = longest = config.max_prompt_length if fixed else max(prompt_lengths, default=1)
+        rows = PREFILL_BATCH if fixed else min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
         self.prefill_shape = rows, length_bucket(longest, smallest=16)
         self.prefilled = range(0)
-        self.slots: list[Sample | None] = [None] * min(config.slots, power_of_two(len(self.samples)))
+        slots = config.slots if fixed else min(config.slots, power_of_two(len(self.samples)))
+        self.slots: list[Sample | None] = [None] * slots
         self.lengths = np.zeros(len(self.slots), np.int64)
         self.cache_length = self._room(longest, len(self.slots))
         self.paused: set[Sample] = set()
@@ -136,7 +140,7 @@ class Scheduler:
 
     @property
     def _longest_sample(self) -> int:
-        return max(self.prompt_lengths, default=1) + self.config.max_new_tokens
+        return self._longest_prompt + self.config.max_new_tokens
 
     def next_prefill(self) -> range:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""

@@ -29,6 +29,7 @@ from jaxtyping import ArrayLike, Int, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError, nearest
+from covey.parallel.programs import on_host
 from covey.parallel.reshard import dotted_path
 
 Count = jax.Array | int
@@ -127,7 +128,8 @@ def last_learning_rate(config: OptimizerConfig | optax.GradientTransformation, t
     """Return the learning rate of the last of `updates` updates; NaN for an optax transformation, which hides it."""
     if not isinstance(config, OptimizerConfig):
         return math.nan
-    return float(learning_rate(config, total_steps)(updates - 1))
+    with on_host():
+        return float(learning_rate(config, total_steps)(updates - 1))
 
 
 def decayed(params: PyTree) -> PyTree:

@@ -9,11 +9,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from covey.models.decoder import compiler_options
+from covey.models.decoder import Decoder, compiler_options
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.models.operands import operand_type, round_kernels
 from covey.parallel.placement import optimizer_shardings
-from covey.parallel.programs import Program, abstract
+from covey.parallel.programs import Program, abstract, few_programs
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.types import MetricSums
 
@@ -21,6 +21,10 @@ LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
 """Function (graph, params, micro-batch) → the sum of the micro-batch's losses, and its contribution to each metric."""
 
 LOSS = "loss"
+NORM = "norm of the sums"
+"""Name of the norm of the sums of gradients among what `accumulate` returns on accelerators, for which it is then no
+program of its own.
+"""
 
 
 class UpdatePrograms:
@@ -57,7 +61,7 @@ class UpdatePrograms:
         self.init = jax.jit(optimizer.init, out_shardings=self._state_shardings)
         self.zeros = jax.jit(self.layout.zeros, out_shardings=self._sum_shardings)
         self.accumulate = jax.jit(
-            partial(accumulate_grads, self.graph, loss_fn, self.layout),
+            partial(accumulate_grads, self.graph, loss_fn, self.layout, _with_norm(model)),
             donate_argnums=(2,),
             out_shardings=(self._sum_shardings, None),
             compiler_options=compiler_options(model),
@@ -88,20 +92,28 @@ def accumulate_grads(
     graph: nnx.GraphDef[Any],
     loss_fn: LossFn,
     layout: GradientLayout,
+    with_norm: bool,
     trainable: Any,
     frozen: Any,
     sums: GradientSums,
     batch: Any,
     step: Any,
 ) -> tuple[GradientSums, MetricSums]:
-    """Add the gradients of the loss on `batch` to `sums`; return these and the contribution to the metrics."""
+    """Add the gradients of the loss on `batch` to `sums`; return these and the contribution to the metrics, with the
+    norm of the sums if `with_norm`.
+    """
 
     def loss(trainable: Any) -> tuple[Array, MetricSums]:
         params = apply_lora_dropout(graph, nnx.merge_state(trainable, frozen), step)
         total, metric_sums = loss_fn(graph, params, batch)
         return total, {**metric_sums, LOSS: total}
 
-    return layout.add_gradients(loss, trainable, sums)
+    sums, metrics = layout.add_gradients(loss, trainable, sums)
+    return sums, metrics | ({NORM: optax.tree.norm(layout.as_trainable(sums))} if with_norm else {})
+
+
+def _with_norm(model: nnx.Module) -> bool:
+    return any(few_programs(node.platform) for _, node in nnx.iter_graph(model) if isinstance(node, Decoder))
 
 
 def apply_sums(

@@ -20,7 +20,7 @@ from covey.errors import NumbersError
 from covey.models.lora import split_trainable
 from covey.models.operands import round_kernels
 from covey.train.gradient_sums import GradientSums
-from covey.train.programs import LOSS, LossFn, UpdatePrograms
+from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms
 from covey.types import Mean, MetricSums
 
 Metrics = dict[str, float]
@@ -98,9 +98,11 @@ class Trainer:
             grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, part.batch, self.step)
             shares.append(metric_sums)
             denominator += part.denominator
+        norms = [share.pop(NORM) for share in shares if NORM in share]
         totals = _combine(jax.device_get(shares))
         scale = 1 / max(denominator, 1e-9)
-        metrics = _metrics(totals, scale) | {"grad_norm": float(programs.norm(grads)) * scale}
+        norm = float(norms[-1] if norms else programs.norm(grads))  # type: ignore[arg-type]
+        metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
         self._refuse_nonfinite(metrics)
         return Gradients(grads, scale, metrics)
 

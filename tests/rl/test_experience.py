@@ -37,7 +37,7 @@ class Fake:
     def __init__(self) -> None:
         self.config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=10))
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
-        self.compile_cost = 0.0
+        self.compile_cost, self.rows_at_a_time = 0.0, self.config.rows_at_a_time
         self.asked: list[tuple[int, list[str]]] = []
 
     def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:

@@ -13,7 +13,8 @@ from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.packing.rows import Rows, broadcast_to_rows, pack
 from covey.rl.batch import TrainBatch
 from covey.rl.experience import StepLog
-from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, _choose, interval
+from covey.rl.shown import COMPLETIONS, TOKENS, choose
+from covey.rl.token_values import TokenScorer, interval
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ class Cluster:
     """Scores each token as −1, and one less at each further call; `calls` has the lengths of each call."""
 
     config = SimpleNamespace(training_config=RLTrainingConfig())
+    few_programs = False
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special: "x" * len(ids))
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of
     (group,) = groups_of([(5, [3] * 11 + [2 * TOKENS])])
     advantages = np.zeros(12, np.float32)
     advantages[[2, 11]] = 0.5, -3.0
-    shown = _choose(replace(group, advantages=advantages), 768)
+    shown = choose(replace(group, advantages=advantages), 768)
     assert shown.group.advantages is advantages
     assert shown.numbers == [0, 1, 2, 3, 4, 5, 6, 11]
     assert shown.lengths == [3] * 7 + [TOKENS]

@@ -8,12 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats  # comes with jax
 
-from covey.sampling.logits import SamplingParams, draw, inverse_cdf, kth_largest, nucleus_threshold, truncate
+from covey.sampling.logits import (
+    SamplingNumbers,
+    SamplingParams,
+    draw,
+    inverse_cdf,
+    kth_largest,
+    nucleus_threshold,
+    truncate,
+)
 
 DRAWS, WORDS = 20_000, 300
 LOWEST = np.finfo(np.float32).min
 jitted_threshold = jax.jit(nucleus_threshold)
-fast_draw = jax.jit(draw, static_argnums=2, compiler_options={"xla_backend_optimization_level": 1})
+FAST = {"xla_backend_optimization_level": 1}
+fast_draw = jax.jit(draw, static_argnums=2, compiler_options=FAST)
+fast_draw_by_numbers = jax.jit(draw, compiler_options=FAST)
 
 
 def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
@@ -45,10 +55,17 @@ def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
     ],
 )
 def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams) -> None:
+    """And one program that takes the settings as numbers draws the same tokens."""
     logits = np.random.default_rng(3).normal(scale=1.5, size=WORDS).astype(np.float32)
     expected = oracle(logits, sampling_params)
     uniform = jax.random.uniform(jax.random.PRNGKey(1), (DRAWS,))
-    token, _, sampler_logp = fast_draw(jnp.broadcast_to(logits, (DRAWS, WORDS)), uniform, sampling_params)
+    rows = jnp.broadcast_to(logits, (DRAWS, WORDS))
+    token, logp, sampler_logp = fast_draw(rows, uniform, sampling_params)
+    by_numbers = fast_draw_by_numbers(rows, uniform, SamplingNumbers.of(sampling_params))
+    same = np.asarray(by_numbers[0] == token)
+    assert same.mean() > 0.9999  # a sum may be rounded otherwise
+    for one, other in ((by_numbers[1], logp), (by_numbers[2], sampler_logp)):
+        np.testing.assert_allclose(np.asarray(one)[same], np.asarray(other)[same], atol=1e-5)
     counts = np.bincount(np.asarray(token), minlength=WORDS)
     assert counts[expected == 0].sum() == 0
     common = expected * DRAWS >= 5

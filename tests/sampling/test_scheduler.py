@@ -162,12 +162,22 @@ def test_fewer_programs_serve_it_where_nothing_is_resized() -> None:
     assert "keep" not in found
 
 
-def programs_of_a_run(*, resizes: bool) -> dict[str, int]:
+def test_one_program_of_each_kind_serves_it_where_sizes_follow_the_settings() -> None:
+    """Whatever the prompts, their number and their lengths; blocks of the cache count as on a CPU."""
+    found = programs_of_a_run(fixed=True)
+    assert {name: found[name] for name in ("prefill", "first", "decode")} == {"prefill": 1, "first": 1, "decode": 1}
+    config = RolloutConfig(max_prompt_length=100, max_new_tokens=50, slots=16)
+    one, many = Scheduler([3], [1], config, fixed=True), Scheduler([90] * 40, [2] * 40, config, fixed=True)
+    for scheduler in (one, many):
+        assert (len(scheduler.slots), scheduler.cache_length, scheduler.prefill_shape) == (16, 256, (8, 128))
+
+
+def programs_of_a_run(**how: bool) -> dict[str, int]:
     rng, config = np.random.default_rng(0), RolloutConfig(max_prompt_length=256, max_new_tokens=256, slots=32)
     programs: set[tuple[object, ...]] = set()
     for _ in range(30):
         prompts = rng.lognormal(4.6, 0.35, 8).astype(int).clip(20, 250).tolist()
-        scheduler = Scheduler(prompts, [8] * 8, config, resizes=resizes)
+        scheduler = Scheduler(prompts, [8] * 8, config, **how)
         programs |= programs_of(scheduler, np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
     return {str(name): sum(name == key[0] for key in programs) for name, *_ in programs}
 
