@@ -17,13 +17,14 @@ from rich.table import Table
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
+from covey.plan.memory import SAMPLING
 from covey.plan.resident import begin_again, highest
 from covey.run.base import Run
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
 
 STEPS = 2
-PHASES = {"rollout": ("prefill", "insert", "decode"), "logps": ("score",), "update": ("gradients", "apply")}
+PHASES = {"rollout": SAMPLING, "logps": ("score",), "update": ("gradients", "apply", "token values")}
 """Phase of a run → names of its programs."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.packing.bins import row_length_bucket
+from covey.plan.memory import SAMPLING
 
 MIN_SLOTS = 4
 
@@ -67,7 +68,7 @@ def _merged(kept: Sequence[str], setting: Sequence[str]) -> list[str]:
 def knobs(recipe: Recipe | SFTRecipe, worst: str) -> Iterator[list[list[str]]]:
     """Yield the settings of each knob, from the mildest value to the strongest; the knob of the worst program first."""
     rows, slots = _rows(recipe), _slots(recipe)
-    first, second = (slots, rows) if worst in ("prefill", "insert", "decode") else (rows, slots)
+    first, second = (slots, rows) if worst in SAMPLING else (rows, slots)
     yield from first
     yield from second
     rank, trained_whole = recipe.model.lora.rank, not recipe.model.adapter

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from covey.parallel.programs import Program
-from covey.parallel.reshard import flatten
+from covey.parallel.reshard import flatten, mesh_of
 from covey.plan.compiled import CompiledProgram
 
-SAMPLING = ("prefill", "insert", "decode")
-"""Names of the programs that run while the KV cache exists."""
+SAMPLING = ("prefill", "insert", "admit", "decode")
+"""Names of the programs that run while the KV cache exists; an accelerator has `admit` instead of `insert`."""
 FURTHER_PROGRAMS = "further programs"
 """Name of the memory of programs that a run compiles and a plan does not."""
 
@@ -45,31 +45,35 @@ class Residents:
         return replace(self, during=during)
 
 
-def residents_of(weights: Any, programs: Sequence[Program], reference: bool) -> Residents:
+def residents_of(weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None) -> Residents:
     """Return the arrays that a device holds.
 
     Args:
         weights: shapes of the state of the model that is trained, on its devices.
         programs: those of the run.
         reference: whether a frozen copy of the weights is held beside them.
+        rollout: shapes of the rollout's weights, on its devices. Where these are not those of `weights`, as in each of
+            several processes, they are a copy.
     """
     by_name = {program.name: program for program in programs}
     _, frozen, sums, batch, _ = by_name["gradients"].args
     always = {"weights": nbytes(weights), "optimizer": nbytes(by_name["apply"].args[1])}
     if reference:
         always["reference"] = nbytes(weights)
+    if rollout is not None and mesh_of(rollout) != mesh_of(weights):
+        always["weights of the rollout"] = nbytes(rollout)
     during = {
         "gradients": {"gradients": nbytes(sums), "rows": nbytes(batch), "rounded weights": _other(frozen, weights)},
         "apply": {"gradients": nbytes(sums)},
     }
-    for name in ("score", "loss"):
+    for name in ("score", "token values", "loss"):
         if name in by_name:
             rounded, rows = by_name[name].args
             during[name] = {"rows": nbytes(rows), "rounded weights": _other(rounded, weights)}
     if "decode" in by_name:
-        rollout, cache, *_ = by_name["decode"].args
+        rounded, cache, *_ = by_name["decode"].args
         prefix = nbytes(jax.eval_shape(by_name["prefill"].function, *by_name["prefill"].args), like=cache)
-        held = {"KV cache": nbytes(cache), "rounded weights": _other(rollout, weights)}
+        held = {"KV cache": nbytes(cache), "rounded weights": _other(rounded, weights)}
         during |= {name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING}
     return Residents(always, {name: {part: n for part, n in held.items() if n} for name, held in during.items()})
 

@@ -23,6 +23,7 @@ from covey.parallel.mesh import MESH_AXES
 from covey.parallel.programs import Program
 from covey.plan.batches import num_batch_sizes
 from covey.plan.compiled import CompiledProgram, compile_program
+from covey.plan.inventory import Entry, has_token_values, inventory
 from covey.plan.knobs import Turn, search
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Residents, nbytes, residents_of
@@ -61,6 +62,7 @@ class Plan:
             holds none of it.
         programs: the largest that the settings provide for, compiled.
         phases: work and seconds of a step.
+        inventory: every program that a run compiles on an accelerator.
         turns: settings that were tried because the run does not fit; the last fits, if any does.
         left_out: what is not counted.
     """
@@ -74,6 +76,7 @@ class Plan:
     process: int
     programs: Sequence[CompiledProgram]
     phases: Sequence[PhaseTime]
+    inventory: Sequence[Entry] = ()
     turns: Sequence[Turn] = ()
     left_out: Sequence[str] = ()
 
@@ -138,6 +141,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
         process,
         compiled,
         times,
+        inventory(recipe, made) if isinstance(recipe, Recipe) and isinstance(made, RLPrograms) else (),
         left_out=_left_out(recipe, compiled),
     )
     return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, place, tell))
@@ -162,7 +166,8 @@ def programs_of(recipe: Recipe | SFTRecipe, place: Mesh | jax.Device) -> RLProgr
 
 
 def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Residents:
-    return residents_of(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe))
+    rollout = made.rollout if isinstance(made, RLPrograms) else None
+    return residents_of(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe), rollout)
 
 
 def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[CompiledProgram]) -> int:
@@ -175,9 +180,14 @@ def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[Compile
 
 
 def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> list[Program]:
-    """Return the largest programs that a run calls: log-probs only where the algorithm needs them."""
-    scores = isinstance(recipe, Recipe) and (recipe.grpo.num_iterations > 1 or bool(algorithm_of(recipe.grpo).beta))
-    return [program for program in made.largest() if scores or program.name != "score"]
+    """Return the largest programs that a run calls: log-probs only where the algorithm needs them, and token values
+    only where they are asked for.
+    """
+    if isinstance(recipe, SFTRecipe):
+        return made.largest()
+    scores = recipe.grpo.num_iterations > 1 or bool(algorithm_of(recipe.grpo).beta)
+    called = {"score": scores, "token values": has_token_values(recipe)}
+    return [program for program in made.largest() if called.get(program.name, True)]
 
 
 def _compile(
@@ -228,7 +238,8 @@ def _phase_times(
     sizes = Sizes(residents.always["weights"] * count, moved * count, itemsize)
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
     compile_cost = 0.0 if target.platform == "cpu" else math.inf  # there every row has the default length
-    phases = step_phases(recipe, made.model.config, lengths, sizes, shards, compile_cost)
+    processes = made.num_processes if isinstance(made, RLPrograms) else 1
+    phases = step_phases(recipe, made.model.config, lengths, sizes, shards, compile_cost, processes)
     there = 1 if target.platform == "cpu" else count  # virtual devices share one processor
     flops = machine.flops[_compute_dtype(recipe, target)]
     rates = Rates(flops * there, machine.bandwidth * there, machine.link, there)
@@ -264,5 +275,6 @@ def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -
     unread = [text.format(program.name) for program in compiled if program.unread]
     if isinstance(recipe, SFTRecipe):
         return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
+    envs = ["programs that append an environment's responses"] if recipe.envs.environment or recipe.envs.tools else []
     critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
-    return unread + critic + (["the reward model"] if recipe.reward_model else [])
+    return unread + envs + critic + (["the reward model"] if recipe.reward_model else [])

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.plan.compiled import CompiledProgram
+from covey.plan.inventory import Entry
 from covey.plan.plan import Plan
 
 SCHEMA = 1
@@ -41,6 +42,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "fits": plan.fits,
         "programs": [_program(plan, program) for program in plan.programs],
+        "inventory": [
+            {"name": one.name, "shape": one.shape, "compile_seconds": _measured(plan, one)} for one in plan.inventory
+        ],
         "phases": [
             {
                 "name": time.phase.name, "flops": time.phase.flops, "bytes": time.phase.bytes,
@@ -58,6 +62,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tried": [{"settings": list(turn.settings), "peak": turn.peak, "fits": turn.fits} for turn in plan.turns],
         "left_out": list(plan.left_out),
     }  # fmt: skip
+
+
+def _measured(plan: Plan, entry: Entry) -> float | None:
+    """Return the seconds that a program of a run took to compile for this plan, which compiles the largest ones."""
+    name = "score" if entry.name == "score of the reference" else entry.name
+    return next((one.seconds for one in plan.programs if one.name == name), None)
 
 
 def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
@@ -91,6 +101,7 @@ def show(plan: Plan, console: Console) -> None:
     mesh = " × ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
     console.print(f"[bold]{plan.recipe}[/] on {plan.target.name} ({mesh})")
     _show_memory(found, console)
+    _show_inventory(found, console)
     _show_phases(found, console)
     _show_collectives(found, console)
     _show_assumptions(plan, console)
@@ -107,6 +118,16 @@ def _show_memory(found: dict[str, Any], console: Console) -> None:
         sizes = [_gb(one[key]) for key in ("temporary", "results", "peak")]
         programs.add_row(one["name"], *sizes, f"{one['compile_seconds']:.1f}")
     console.print(programs)
+
+
+def _show_inventory(found: dict[str, Any], console: Console) -> None:
+    entries = found["inventory"]
+    table = _table(f"programs of a run: {len(entries)}", "shape", "compiled in s")
+    for one in entries:
+        seconds = one["compile_seconds"]
+        table.add_row(one["name"], one["shape"] or "all weights", "" if seconds is None else f"{seconds:.1f}")
+    if entries:
+        console.print(table)
 
 
 def _show_phases(found: dict[str, Any], console: Console) -> None:

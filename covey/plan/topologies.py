@@ -19,6 +19,9 @@ from covey.plan.machines import Target
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
+HOSTS = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
+"""Chips of a host in slices that one host may have as a whole; libtpu would divide them into hosts of four."""
+
 H100 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
@@ -92,7 +95,9 @@ def _tpu_devices(target: Target) -> Sequence[Any]:
             fix=install_command("plan"),
         )
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices)
+        hosts = {"chips_per_host_bounds": HOSTS[target.name]} if target.name in HOSTS else {}
+        described = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **hosts)
+        return list(described.devices)
     except Exception as error:  # whatever libtpu raises, it does not know these devices
         reason = str(error).splitlines()[0][:200]
         raise CoveyError(

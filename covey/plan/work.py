@@ -95,6 +95,7 @@ def step_phases(
     sizes: Sizes,
     shards: int,
     compile_cost: float = 0.0,
+    processes: int = 1,
 ) -> list[Phase]:
     """Return the phases of a step.
 
@@ -104,7 +105,9 @@ def step_phases(
         lengths: expected ones.
         sizes: bytes of the run's arrays.
         shards: number of parts into which rows are divided.
-        compile_cost: cost of another row length than the default, in tokens; see `packing.bins.compile_cost`.
+        compile_cost: cost of another row length than the default, in tokens; see `packing.bins.compile_cost`. Where it
+            is infinite, shapes do not follow the lengths; see `parallel.programs.few_programs`.
+        processes: number of processes, each of which samples its share of the prompts with its own weights.
     """
     rank = recipe.model.lora.rank
     if isinstance(recipe, SFTRecipe):
@@ -116,7 +119,7 @@ def step_phases(
     forward = counting.forward(config, groups, rank)
     phases = []
     if isinstance(recipe, Recipe):
-        phases.append(_rollout(recipe, config, lengths, sizes))
+        phases.append(_rollout(recipe, config, lengths, sizes, math.isinf(compile_cost), processes))
         algorithm = algorithm_of(recipe.grpo)
         if passes := (recipe.grpo.num_iterations > 1) + bool(algorithm.beta):
             calls = {"score": Call(passes * batches, passes * batches * chunks)}
@@ -130,17 +133,17 @@ def step_phases(
     return [*phases, Phase("update", flops, moved, calls, updates * 4.5 * forward.attention)]
 
 
-def _rollout(recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes) -> Phase:
-    prompts, samples = recipe.training.prompts_per_step, recipe.grpo.num_generations
-    scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout)
-    slots, rank = len(scheduler.slots), recipe.model.lora.rank
+def _rollout(recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, few: bool, processes: int) -> Phase:
+    prompts, samples = math.ceil(recipe.training.prompts_per_step / processes), recipe.grpo.num_generations
+    scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout, fixed=few)
+    slots, rank = min(len(scheduler.slots), prompts * samples), recipe.model.lora.rank
     fed = [(lengths.prompt, max(lengths.completion - 1, 0))] * (prompts * samples)
     flops, read = counting.decoding(config, fed, slots, rank, sizes.cache_itemsize)
     prefills = math.ceil(prompts / scheduler.prefill_shape[0])
     turns = math.ceil(prompts * samples / slots) * max(lengths.completion - 1, 0)
     calls = {"prefill": Call(prefills), "decode": Call(math.ceil(turns / recipe.rollout.decode_chunk), turns)}
     flops += counting.prefill(config, [lengths.prompt] * prompts, rank)
-    return Phase("rollout", flops, read + prefills * sizes.weights, calls)
+    return Phase("rollout", processes * flops, processes * (read + prefills * sizes.weights), calls)
 
 
 def _groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
@@ -161,6 +164,6 @@ def _micro_batches(
         for group in groups
     ]
     length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
-    at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards)
+    at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, few=math.isinf(compile_cost))
     columns = chunk_columns(at_once // recipe.model.mesh.data, length)
     return math.ceil(len(rows) / at_once), math.ceil(max(row.num_scored for row in rows) / columns)

@@ -5,6 +5,7 @@ program is built where the run builds it (`RowScorer`, `train.programs`, `sampli
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import optax
@@ -17,16 +18,18 @@ from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
 from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
-from covey.packing.bins import most_rows, row_length_bucket
+from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.placement import place_abstract, rows_placement
-from covey.parallel.programs import Program
+from covey.parallel.programs import Program, few_programs
 from covey.parallel.sharding import num_row_shards
 from covey.rl.batch import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
-from covey.rl.inference import RowScorer, ValueScorer
+from covey.rl.inference import RowScorer, TokenValueScorer, ValueScorer
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.shown import longest_shown
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.device import Programs
+from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import Scheduler
 from covey.train.optimizers import make_optimizer
 from covey.train.programs import LossFn, UpdatePrograms
@@ -112,11 +115,15 @@ class RLPrograms:
         total_steps: optimizer updates of the whole run.
         stop_ids: tokens that end a completion.
         pause_id: token that ends a call of the tool; None without a tool.
+        waits: whether samples wait for an environment, so that the batch keeps its size.
         device: the device of a role that has no mesh.
         platform: the platform for which programs are built, if it is not that of the devices.
 
     Attributes:
         model: the actor in shapes, on its devices.
+        rollout: shapes of the rollout's weights, on its devices.
+        few: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
+        rounds: whether a rollout rounds weights to another type first.
     """
 
     def __init__(
@@ -128,10 +135,11 @@ class RLPrograms:
         total_steps: int,
         stop_ids: Sequence[int],
         pause_id: int | None = None,
+        waits: bool = False,
         device: jax.Device | None = None,
         platform: str | None = None,
     ):
-        self.config, self.grpo, self.pause_id = config, grpo, pause_id
+        self.config, self.grpo, self.pause_id, self.waits = config, grpo, pause_id, waits
 
         def placed(role: Role) -> Decoder:
             return place_abstract(actor, place_of(role, config, device), platform)
@@ -139,15 +147,24 @@ class RLPrograms:
         self.model = placed(Role.ACTOR)
         graph, self._actor = nnx.split(self.model)
         self._scorer = RowScorer(graph, config.rollout_config.temperature)
+        self._token_scorer = TokenValueScorer(graph, config.rollout_config.temperature)
         self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
-        rollout = placed(Role.ROLLOUT)
+        rollout, self.few = placed(Role.ROLLOUT), few_programs(self.model.platform)
+        self.rollout = nnx.state(rollout)
         graph, params = nnx.split(with_rounded_head(rollout))
         self._rollout = round_for_sampling(params, sampling_type(rollout))
-        self._sampler = Programs(graph, tuple(sorted(stop_ids)))
+        both = zip(jax.tree.leaves(params), jax.tree.leaves(self._rollout), strict=True)
+        self.rounds = any(old.dtype != new.dtype for old, new in both)
+        own = SamplingParams.from_config(config.rollout_config) if self.few else None
+        self._sampler = Programs(graph, tuple(sorted(stop_ids)), own)
 
     def score(self, count: int, length: int) -> Program:
         """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
         return self._scorer.program(self._actor, count, length)
+
+    def token_values(self, count: int, length: int) -> Program:
+        """Return the program of the log-probs and entropies of `count` rows of `length` tokens."""
+        return replace(self._token_scorer.program(self._actor, count, length), name="token values")
 
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
@@ -175,21 +192,43 @@ class RLPrograms:
     def scheduler(self) -> Scheduler:
         """Return the scheduler of a rollout whose prompts are as long as they may be."""
         config, samples = self.config, self.grpo.num_generations
-        prompts = stage_sizes(config.training_config, samples).rollout
-        divided = self._sampler.cache_layout(self._rollout).divided
+        share = -(-config.training_config.prompts_per_step // self.num_processes)
+        prompts = min(stage_sizes(config.training_config, samples).rollout, share)
+        resizes = self._sampler.cache_layout(self._rollout).divided and not self.waits
         lengths = [config.rollout_config.max_prompt_length] * prompts
-        return Scheduler(lengths, [samples] * prompts, config.rollout_config, resizes=divided)
+        return Scheduler(lengths, [samples] * prompts, config.rollout_config, resizes=resizes, fixed=self.few)
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that have devices of the actor; each samples its share of the prompts on its own."""
+        mesh = self.config.mesh(Role.ACTOR)
+        return len({device.process_index for device in mesh.devices.flat}) if mesh else 1
+
+    def row_sizes(self) -> list[tuple[int, int]]:
+        """Return the numbers of rows of a micro-batch and their length, the largest first: all of them where few
+        programs are wanted, else the largest.
+        """
+        training = self.config.training_config
+        length, tokens = row_length_bucket(training.row_length), training.max_tokens_per_micro_batch
+        shards = num_row_shards(self.config.mesh(Role.ACTOR))
+        sizes = micro_batch_sizes(length, tokens, shards) if self.few else [most_rows(length, tokens, shards)]
+        return [(size, length) for size in sizes]
+
+    def shown_size(self) -> tuple[int, int]:
+        """Return the most rows of a micro-batch of completions with token values, and their length."""
+        if self.few:
+            return self.row_sizes()[0]
+        config, training = self.config, self.config.training_config
+        rows = longest_shown(config.rollout_config, self.grpo.num_generations, training.row_length)
+        return config.rows_at_a_time(rows), rows.tokens.shape[1]
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the configs provide for."""
-        training = self.config.training_config
-        length = row_length_bucket(training.row_length)
-        shards = num_row_shards(self.config.mesh(Role.ACTOR))
-        rows = most_rows(length, training.max_tokens_per_micro_batch, shards), length
-        scheduler = self.scheduler()
+        rows, scheduler = self.row_sizes()[0], self.scheduler()
         slots = len(scheduler.slots), scheduler.longest_cache
         return [
             self.score(*rows),
+            self.token_values(*self.shown_size()),
             self.gradients(*rows),
             self.apply(),
             self.prefill(*scheduler.prefill_shape),

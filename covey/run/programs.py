@@ -48,6 +48,7 @@ def policy_programs(recipe: Recipe, place: Mesh | jax.Device, total_steps: int) 
         total_steps=total_steps,
         stop_ids=tokenizer.stop_ids,
         pause_id=None if tool is None else tool.markers.end,
+        waits=bool(recipe.envs.environment or recipe.envs.tools),
         device=device,
     )
 

@@ -12,18 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from covey.config import recipe
 from covey.models.config import ModelConfig
 from covey.parallel import make_mesh
+from covey.parallel.programs import abstract
 from covey.plan import here, peaks, plan, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.machines import MACHINES, parse_target
-from covey.plan.memory import Residents, nbytes
+from covey.plan.memory import Residents, nbytes, residents_of
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases
+from covey.rl.programs import RLPrograms
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
@@ -84,6 +87,33 @@ def test_a_device_holds_its_shard() -> None:
     assert nbytes(split) == 8 * 6
     assert nbytes([split, whole, 1.0]) == 8 * 6 + 2 * 8 * 6
     assert nbytes(whole, like=split) == 2 * 8 * 6 // 4
+
+
+def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
+    """As in each of several processes; on the mesh of the trained weights it shares them."""
+    made = plan.programs_of(load([], ["model.mesh.fsdp=2", "model.mesh.tp=2"]), make_mesh((2, 2)))
+    assert isinstance(made, RLPrograms)
+    weights, programs = nnx.state(made.model), made.largest()
+    assert "weights of the rollout" not in residents_of(weights, programs, False, made.rollout).always
+    own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
+    held = residents_of(weights, programs, False, abstract(made.rollout, own)).always
+    assert held["weights of the rollout"] == nbytes(abstract(weights, own)) > held["weights"]
+
+
+def test_token_values_are_planned_where_a_run_computes_them() -> None:
+    every = lambda n: load([f"training.token_values_every_n_steps={n}"])  # noqa: E731
+    made = plan.programs_of(every(1), jax.devices()[0])
+    names = {n: [one.name for one in plan._programs_run(every(n), made)] for n in (0, 1, 10**6)}
+    assert ["token values" in names[n] for n in (0, 1, 10**6)] == [False, True, False]
+    assert made.largest()[1].args[1].tokens.shape == (1, 64)
+
+
+def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
+    sizes = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4)
+    one, two = (step_phases(load([]), SHAPE, Lengths(16, 8), sizes, 1, 0.0, count)[0] for count in (1, 2))
+    assert two.flops == one.flops
+    assert two.calls["decode"].turns == one.calls["decode"].turns / 2
+    assert two.bytes - one.bytes == 1000  # of a prefill in each
 
 
 def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:

@@ -32,7 +32,7 @@ SHAPE = ModelConfig(
 GRPO = GRPOConfig(num_generations=4, num_iterations=2, beta=0.04)
 TRAINING = RLTrainingConfig(prompts_per_step=2, max_steps=2, row_length=64, max_tokens_per_micro_batch=128)
 ROLLOUT = RolloutConfig(max_prompt_length=24, max_new_tokens=12, slots=8, decode_chunk=4)
-NAMES = ["score", "gradients", "apply", "prefill", "insert", "decode"]
+NAMES = ["score", "token values", "gradients", "apply", "prefill", "insert", "decode"]
 PLACES = pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mesh"])
 
 
@@ -68,7 +68,8 @@ def test_all_programs_are_compiled_without_an_array(mesh: tuple[int, ...] | None
 
 
 def test_sizes_come_from_the_configs() -> None:
-    score, gradients, _, prefill, insert, decode = programs(policy()).largest()
+    score, token_values, gradients, _, prefill, insert, decode = programs(policy()).largest()
+    assert token_values.args[1].tokens.shape == (2, 64)
     assert score.args[1].tokens.shape == (2, 64)
     assert gradients.args[3].inputs.ref_logps.shape == gradients.args[3].inputs.old_logps.shape == (2, 64)
     assert prefill.args[1].shape == (2, 32)
