@@ -20,10 +20,12 @@ from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+SHORT = ("data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}", "rollout.max_prompt_length=32")
+LONG = ("rollout.max_prompt_length=400",)
+"""Prompts of 330 tokens, behind which no completion of these tests ends by chance."""
 SETTINGS = [
     "rewards=judges:length",
     "rollout.max_new_tokens=6",
-    "rollout.max_prompt_length=400",
     "rollout.slots=8",
     "training.max_steps=2",
     "training.prompts_per_step=2",
@@ -34,7 +36,6 @@ SETTINGS = [
     "evaluation.accuracy=",
     "evaluation.format=",
 ]
-JSONL = ("data.task=jsonl", "data.path=data.jsonl")
 JUDGES = """
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def trained(out: Path, *more: str, model: Path = TINY) -> list[dict[str, Any]]:
+def trained(out: Path, *more: str, model: Path = TINY, data: tuple[str, ...] = SHORT) -> list[dict[str, Any]]:
     """The metrics of a run."""
-    run.train(recipe.load("quickstart", [f"model.source={model}", *SETTINGS, *more]), out)
+    run.train(recipe.load("quickstart", [f"model.source={model}", *data, *SETTINGS, *more]), out)
     return rows(out / "metrics.jsonl")
 
 
@@ -119,7 +120,7 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
 @slow
 def test_one_new_token_is_told_as_that(place: Path, capsys: Any) -> None:
     """Nothing can be right in it, so all is scored 0."""
-    trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", "training.max_steps=5")
+    trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", "training.max_steps=5", data=LONG)
     told = " ".join(capsys.readouterr().out.split())
     assert "completions were cut off at 1 token: 100 %" in told
     assert "raise rollout.max_new_tokens" in told
@@ -131,9 +132,8 @@ def test_a_learning_rate_that_ruins_the_model_is_told_as_that(place: Path, capsy
     """It writes varied text until the first updates, and then a few tokens over and over."""
     optimizer = ("learning_rate=1", "warmup_ratio=0", "schedule=constant")
     wild = [f"training.actor_optimizer.{setting}" for setting in optimizer]
-    trained(
-        place / "run", "rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3", *wild
-    )
+    more = ("rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3")
+    trained(place / "run", *more, *wild, data=LONG)
     told = " ".join(capsys.readouterr().out.split())
     assert "diagnosis: The learning rate is too high. Seen: the mean reward fell 0." in told
     assert "at a learning rate of 1" in told
@@ -176,7 +176,7 @@ def test_completions_of_nothing_but_a_stop_token(place: Path) -> None:
 @pytest.mark.parametrize("masked", ["false", "true"])
 def test_completions_that_all_ran_out_of_tokens(place: Path, masked: str) -> None:
     """Left out of the loss, all of them leave a loss of exactly 0, and no 0/0."""
-    metrics = trained(place / "run", "rollout.max_new_tokens=1", f"grpo.mask_truncated={masked}")
+    metrics = trained(place / "run", "rollout.max_new_tokens=1", f"grpo.mask_truncated={masked}", data=LONG)
     assert all(row["completions/clipped_ratio"] == 1 for row in metrics)
     assert all(np.isfinite([row["loss"], row["grad_norm"]]).all() for row in metrics)
     assert all((row["grad_norm"] == 0) == (masked == "true") for row in metrics)
@@ -187,7 +187,7 @@ def test_a_set_smaller_than_a_batch_is_repeated_in_it(place: Path) -> None:
     """Three rows, four a step: epochs end inside of each."""
     (place / "data.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(4)))
     more = ("training.prompts_per_step=4", "training.max_steps=3")
-    metrics = trained(place / "run", *JSONL, *more)
+    metrics = trained(place / "run", "data.path=data.jsonl", *more)
     asked = [row["prompt"] for row in rows(place / "run" / "samples.jsonl") if row["sample"] == 0]
     assert len(metrics) == 3
     assert len(asked) == 3 * 4
@@ -236,7 +236,7 @@ def test_a_run_counts_what_it_dropped_and_cut(place: Path, policy: str, counts: 
     prompts[3] = prompts[29] = "very " * 100 + "last?"  # the second is held out
     (place / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     more = ("rollout.max_prompt_length=60", "training.max_steps=1")
-    trained(place / "run", *JSONL, *more, f"training.too_long={policy}")
+    trained(place / "run", "data.path=data.jsonl", *more, f"training.too_long={policy}")
     data = json.loads((place / "run" / "summary.json").read_text())["data"]
     assert (data["dropped"], data["truncated"]) == counts
     assert data["prompts"] == 27 - (policy == "drop")
