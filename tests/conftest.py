@@ -136,7 +136,7 @@ def shared_programs() -> Iterator[None]:
 
 
 # The first example of a test may compile, so no deadline. CI draws the same examples each time.
-hypothesis.settings.register_profile("covey", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile("covey", max_examples=50, deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("covey")
 
 GOLDEN = Path(__file__).parent / "parity" / "golden"

@@ -1,7 +1,7 @@
 """Inputs that nobody meant, thrown at everything that reads: it takes them, or refuses them with an error of ours. No
 other exception, and no input that takes seconds.
 
-COVEY_FUZZ=20000 throws so many at each of the eight readers, and as many at all rewards together; 200 without it.
+COVEY_FUZZ=20000 throws so many at each of the eight readers, and as many at all rewards together; 100 without it.
 """
 
 import io
@@ -38,7 +38,7 @@ from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-COUNT = int(os.environ.get("COVEY_FUZZ", "200"))
+COUNT = int(os.environ.get("COVEY_FUZZ", "100"))
 fuzzed = partial(
     settings,
     max_examples=COUNT,

@@ -255,8 +255,11 @@ def test_the_oracle_knows_every_name() -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 def test_every_combination(ratio: str, surrogate: str, dtype: type) -> None:
-    """Ratio × surrogate × aggregate × KL, in the loss and out of it, on the adversarial batch."""
-    for number, (aggregate, kl) in enumerate(product(AGGREGATES, (*KLS, "none"))):
+    """Ratio × surrogate × aggregate × KL, in the loss and out of it, on the adversarial batch. Every third pair of
+    aggregate and KL has each of both: enough in float32, where only the rounding differs.
+    """
+    pairs = list(enumerate(product(AGGREGATES, (*KLS, "none"))))
+    for number, (aggregate, kl) in pairs[:: 1 if dtype is np.float64 else 3]:
         x = replace(BASE, ratio=ratio, surrogate=surrogate, aggregate=aggregate, kl=kl.replace("none", "k3"))
         samples = batch(x, number)
         assert_agree(Oracle(x, samples, beta=0.3, ref=kl != "none"), some_rows(len(samples), number), dtype)

@@ -426,11 +426,11 @@ def test_a_resumed_run_continues_its_history() -> None:
 @pytest.mark.slow
 def test_judging_a_long_run_takes_a_time_proportional_to_its_length() -> None:
     live, judged = LiveDiagnosis("rl", SETTINGS), 0
-    for row in rows_of(history(2000)):
+    for row in rows_of(history(600)):
         before = live._next
         live.step(row)
         judged += live._next != before
-    assert judged < 50 + math.log(2000 / 50) / math.log(1.02) + 1
+    assert judged < 50 + math.log(600 / 50) / math.log(1.02) + 1
 
 
 # --- the table

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats  # comes with jax
 
@@ -79,6 +79,7 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
 
 
 @pytest.mark.slow
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
     st.floats(0.1, 3.0),
