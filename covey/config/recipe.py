@@ -257,7 +257,7 @@ def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
         yield from _rl_contradictions(recipe)
     elif recipe.data.task == "first-letter":
         what = "data.task first-letter has no worked answers to learn from"
-        yield Problem("data.task", what, "jsonl, arithmetic, sums, guess or gsm8k")
+        yield Problem("data.task", what, "jsonl, arithmetic, sums, guess, wordle or gsm8k")
     if not re.fullmatch(r"\w[\w.-]*", recipe.name):
         yield Problem("name", f"name is {recipe.name!r}", "letters, digits, '-', '_' and '.': it names a folder")
     if recipe.data.task in DATA_PATHS and not recipe.data.path:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data import arithmetic, first_letter, gsm8k, guess, long_sums, readers, sums
+from covey.data import arithmetic, first_letter, gsm8k, guess, long_sums, readers, sums, wordle
 from covey.data.examples import as_example
 from covey.data.forms import FORMS, PAIR, Form, find_chat_form, find_form, format_counts
 from covey.data.rows import Row, as_chat_row, as_prompt
@@ -201,6 +201,7 @@ TASKS: dict[str, Task] = {
         long_sums.SYSTEM,
     ),
     "guess": Task(lambda config: guess.make_rows(config.seed), lambda config: guess.make_games(config.seed)),
+    "wordle": Task(lambda config: wordle.make_rows(config.seed), lambda config: wordle.make_games(config.seed)),
     "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
     "jsonl": Task(_jsonl, _jsonl_examples),
 }

@@ -12,6 +12,7 @@ from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
 from covey.envs.python_tool import python
+from covey.envs.wordle import Wordle
 from covey.errors import RecipeError, nearest
 from covey.rewards.registry import import_user_module
 
@@ -69,7 +70,7 @@ def _resolve(name: str, known: Mapping[str, Any], kind: str, member: str, where:
     return found
 
 
-ENVIRONMENTS: dict[str, Factory] = {"guess": Guess}
+ENVIRONMENTS: dict[str, Factory] = {"guess": Guess, "wordle": Wordle}
 
 ADAPTERS = {"openenv": "covey.envs.openenv", "trl": "covey.envs.trl", "verifiers": "covey.envs.verifiers"}
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` finds the environment. It is

@@ -88,5 +88,6 @@ SCRATCH_MODELS: dict[str, ScratchSpec] = {
         rope_theta=100.0,
         words=tuple(map(str, range(10, 100))),
     ),
+    "wordle-tiny": ScratchSpec("abcdefgh+~-?", hidden_size=128, num_layers=2, head_dim=16, rope_theta=100.0),
 }
 """Name → description of the model."""

@@ -9,7 +9,7 @@ from covey.config.base import Config, Fraction, NonNegativeInt, Problem
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
 
-TaskName = Literal["first-letter", "arithmetic", "sums", "long-sums", "guess", "gsm8k", "jsonl", "python"]
+TaskName = Literal["first-letter", "arithmetic", "sums", "long-sums", "guess", "wordle", "gsm8k", "jsonl", "python"]
 
 FROM_PYTHON: Final = "python"
 """Value of `data.task` of a run whose data a script gave."""
@@ -25,9 +25,9 @@ class DataConfig(Config, section="data"):
     """Source of the prompts."""
 
     task: TaskName = "first-letter"
-    """first-letter, arithmetic, sums, long-sums and guess are made on the fly; gsm8k and jsonl are read from `path`.
-    guess is for the environment of that name, long-sums for the tool calculator. A run that a script made with
-    `train(..., out=)` has python: only the script has its data.
+    """first-letter, arithmetic, sums, long-sums, guess and wordle are made on the fly; gsm8k and jsonl are read from
+    `path`. guess and wordle are for the environments of these names, long-sums for the tool calculator. A run that a
+    script made with `train(..., out=)` has python: only the script has its data.
     """
     path: str | None = None
     """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
@@ -58,7 +58,7 @@ class SFTDataConfig(DataConfig):
 
     task: TaskName = "jsonl"
     """jsonl: rows with answers, read from `path`, in the forms that covey sft --help lists. arithmetic, sums, long-sums
-    and gsm8k bring worked answers, guess whole games; first-letter has none. A run that a script made with
+    and gsm8k bring worked answers, guess and wordle whole games; first-letter has none. A run that a script made with
     `train(..., out=)` has python.
     """
     completion_column: str = "completion"

@@ -13,9 +13,9 @@ class EnvsConfig(Config, section="envs"):
     """Environment in which the model acts in turns, or tools that it may call."""
 
     environment: str | None = None
-    """A built-in environment (guess), your own (module:Class), one of the library verifiers (verifiers:MODULE), one
-    in the shape of TRL's environment_factory (trl:module:Class), or one of an OpenEnv server (openenv:URL). Not set:
-    every sample is one turn, unless there are tools.
+    """A built-in environment (guess, wordle), your own (module:Class), one of the library verifiers
+    (verifiers:MODULE), one in the shape of TRL's environment_factory (trl:module:Class), or one of an OpenEnv server
+    (openenv:URL). Not set: every sample is one turn, unless there are tools.
     """
     tools: tuple[str, ...] = ()
     """Functions that the model may call: built-in ones (calculator, python), and your own: module:function. Their
