@@ -7,11 +7,12 @@ the prompt, or the response to a turn, and the coroutine waits for the model's n
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from covey.envs.protocol import Step
 from covey.errors import EpisodeError
+from covey.rewards.call import excerpt
 from covey.types import Message
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
@@ -81,3 +82,21 @@ class Dialogue:
         self._reply = asyncio.get_running_loop().create_future()
         self._questions.put_nowait(messages)
         return await self._reply
+
+
+def plain_messages(prompt: Any) -> list[Message]:
+    """Return the messages of a prompt of verifiers as chat messages.
+
+    >>> plain_messages("Guess.")
+    [{'role': 'user', 'content': 'Guess.'}]
+
+    Raises:
+        EpisodeError: a message has something else than text.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    dicts = [m if isinstance(m, Mapping) else {"role": m.role, "content": m.content} for m in prompt]
+    for message in dicts:
+        if not isinstance(message.get("content"), str):
+            raise EpisodeError(f"has a message with {excerpt(message.get('content'))}", want="text")
+    return [{"role": message["role"], "content": message["content"]} for message in dicts]

@@ -1,4 +1,5 @@
-"""Environments of the library verifiers, in the shape of version 0.4: `verifiers:NAME`.
+"""Environments of the library verifiers, in the shape of version 0.4: `verifiers:NAME`. With version 0.2 installed,
+`verifiers_02` plays the environments of that.
 
 NAME is the module of a taskset, with an environment of its own or without. The row's column `task` is the number of the
 task. verifiers runs whole episodes and sends each question to the model over a loopback server; here that reaches the
@@ -13,32 +14,45 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs.dialogue import Ask, Dialogue
+from covey.envs import verifiers_02
+from covey.envs.dialogue import Ask, Dialogue, plain_messages
 from covey.envs.protocol import Factory
 from covey.errors import EpisodeError, RecipeError
 from covey.extras import install_command
 from covey.rewards.call import excerpt
-from covey.types import Message
 
 HARNESS = "covey_harness"
 """Name under which verifiers finds the harness: it looks for a module."""
-MAX_TASKS = 1_000_000
-"""Largest number of tasks that are read from a taskset, which may not end."""
 WHERE = "envs.environment"
 
 
 def factory(name: str, config: EnvsConfig) -> Factory:
-    """Return the factory of the environment `name`, with its tasks read.
+    """Return the factory of the environment `name`, with its tasks read, in the shape of the installed version.
 
     Raises:
         RecipeError: verifiers is missing or has another shape, or there is no such environment.
     """
-    library = Library(name, config.max_turns)
-    return library.begin
+    shape = verifiers_02 if _installed_version().startswith("0.2.") else sys.modules[__name__]
+    library: Library | verifiers_02.Library = shape.Library(name, config.max_turns)
+    return lambda row: _begin(row, library)
+
+
+def _begin(row: Mapping[str, Any], library: "Library | verifiers_02.Library") -> Dialogue:
+    """Return the episode of a row, by its column `task`.
+
+    Raises:
+        EpisodeError: the row names no task.
+    """
+    number = row.get("task")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(library.tasks):
+        want = f"a number below {len(library.tasks)} in the column task"
+        raise EpisodeError(f"has no task {excerpt(number)}", want=want)
+    return Dialogue(lambda ask: library.play(library.tasks[number], ask))
 
 
 class Library:
@@ -53,23 +67,11 @@ class Library:
         self._vf, self.name = _import_verifiers(), name
         _register_harness(self._vf)
         self._env = self._load(max_turns)
-        self.tasks = list(itertools.islice(self._env.taskset, MAX_TASKS))
+        self.tasks = list(itertools.islice(self._env.taskset, verifiers_02.MAX_TASKS))
         self._dialogues: dict[str, Ask] = {}
         self._served: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._numbers = itertools.count()
-
-    def begin(self, row: Mapping[str, Any]) -> Dialogue:
-        """Return the episode of a row, by its column `task`.
-
-        Raises:
-            EpisodeError: the row names no task.
-        """
-        number = row.get("task")
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.tasks):
-            want = f"a number below {len(self.tasks)} in the column task"
-            raise EpisodeError(f"has no task {excerpt(number)}", want=want)
-        return Dialogue(lambda ask: self.play(self.tasks[number], ask))
 
     async def play(self, task: Any, ask: Ask) -> float:
         """Play an episode of a task; return its reward.
@@ -136,16 +138,34 @@ class Library:
             server.resolve_client = usual
 
 
+def _installed_version() -> str:
+    """Return the version of verifiers that is installed.
+
+    Raises:
+        RecipeError: it is missing, or its environments have another shape than those of 0.2 and 0.4.
+    """
+    try:
+        found = version("verifiers")
+    except PackageNotFoundError as error:
+        what = "environments of verifiers need that library"
+        raise RecipeError(what, fix=install_command("verifiers"), where=WHERE) from error
+    if not found.startswith(("0.2.", "0.4.")):
+        what = f"verifiers {found} is installed"
+        want = "version 0.4, or 0.2 for environments with load_environment"
+        raise RecipeError(what, want=want, fix=install_command("verifiers"), where=WHERE)
+    return found
+
+
 def _import_verifiers() -> Any:
     """Import verifiers, which takes some seconds.
 
     Raises:
-        RecipeError: it is missing, or has another shape.
+        RecipeError: a package that it needs is missing.
     """
     try:
         import verifiers.v1
     except ImportError as error:
-        what = f"environments of verifiers need its version 0.4: {error}"
+        what = f"verifiers cannot be imported: {error}"
         raise RecipeError(what, fix=install_command("verifiers"), where=WHERE) from error
     return verifiers.v1
 
@@ -205,21 +225,3 @@ def _sampler_client(vf: Any, dialogues: Mapping[str, Ask]) -> Any:
             return response
 
     return SamplerClient()
-
-
-def plain_messages(prompt: Any) -> list[Message]:
-    """Return the messages of a prompt of verifiers as chat messages.
-
-    >>> plain_messages("Guess.")
-    [{'role': 'user', 'content': 'Guess.'}]
-
-    Raises:
-        EpisodeError: a message has something else than text.
-    """
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    dicts = [m if isinstance(m, Mapping) else {"role": m.role, "content": m.content} for m in prompt]
-    for message in dicts:
-        if not isinstance(message.get("content"), str):
-            raise EpisodeError(f"has a message with {excerpt(message.get('content'))}", want="text")
-    return [{"role": message["role"], "content": message["content"]} for message in dicts]

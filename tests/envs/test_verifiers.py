@@ -1,83 +1,123 @@
-"""An environment of verifiers 0.4, really run: its turns, its reward, and what is refused."""
+"""Environments of verifiers 0.4 and 0.2, really run where they are installed: turns, rewards, and what is refused."""
 
 import asyncio
-import sys
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
-from covey.envs.verifiers import factory
+from covey.envs import EnvironmentRunner, verifiers
 from covey.errors import EpisodeError, RecipeError
 
-TASKSET = """
-import verifiers.v1 as vf
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+THEIRS, OURS = re.findall(r'^```python title="(?:verifiers|Covey)"\n(.*?)^```', PAGE.read_text("utf-8"), re.M | re.S)
+"""The game of the page, as for verifiers 0.4 and without that library."""
+
+OLD = """
+import verifiers as vf
+from datasets import Dataset
 
 
-class Data(vf.TaskData):
-    answer: int = 0
+class Guess(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        if messages[-1].content == state["answer"]:
+            state["final_env_response"] = [{"role": "user", "content": "Right."}]
+        return [{"role": "user", "content": "No."}]
 
 
-class Guess(vf.Task[Data]):
-    @vf.reward
-    async def right(self, trace):
-        return 0.5 * (trace.last_reply == str(self.data.answer))
+async def right(completion, answer, **kwargs):
+    return 0.5 * any(message["content"] == answer for message in completion)
 
 
-class GuessTaskset(vf.Taskset[Guess, vf.TasksetConfig]):
-    def load(self):
-        for answer in range(9):
-            yield Guess(Data(prompt="Guess.", answer=answer), self.config.task)
-
-
-class EnvConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig()
-
-
-class GuessEnv(vf.Env[EnvConfig]):
-    async def run(self, task, agents):
-        async with agents.player.interaction(task) as chat:
-            seg = await chat.turn()
-            while not seg.terminated and seg.last_reply != str(task.data.answer):
-                seg = await chat.turn("No.")
-
-
-__all__ = ["GuessTaskset", "GuessEnv"]
+def load_environment():
+    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": str(answer)} for answer in range(9)]
+    return Guess(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=5)
 """
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(RecipeError, match=r"need its version 0.4(.|\n)*\[verifiers\]"):
-        factory("guess", EnvsConfig(environment="guess"))
+def needs(wanted: str) -> pytest.MarkDecorator:
+    """Skip a test where verifiers is not installed in a version that begins so."""
+    try:
+        found = version("verifiers")
+    except PackageNotFoundError:
+        found = "no version"
+    return pytest.mark.skipif(not found.startswith(wanted), reason=f"needs verifiers {wanted}*, has {found}")
 
 
-def test_a_game_is_played_by_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("verifiers.v1")
-    (tmp_path / "vf_guess.py").write_text(TASKSET)
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
 
-    async def play(task: Any, *replies: str) -> list[Any]:
-        environment = await runner.make({"prompt": "", "task": task})
-        shown = [await environment.reset()]  # type: ignore[misc]
-        shown += [await environment.step(reply) for reply in replies]  # type: ignore[misc]
-        await environment.close()  # type: ignore[attr-defined]
-        return shown
 
-    with EnvironmentRunner(config=EnvsConfig(environment="verifiers:vf_guess", max_turns=3)) as runner:
-        prompt, no, right = runner.submit(play(4, "7", "4")).result(60)
+async def play(runner: EnvironmentRunner, row: dict[str, Any], *replies: str) -> list[Any]:
+    environment: Any = await runner.make(row)
+    shown = [await runner.call("reset", environment.reset)]
+    shown += [await runner.call("step", environment.step, reply) for reply in replies]
+    if hasattr(environment, "close"):
+        await environment.close()
+    return shown
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(verifiers, "version", missing)
+    with pytest.raises(RecipeError, match=r"need that library(.|\n)*\[verifiers\]"):
+        verifiers.factory("guess", EnvsConfig(environment="guess"))
+
+
+def test_another_version_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "version", lambda name: "0.3.1")
+    with pytest.raises(RecipeError, match=r"verifiers 0\.3\.1 is installed(.|\n)*version 0\.4, or 0\.2"):
+        verifiers.factory("guess", EnvsConfig(environment="guess"))
+
+
+@needs("0.4.")
+def test_the_game_of_the_page_is_the_same_with_verifiers_and_without(here: Path) -> None:
+    (here / "vf_page.py").write_text(THEIRS)
+    ours: dict[str, Any] = {}
+    exec(OURS, ours)
+    config = EnvsConfig(environment="verifiers:vf_page", max_turns=3)
+    with EnvironmentRunner(config=config) as theirs, EnvironmentRunner(ours["Guess"]) as without:
+        for number, replies in ((4, ["7", "5"]), (0, ["1"]), (8, ["1", "2"])):
+            found = theirs.submit(play(theirs, {"prompt": "", "task": number}, *replies)).result(60)
+            prompt, *steps = without.submit(play(without, ours["rows"][number], *replies)).result(60)
+            assert found[0] == prompt
+            for one, other in zip(found[1:], steps, strict=True):
+                assert (one.reward, one.done) == (other.reward, other.done)
+                assert one.done or one.messages == [{"role": "user", "content": other.messages}]
+        assert theirs.submit(play(theirs, {"prompt": "", "task": 4}, "1", "2", "3")).result(60)[-1].done  # max_turns
+
+        async def together() -> Any:
+            rows = [{"prompt": "", "task": number} for number in (1, 2)]
+            return await asyncio.gather(play(theirs, rows[0], "2"), play(theirs, rows[1], "2", "3"))
+
+        assert [episode[-1].reward for episode in theirs.submit(together()).result(60)] == [1.0, 1.0]
+        with pytest.raises(EpisodeError, match="has no task 16"):
+            theirs.submit(play(theirs, {"prompt": "", "task": 16})).result(60)
+    with pytest.raises(RecipeError, match="cannot load 'no_such_taskset'"):
+        verifiers.factory("no_such_taskset", EnvsConfig(environment="guess"))
+
+
+@needs("0.2.")
+def test_a_game_in_the_shape_of_0_2_is_played(here: Path) -> None:
+    (here / "vf_old.py").write_text(OLD)
+    tools = OLD.replace("max_turns=5)", "max_turns=5, tool_defs=[vf.Tool(name='t', description='', parameters={})])")
+    (here / "vf_old_tools.py").write_text(tools)
+    with EnvironmentRunner(config=EnvsConfig(environment="verifiers:vf_old", max_turns=3)) as runner:
+        prompt, no, right = runner.submit(play(runner, {"prompt": "", "task": 4}, "7", "4")).result(60)
         assert prompt == [{"role": "user", "content": "Guess."}]
         assert (no.messages, no.done) == ([{"role": "user", "content": "No."}], False)
         assert (right.reward, right.done) == (0.5, True)
-        assert runner.submit(play(4, "1", "2", "3")).result(60)[-1].done  # the limit of turns
-
-        async def together() -> Any:
-            return await asyncio.gather(play(1, "1"), play(2, "1", "2"))
-
-        assert [episode[-1].reward for episode in runner.submit(together()).result(60)] == [0.5, 0.5]
+        last = runner.submit(play(runner, {"prompt": "", "task": 4}, "1", "2", "3")).result(60)[-1]
+        assert (last.reward, last.done) == (0.0, True)  # the limit of turns
         with pytest.raises(EpisodeError, match="has no task 9"):
-            runner.submit(play(9)).result(60)
-    with pytest.raises(RecipeError, match="cannot load 'no_such_taskset'"):
-        factory("no_such_taskset", EnvsConfig(environment="guess"))
+            runner.submit(play(runner, {"prompt": "", "task": 9})).result(60)
+    for name, what in (("no_such_module", "cannot load 'no_such_module'"), ("vf_old_tools", "has tools")):
+        with pytest.raises(RecipeError, match=what):
+            verifiers.factory(name, EnvsConfig(environment="guess"))
