@@ -113,7 +113,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: as for `call`.
         """
-        arguments = (self.tools,) if isinstance(self._factory, TrlFactory) else ()
+        arguments = (self.tools, self.config.max_turns) if isinstance(self._factory, TrlFactory) else ()
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
         return environment
 

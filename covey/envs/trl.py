@@ -39,7 +39,7 @@ def factory(name: str, config: EnvsConfig) -> "TrlFactory":
     make = getattr(module, attribute, None)
     if not callable(make):
         raise RecipeError(f"{module_name} has no class or function {attribute!r}", want="trl:module:Class", where=WHERE)
-    return TrlFactory(make, config.max_turns)
+    return TrlFactory(make)
 
 
 class TrlFactory:
@@ -47,7 +47,6 @@ class TrlFactory:
 
     Args:
         make: class, or function, without arguments.
-        max_turns: number of turns after which an episode ends.
 
     Attributes:
         tools: the methods that are tools, in alphabetical order; those of an object that plays no episode.
@@ -57,14 +56,14 @@ class TrlFactory:
         RecipeError: there is no tool, or no `reset`.
     """
 
-    def __init__(self, make: Callable[[], Any], max_turns: int):
+    def __init__(self, make: Callable[[], Any]):
         name = getattr(make, "__name__", type(make).__name__)
         try:
             sample = make()
         except Exception as error:
             what = f"{name} cannot be made without arguments: {type(error).__name__}: {error}"
             raise RecipeError(what, want="a class whose reset takes the row", where=WHERE) from error
-        self._make, self._max_turns, self.__name__ = make, max_turns, name
+        self._make, self.__name__ = make, name
         self.tools = tools_of(sample)
         self.scores = callable(getattr(sample, "get_reward", None))
         if not callable(getattr(sample, "reset", None)):
@@ -72,8 +71,8 @@ class TrlFactory:
         if not self.tools:
             raise RecipeError(f"{name} has no tool", want="public methods that the model calls", where=WHERE)
 
-    def __call__(self, row: Mapping[str, Any], tools: Toolset) -> "TrlEnvironment":
-        return TrlEnvironment(self._make(), row, tools, self._max_turns)
+    def __call__(self, row: Mapping[str, Any], tools: Toolset, max_turns: int) -> "TrlEnvironment":
+        return TrlEnvironment(self._make(), row, tools, max_turns)
 
 
 class TrlEnvironment:

@@ -5,6 +5,7 @@ What is executed here is so as it stands, but for models and numbers, which are 
 
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ LISTED_COMMANDS = {
     r"covey sft --resume .*": "tests/run/test_sft_run.py resumes supervised runs",
     r"covey eval (RUN|hf:|runs/sft).*": DOWNLOADS,
     r"covey train tools-smollm2\b.*": DOWNLOADS,
-    r"covey rollout guess-tiny .*|covey sft sft-guess && .*": "tests/envs plays the game of these recipes",
+    r"covey rollout guess-tiny .*|covey sft sft-(guess|wordle) && .*": "tests/envs plays the games of these recipes",
     r"covey launch .*": "tests/launch starts processes and writes job files",
     r"covey plan .*": "tests/plan and tests/aot execute plans",
     r"covey chat .*": "waits for lines of a user; tests/run/test_run.py talks to a run",
@@ -78,7 +79,11 @@ LISTED_BLOCKS = {
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
     ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
+    ("docs/environments.md", "import reasoning_gym"): BY_HAND,
+    ("docs/environments.md", "import textarena"): BY_HAND,
+    ("docs/environments.md", "import verifiers"): "tests/envs/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): BY_HAND,
+    ("docs/from-trl.md", "environment_factory=IncrementEnv"): PEER,
     ("docs/from-trl.md", "from trl import"): BY_HAND,
     ("docs/from-tunix.md", "from tunix."): BY_HAND,
     ("docs/from-verl.md", "verl.trainer.main_ppo"): PEER,
@@ -206,7 +211,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small(code: str) -> str:
     """Return a script with a tiny model and small numbers in place of its own."""
-    code = re.sub(r'"(smollm2-135m|scratch:arithmetic-tiny)"', repr(str(TINY)), code)
+    code = re.sub(r'"(smollm2-135m|scratch:arithmetic-tiny)"', repr(str(TINY)), code).replace('"hf:', '"./')
     code = re.sub(r"prompts_per_step=\d+,?\s*", "", code).replace(
         "RLTrainingConfig(", "RLTrainingConfig(prompts_per_step=2, "
     )
@@ -228,6 +233,10 @@ TRAINS = re.compile(r"\.train\(")
 )
 def test_python_runs(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And prints what a comment beside its `print` says."""
+    for name in re.findall(r'"hf:([^"]+)"', block.code):  # a name in place of a download, with room for a list of tools
+        shutil.copytree(TINY, folder / name)
+        config = (TINY / "config.json").read_text().replace('embeddings": 512', 'embeddings": 4096')
+        (folder / name / "config.json").write_text(config)
     code = small(block.code) if TRAINS.search(block.code) else block.code
     exec(compile(code, block.name, "exec"), {"__name__": "page"})
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]

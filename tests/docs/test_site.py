@@ -132,15 +132,17 @@ def test_the_figures_of_the_home_page_are_those_that_were_measured() -> None:
     assert "7.31 s against 16.6 s" in home
 
 
-@pytest.mark.parametrize("peer", ["trl", "tunix"])
-def test_the_lines_that_a_port_changes_are_counted(peer: str) -> None:
-    text = (DOCS / f"from-{peer}.md").read_text("utf-8")
-    scripts = re.findall(r'^```python title="\w+"\n(.*?)^```', text, re.M | re.S)[:2]
-    theirs, ours = ([line.strip() for line in script.splitlines() if line.strip()] for script in scripts)
-    matched = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_matching_blocks()
-    new = len(ours) - sum(block.size for block in matched)
-    counted = f"{new} of the {len(ours)} lines are new or changed, and {len(theirs)} lines become {len(ours)}"
-    assert counted in " ".join(text.split())
+@pytest.mark.parametrize(("page", "ports"), [("from-trl", 2), ("from-tunix", 1), ("environments", 1)])
+def test_the_lines_that_a_port_changes_are_counted(page: str, ports: int) -> None:
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    scripts = re.findall(r'^```python title="\w+"\n(.*?)^```', text, re.M | re.S)
+    assert len(scripts) == 2 * ports
+    for pair in zip(scripts[::2], scripts[1::2], strict=True):
+        theirs, ours = ([line.strip() for line in script.splitlines() if line.strip()] for script in pair)
+        matched = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_matching_blocks()
+        new = len(ours) - sum(block.size for block in matched)
+        counted = f"{new} of the {len(ours)} lines are new or changed, and {len(theirs)} lines become {len(ours)}"
+        assert counted in " ".join(text.split())
 
 
 # --- names
