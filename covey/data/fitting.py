@@ -5,13 +5,17 @@ beginning. In a chat only the longest message loses its beginning: the other mes
 around them stay whole, so that no turn loses its header.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from covey.data.rows import Row
 from covey.errors import DataError
-from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+
+Encode = Callable[[Prompt], np.ndarray]
+"""Function that encodes a row's prompt to the tokens that are sampled after: int32 [n]."""
 
 
 class FittedPrompts(NamedTuple):
@@ -22,7 +26,7 @@ class FittedPrompts(NamedTuple):
     truncated: int = 0
 
 
-def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, max_tokens: int, policy: str) -> FittedPrompts:
+def fit_prompts(rows: Sequence[Row], encode: Encode, max_tokens: int, policy: str) -> FittedPrompts:
     """Return `rows` with prompts of at most `most` tokens; unchanged under the policy `error` (the sampler refuses).
 
     Raises:
@@ -32,7 +36,7 @@ def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, max_tokens: int, poli
         return FittedPrompts(rows)
 
     def short(prompt: Prompt) -> bool:
-        return len(tokenizer.encode_prompt(prompt)) <= max_tokens
+        return len(encode(prompt)) <= max_tokens
 
     if policy == "drop":
         kept = [row for row in rows if short(row["prompt"])]
@@ -40,13 +44,13 @@ def fit_prompts(rows: Sequence[Row], tokenizer: Tokenizer, max_tokens: int, poli
             raise DataError(f"every prompt has more than {max_tokens} tokens", fix="a larger rollout.max_prompt_length")
         return FittedPrompts(kept, dropped=len(rows) - len(kept))
     fitted = [
-        row if short(row["prompt"]) else row | {"prompt": truncate_prompt(row["prompt"], tokenizer, max_tokens)}
+        row if short(row["prompt"]) else row | {"prompt": truncate_prompt(row["prompt"], encode, max_tokens)}
         for row in rows
     ]
     return FittedPrompts(fitted, truncated=sum(a is not b for a, b in zip(rows, fitted, strict=True)))
 
 
-def truncate_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int) -> Prompt:
+def truncate_prompt(prompt: Prompt, encode: Encode, max_tokens: int) -> Prompt:
     """Truncate the beginning of `prompt` so that it has at most `most` tokens.
 
     Raises:
@@ -64,7 +68,7 @@ def truncate_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int) -> Pr
     fits, too_long = 0, len(prompt if isinstance(prompt, str) else prompt[longest]["content"])
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        short = len(tokenizer.encode_prompt(keep_last(middle))) <= max_tokens
+        short = len(encode(keep_last(middle))) <= max_tokens
         fits, too_long = (middle, too_long) if short else (fits, middle)
     found = keep_last(fits)
     text = found if isinstance(found, str) else found[longest]["content"]

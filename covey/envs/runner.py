@@ -12,7 +12,10 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from covey.config.schema import EnvsConfig
 from covey.envs.calling import call
@@ -23,6 +26,8 @@ from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import deep_copy, safe_format
+from covey.text.tokenizer import Tokenizer
+from covey.types import Prompt
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +51,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         name: name of the environment in metrics.
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
+        keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
     Raises:
@@ -65,7 +71,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if environment and tools:
             raise RecipeError("both an environment and tools are given", want="one of them", where="EnvironmentRunner")
         self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
-        self._tools, self.scores = _tools_by_name(functions), not functions
+        self._tools, self.scores, self.keeps_prompts = _tools_by_name(functions), not functions, not chosen
         self.tools: Toolset | None = None
         self._factory: Factory = self._tool_environment
         self.name = "tools"
@@ -87,11 +93,9 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             RecipeError: the form is not known, or the model has no chat template.
         """
         if self._tools:
-            form = choose_format(self.config.tool_format, template)
-            seconds, limit = self.config.timeout or None, self.config.max_characters
             if self.tools is None:
                 _start(self._tools.values())
-            self.tools = toolset(self._tools, form, template or "", seconds, limit)
+            self.tools = _toolset(self._tools, self.config, template)
 
     def _tool_environment(self, row: Mapping[str, Any]) -> Environment:
         assert self.tools is not None, "prepare() comes before the first episode"
@@ -174,6 +178,24 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 def open_environments(config: EnvsConfig) -> AbstractContextManager[EnvironmentRunner | None]:
     """Open the runner of the environment or the tools that `config` names; None if it names none."""
     return EnvironmentRunner(config=config) if config.environment or config.tools else nullcontext()
+
+
+def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray]:
+    """Return the function that encodes a row's prompt as a sample begins: with the list of the tools, if `config` names
+    any. What an environment adds to the prompt is known only when its episode begins.
+
+    Raises:
+        RecipeError: as for `EnvironmentRunner` and its method `prepare`.
+    """
+    if not config.tools:
+        return tokenizer.encode_prompt
+    tools = _toolset(_tools_by_name(config.tools), config, tokenizer.chat_template)
+    return partial(tools.encode_prompt, tokenizer=tokenizer)
+
+
+def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None) -> Toolset:
+    form = choose_format(config.tool_format, template)
+    return toolset(tools, form, template or "", config.timeout or None, config.max_characters)
 
 
 def _tools_by_name(functions: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:

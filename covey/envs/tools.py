@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.envs.calling import call
 from covey.envs.calls import Call, CallFormat, lists_tools
 from covey.envs.protocol import Step
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
-from covey.errors import EpisodeError, RecipeError
+from covey.errors import DataError, EpisodeError, RecipeError
 from covey.rewards.call import safe_format
+from covey.text.tokenizer import Tokenizer
 from covey.types import Message, Prompt
 
 MAX_CALLS = 16
@@ -126,6 +128,20 @@ class Toolset:
         text = self.format.system([tool.schema for tool in self.tools.values()])
         first, rest = (chat[:1], chat[1:]) if chat and chat[0]["role"] == "system" else ([], chat)
         return [{"role": "system", "content": "\n\n".join([*(m["content"] for m in first), text])}, *rest]
+
+    def encode_prompt(self, chat: Prompt, tokenizer: Tokenizer) -> np.ndarray:
+        """Encode a row's prompt to int32 [n], with the list of the tools, as an episode begins.
+
+        Raises:
+            DataError: it is plain text, or as for `Tokenizer.encode_prompt`.
+        """
+        if isinstance(chat, str):
+            what, fix = (
+                "there are tools, and a prompt is plain text",
+                "set data.system, which makes chat messages of text",
+            )
+            raise DataError(what, want="chat messages, which can list the tools", fix=fix)
+        return tokenizer.encode_prompt(self.prompt(chat), tools=self.template_schemas)
 
     def messages(self, results: Sequence[tuple[Call, str]]) -> list[Message]:
         """Return the messages that tell the model the results of its calls."""

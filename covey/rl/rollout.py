@@ -156,12 +156,15 @@ class RolloutWorker:
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
         """Refuse data with a prompt that cannot be sampled, before any sampling. The prompt of an environment is known
-        when its episode begins, and checked then.
+        when its episode begins, and checked then; a list of tools is counted.
 
-        Errors: DataError that names the row of `data`.
+        Errors: DataError that names the row of `data`, or for plain text beside tools.
         """
-        for number, row in enumerate(() if self.environments else examples):
-            check_length(len(self.tokenizer.encode_prompt(row["prompt"])), self.config, f"row {number} of the {data}")
+        environments, encode = self.environments, self.tokenizer.encode_prompt
+        if environments and environments.tools:
+            encode = partial(environments.tools.encode_prompt, tokenizer=self.tokenizer)
+        for number, row in enumerate(examples if not environments or environments.keeps_prompts else ()):
+            check_length(len(encode(row["prompt"])), self.config, f"row {number} of the {data}")
 
     def get_per_token_logps(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]

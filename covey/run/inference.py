@@ -19,7 +19,7 @@ from covey.data.fitting import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
 from covey.envs.registry import environment_name
-from covey.envs.runner import open_environments
+from covey.envs.runner import open_environments, prompt_encoder
 from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
@@ -142,8 +142,9 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
 
 
 def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:
-    """Leave out or cut prompts that are too long, according to the recipe."""
-    return fit_prompts(rows, tokenizer, recipe.rollout.max_prompt_length, recipe.training.too_long)
+    """Leave out or cut prompts that are too long, with the list of the tools if there are any, by the recipe."""
+    encode = prompt_encoder(recipe.envs, tokenizer)
+    return fit_prompts(rows, encode, recipe.rollout.max_prompt_length, recipe.training.too_long)
 
 
 def evaluate_held_out(

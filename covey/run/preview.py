@@ -13,6 +13,7 @@ import numpy as np
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
+from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.report import REPORT
 from covey.rl.token_values import interval
@@ -71,7 +72,8 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     data, training = RLRun.load_data(recipe), recipe.training
     fitted = fit_to_recipe(data.train, tokenizer, recipe)
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
-    lengths = [len(tokenizer.encode_prompt(row["prompt"])) for row in loader.rows]
+    encode = prompt_encoder(recipe.envs, tokenizer)
+    lengths = [len(encode(row["prompt"])) for row in loader.rows]
     for number, length in enumerate(lengths):
         check_length(length, recipe.rollout, f"row {number} of the training data")
     prompts = training.prompts_per_step
@@ -85,7 +87,9 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     first = next(loader)[0]["prompt"]
     steps = total_steps(training, len(loader), recipe.grpo.num_iterations)
     unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated}
-    rendered = _render(tokenizer, first), tokenizer.encode_prompt(first).tolist(), None
+    tokens = encode(first)
+    shown = tokenizer.decode(tokens, skip_special=False) if recipe.envs.tools else _render(tokenizer, first)
+    rendered = shown, tokens.tolist(), None
     every = interval(training, recipe.grpo.num_generations, steps)
     files = (METRICS, SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
     return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, _files(files))

@@ -16,9 +16,11 @@ import pytest
 
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
+from covey.data.fitting import fit_prompts
 from covey.envs import EnvironmentRunner, json_schema
 from covey.envs.calls import FORMATS, choose_format
 from covey.envs.episodes import Episodes
+from covey.envs.runner import prompt_encoder
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
 from covey.rewards.arithmetic import arithmetic_answer
@@ -328,6 +330,23 @@ def test_a_template_without_a_place_for_tools_has_them_in_the_system_message() -
     assert Play(SMOLLM, prompt=ASK[1:]).prompt[0]["content"].startswith("You have access")
     with pytest.raises(EpisodeError, match=r"plain text(.|\n)*data\.system"):
         Play(SMOLLM, prompt="2 + 3?")
+
+
+@pytest.mark.parametrize(("template", "form"), [(QWEN, "auto"), (SMOLLM, "smollm")])
+def test_the_list_of_tools_counts_toward_the_length_of_a_prompt(template: str, form: Any) -> None:
+    config, tokenizer = EnvsConfig(tools=("calculator",), tool_format=form), tokenizer_of(template)
+    rows, encode = [{"prompt": ASK}, {"prompt": ASK[1:]}], prompt_encoder(config, tokenizer)
+    with EnvironmentRunner(config=config) as runner:
+        episodes = Episodes(runner, rows, 1, tokenizer)
+        sampled = [episodes.encode_prompt(prompt) for prompt in episodes.begin()]
+    for row, tokens in zip(rows, sampled, strict=True):
+        assert encode(row["prompt"]).tolist() == tokens.tolist()
+        assert len(tokens) > len(tokenizer.encode_prompt(row["prompt"])) + 100
+    assert len(sampled[1]) < len(sampled[0])
+    assert fit_prompts(rows, encode, len(sampled[1]), "drop") == (rows[1:], 1, 0)
+    with pytest.raises(DataError, match=r"plain text(.|\n)*data\.system"):
+        encode("2 + 3?")
+    assert prompt_encoder(EnvsConfig(), tokenizer)(ASK).tolist() == tokenizer.encode_prompt(ASK).tolist()
 
 
 def test_what_fails_is_told_to_the_model_and_counted() -> None:

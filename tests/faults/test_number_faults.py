@@ -208,11 +208,11 @@ def chat(*contents: str) -> list[dict[str, str]]:
 
 def test_too_long_is_an_error_dropped_or_cut(tokenizer: Tokenizer) -> None:
     data = [{"prompt": "short"}, {"prompt": "far " * 50 + "the end?"}, {"prompt": chat("Be.", "so " * 60 + "why?")}]
-    assert fit_prompts(data, tokenizer, 40, "error") == (data, 0, 0)
+    assert fit_prompts(data, tokenizer.encode_prompt, 40, "error") == (data, 0, 0)
     with pytest.raises(DataError, match=r"row 1 has \d+ tokens(.|\n)*--training.too-long drop"):
         check_length(len(tokenizer.encode_prompt(data[1]["prompt"])), RolloutConfig(max_prompt_length=40), "row 1")
-    assert fit_prompts(data, tokenizer, 40, "drop") == (data[:1], 2, 0)
-    kept, dropped, truncated = fit_prompts(data, tokenizer, 60, "truncate")
+    assert fit_prompts(data, tokenizer.encode_prompt, 40, "drop") == (data[:1], 2, 0)
+    kept, dropped, truncated = fit_prompts(data, tokenizer.encode_prompt, 60, "truncate")
     assert (kept[0], dropped, truncated) == (data[0], 0, 2)
     assert kept[1]["prompt"].endswith("the end?")
     assert [message["role"] for message in kept[2]["prompt"]] == ["system", "user"]
@@ -224,9 +224,9 @@ def test_too_long_is_an_error_dropped_or_cut(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("prompt", ["x" * 50, chat("Be.", "why?")])
 def test_a_prompt_of_which_nothing_would_be_left(tokenizer: Tokenizer, prompt: Any) -> None:
     with pytest.raises(DataError, match="nothing would be left"):
-        truncate_prompt(prompt, tokenizer, 0 if isinstance(prompt, str) else 10)
+        truncate_prompt(prompt, tokenizer.encode_prompt, 0 if isinstance(prompt, str) else 10)
     with pytest.raises(DataError, match="every prompt has more than"):
-        fit_prompts([{"prompt": prompt}], tokenizer, 0, "drop")
+        fit_prompts([{"prompt": prompt}], tokenizer.encode_prompt, 0, "drop")
 
 
 @slow
