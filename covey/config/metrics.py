@@ -103,6 +103,7 @@ TABLE = (
     Metric("completions/clipped_ratio", "share", "completions that were cut at `rollout.max_new_tokens`"),
     Metric("completions/distinct_ratio", "share", "different completions of a group, mean over groups"),
     Metric("env/turns", "turns", "mean number of the model's turns in an episode; with an environment"),
+    Metric("env/branches", "branches", "mean number of branches in an episode, with `envs.history: template`"),
     Metric("env/tokens", "tokens", "mean number of tokens of the environment in an episode"),
     Metric("env/done", "share", "episodes that the environment ended, before a limit did"),
     Metric("env/seconds", "s", "mean seconds of an episode in the environment"),

@@ -45,11 +45,13 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str, float]:
-    """Compute turns, tokens, seconds and tool calls of completions in an environment; nothing when there are none."""
+    """Compute turns, branches, tokens, seconds and tool calls of completions in an environment; nothing for none."""
     if not episodes:
         return {}
     calls, failures = (sum(getattr(one, name) for _, one in episodes) for name in ("tool_calls", "tool_failures"))
-    return {
+    branches = [len(c.branches) for c, _ in episodes if c.branches is not None]
+    found = {"env/branches": float(np.mean(branches))} if branches else {}
+    return found | {
         "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
         "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
         "env/done": float(np.mean([episode.done for _, episode in episodes])),

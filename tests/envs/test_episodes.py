@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
 from covey.envs.episodes import Episodes
 from covey.errors import EpisodeError, RecipeError
+from covey.rl.metrics import episode_metrics
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Turn
 from covey.text.tokenizer import Tokenizer
-from covey.types import Completion, Episode, FinishReason
+from covey.types import Branch, Completion, Episode, FinishReason
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
@@ -232,3 +234,12 @@ def test_names_are_found_or_explained(tmp_path: Path, monkeypatch: pytest.Monkey
         EnvironmentRunner("my_game:Hangmen")
     with pytest.raises(RecipeError, match="environment 'nothing_here:X': importing"):
         EnvironmentRunner("nothing_here:X")
+
+
+def test_branches_are_counted_where_a_history_may_make_them() -> None:
+    none = np.zeros(3, np.float32)
+    plain = Completion(np.zeros(3, np.int32), none, none, FinishReason.STOP, episode=Episode(turn_ends=(3,)))
+    branched = [replace(plain, branches=found) for found in ((), (Branch(1, 2), Branch(2, 2)))]
+    metrics = episode_metrics([(completion, Episode(turn_ends=(3,))) for completion in branched])
+    assert metrics["env/branches"] == 1.0
+    assert "env/branches" not in episode_metrics([(plain, Episode())])
