@@ -98,3 +98,14 @@ def test_fresh_samples_are_those_that_the_run_begins_with(capsys: Any) -> None:
     known = {(line["prompt"], line["text"], line["reward"]) for line in lines}
     assert {(one["prompt"], one["text"], one["reward"]) for one in found["examples"]} <= known
     assert found["functions"][-1]["mean"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
+
+
+@pytest.mark.parametrize(
+    ("words", "by"),
+    [(["tools-smollm2"], "what the model does with tools"), (["guess-tiny"], "the environment guess")],
+)
+def test_what_is_scored_over_several_turns_is_refused(words: list[str], by: str, capsys: Any) -> None:
+    assert cli.main(["rewards", *words]) == 2
+    told = capsys.readouterr().err
+    assert f"this recipe scores by {by}, in several turns" in told
+    assert f"covey rollout {words[0]} plays episodes" in told
