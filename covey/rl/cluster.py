@@ -110,6 +110,7 @@ class RLCluster(Keywords):
         reward: ValueModel | str | None = None,
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
+        environments: EnvironmentRunner | None = None,
         **options: Unpack[DecoderOptions],
     ) -> "RLCluster":
         """Load the models of a run.
@@ -119,6 +120,7 @@ class RLCluster(Keywords):
                 `smollm2-135m`; all but the actor may be models, or None, as for the constructor.
             tokenizer: replaces that of the actor's source.
             cluster_config: meshes, training, sampling.
+            environments: runs the environment in which the model acts, as for the constructor.
             options: dtypes and rematerialisation of the models that are loaded; see `models.loading.weights.load`.
 
         Raises:
@@ -127,7 +129,8 @@ class RLCluster(Keywords):
         config = cluster_config or ClusterConfig()
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
         models, tokenizer_of_source = load_models(given, config, **options)
-        return cls(**models, tokenizer=tokenizer or tokenizer_of_source, cluster_config=config)
+        tokenizer = tokenizer or tokenizer_of_source
+        return cls(**models, tokenizer=tokenizer, cluster_config=config, environments=environments)
 
     def prepare(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> None:
         """Make the trainers, whose learning rates depend on the length of the run, and the models that the algorithm
