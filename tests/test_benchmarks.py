@@ -5,6 +5,7 @@ Of the comparison with peers: the driver with our own worker, and the checkpoint
 themselves are not installed.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -396,3 +397,23 @@ def test_a_peer_without_environment_is_named_with_the_way_to_make_it(capsys):
     assert main(["--peers", "covey,tunix", "--tunix-python", "no/such/python"]) == 1
     said = capsys.readouterr().err
     assert all(part in said for part in ("tunix has no environment", "no/such/python", "make bench-peers"))
+
+
+# --- the comparison of processes
+
+
+def test_the_cases_of_the_layouts_cover_every_pair_and_are_recipes():
+    from benchmarks.layouts import CASES, LAYOUTS, MESHES, resumes
+    from covey.config import recipe
+
+    values = [("GRPO", "PPO", "SFT"), ("LoRA", "full"), tuple(MESHES)]
+    rows = [(case.algorithm, case.weights, case.mesh) for case in CASES]
+    for one, other in itertools.combinations(range(3), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(values[one], values[other]))
+    for case in CASES:
+        supervised = case.algorithm == "SFT"
+        loaded = recipe.load("sft-tiny", case.settings(), recipe.SFTRecipe) if supervised else None
+        loaded = loaded or recipe.load("arithmetic-tiny", case.settings())
+        assert (loaded.model.lora.rank > 0) == (case.weights == "LoRA")
+        assert sorted(resumes(case)) == sorted(set(resumes(case)))
+    assert {pair for case in CASES for pair in resumes(case)} == set(itertools.permutations(LAYOUTS, 2))
