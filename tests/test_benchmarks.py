@@ -8,6 +8,7 @@ themselves are not installed.
 import itertools
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -417,3 +418,42 @@ def test_the_cases_of_the_layouts_cover_every_pair_and_are_recipes():
         assert (loaded.model.lora.rank > 0) == (case.weights == "LoRA")
         assert sorted(resumes(case)) == sorted(set(resumes(case)))
     assert {pair for case in CASES for pair in resumes(case)} == set(itertools.permutations(LAYOUTS, 2))
+
+
+def test_kills_hit_every_rank_and_come_in_the_order_of_their_steps():
+    from benchmarks.restarts import _parser, command, draw_kills
+
+    asked = _parser().parse_args([])
+    kills = draw_kills(asked)
+    assert len(kills) == 20
+    assert {kill.rank for kill in kills} == {0, 1}
+    assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
+    assert sum(kill.saving for kill in kills) == 10
+    assert "--max-restarts 20 train arithmetic-tiny" in " ".join(command(asked, Path("run"), 20))
+
+
+LAUNCHER = """
+import sys
+from covey.launch import LocalOptions, launch, local
+from covey.launch.command import TrainingCommand
+local.NOTICE_SECONDS = 0.1
+last = "import os, sys, time\\nwhile not os.path.exists('process-1-restart-2.log'): time.sleep(0.02)"
+command = TrainingCommand(("train", "recipe"), "run")
+sys.exit(launch(command, LocalOptions(max_restarts=2, logs="."), (sys.executable, "-c", last)))
+"""
+
+
+def test_the_rank_that_was_drawn_is_killed(tmp_path, monkeypatch):
+    """The trap: process 0 alone is there already, and is taken for all of them."""
+    from benchmarks import restarts
+
+    def run(words, log):
+        with log.open("wb") as file:
+            return subprocess.Popen([sys.executable, "-c", LAUNCHER], cwd=tmp_path, stderr=file)
+
+    monkeypatch.setattr(restarts, "run", run)
+    kills = [restarts.Kill(0, rank, saving=False, seconds=0.0) for rank in (1, 0)]
+    done = restarts.killed((), tmp_path / "run", kills, tmp_path / "log")
+    assert [kill["rank"] for kill in done] == [1, 0]
+    told = re.findall(r"process (\d) was killed by SIGKILL", (tmp_path / "log").read_text())
+    assert told == ["1", "0"]
