@@ -32,6 +32,8 @@ TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
 SMALL_RUN = Path(__file__).with_name("small_run.txt").read_text(encoding="utf-8").split()
 SETTINGS = [
     f"model.source={TINY}",
+    "data.task=jsonl",
+    f"data.path={REPOSITORY / 'tests' / 'letters.jsonl'}",
     *SMALL_RUN,
     "training.checkpoint_every_n_steps=2",
     "training.max_to_keep=9",

@@ -33,10 +33,11 @@ from covey.train.run_status import read_heartbeat
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
 SMALL_RUN = Path(__file__).with_name("small_run.txt").read_text(encoding="utf-8").split()
-SETTINGS = [f"model.source={TINY}", *SMALL_RUN]
+LETTERS = ["data.task=jsonl", f"data.path={REPOSITORY / 'tests' / 'letters.jsonl'}"]
+SETTINGS = [f"model.source={TINY}", *LETTERS, *SMALL_RUN]
 SFT_SETTINGS = [
     f"model.source={TINY}",
-    "data.task=arithmetic",
+    *LETTERS,
     "training.max_steps=3",
     "training.batch_size=4",
     "evaluation.answers=0",
