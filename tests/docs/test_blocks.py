@@ -48,6 +48,7 @@ LISTED_COMMANDS = {
     r"covey (train quickstart --grpo\.algorithm dapo|train gsm8k-smollm2|sft sft-(arithmetic|smollm2))\b.*": DOWNLOADS,
     r"covey generate smollm2-135m .*": DOWNLOADS,
     r"covey train mine\.yaml --grpo.*": "a copy of quickstart, which is executed here",
+    r"covey train mine\.yaml .*--training\.checkpoint-path gs://.*": "tests/faults/test_kill_faults.py has a bucket",
     r"covey train arithmetic-tiny|covey generate runs/arithmetic-tiny-1 .*": "executed here with a folder of its own",
     r"covey train arithmetic-tiny --rewards .*": "executed here by a recipe that names the function",
     r"covey train quickstart( --(seed|checkpoint-every-n-steps) .*)?": "tests/run/test_run.py runs it on a tiny model",
