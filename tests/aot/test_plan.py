@@ -20,6 +20,8 @@ def test_a_plan_for_tpus_has_the_estimates_of_their_compiler(topology: Callable[
 
     made = make_plan(load, parse_target("v5e:2x2"), lambda what: None)
     gradients = next(program for program in made.programs if program.name == "gradients")
+    assert {"prefill", "admit", "decode"} <= {program.name for program in made.programs}
+    assert len(made.inventory) <= 12
     assert made.process == 0
     assert made.fits
     assert gradients.cycles is not None

@@ -69,9 +69,11 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     def generate(rows: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:
         return groups[first : first + len(rows)]
 
-    training = RLTrainingConfig(prompts_per_step=2)
+    settings = ClusterConfig({}, RLTrainingConfig(prompts_per_step=2), RolloutConfig(max_new_tokens=20))
+    training = settings.training_config
     cluster: Any = SimpleNamespace(
-        config=ClusterConfig({}, training, RolloutConfig(max_new_tokens=20)),
+        config=settings,
+        rows_at_a_time=settings.rows_at_a_time,
         rollout=SimpleNamespace(stats=SamplerStats(tokens=1)),
         compile_cost=0.0,
         generate=generate,

@@ -182,7 +182,7 @@ class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
     config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=5))
-    compile_cost = 0.0
+    compile_cost, rows_at_a_time = 0.0, config.rows_at_a_time
 
     def __init__(self) -> None:
         self.rollout = SimpleNamespace(stats=SamplerStats())
