@@ -1,7 +1,9 @@
 """Key-value store that the processes of a run share: short texts, through JAX's coordination service.
 
 It uses no device program, so it may be used from any thread, and also while a program over several processes runs.
-Process 0 keeps the store. A request takes about 0.3 ms within a machine.
+Process 0 keeps the store. A request takes about 0.3 ms within a machine, and 20 ms with a value of 1 MiB, which process
+0 sends to each of the others. So the groups of a step are exchanged by a device program (`distributed.gathered`), which
+cannot be launched here: the store is also for threads beside the one that launches programs.
 """
 
 from collections import Counter
