@@ -1,5 +1,6 @@
 """Check what can be checked before JAX is imported: paths, names of reward functions, a run folder that is taken."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -8,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from covey.config import strict_yaml
+from covey.config import processes, strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
 from covey.config.schema import HUBS, EnvsConfig
 from covey.config.schema.data import FROM_PYTHON
@@ -158,6 +159,22 @@ def has_checkpoint(run: str | Path) -> bool:
     """Return whether a run folder has a checkpoint to resume from; one in a bucket is not looked for."""
     folder = Path(run) / "checkpoints"
     return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
+
+
+def refuse_processes(command: str) -> None:
+    """Refuse a command of one process where the environment names several: each would do all of the work.
+
+    Raises:
+        CoveyError: it does.
+    """
+    count = os.environ.get(processes.COUNT, "")
+    if count.isdecimal() and int(count) > 1 and os.environ.get(processes.MODE) != "off":
+        raise CoveyError(
+            f"{command} runs in one process, and {processes.COUNT} is {count}",
+            want="one process",
+            fix=f"{processes.MODE}=off before the command",
+            where="environment",
+        )
 
 
 def resume_command(run: str | Path) -> str:

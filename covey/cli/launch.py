@@ -60,6 +60,12 @@ def _local(options: LocalOptions, words: Sequence[str]) -> Callable[[], int]:
 
 
 def _job(place: str, options: JobOptions, words: Sequence[str], dry_run: bool) -> Callable[[], None]:
+    if words[:1] == ["eval"]:
+        raise CoveyError(
+            f"covey eval is not launched on {place}",
+            want="covey launch local … eval, or a training command",
+            fix="COVEY_DISTRIBUTED=auto covey eval RUN, by the cluster's own command that starts processes",
+        )
     job = JOBS[place]
     text = job.text(training_command(words), options)
     file = Path(options.file or job.file)

@@ -25,6 +25,7 @@ from covey.cli.checks import (
     has_checkpoint,
     new_run_folder,
     refuse_model,
+    refuse_processes,
     reserve_run_folder,
     resume_command,
 )
@@ -360,12 +361,17 @@ def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, to
     from covey import run
 
     if isinstance(settings, recipe.SFTRecipe):
+        refuse_processes("covey eval of supervised training")
         run.evaluate_sft(source, settings)
-    else:
+        return
+    from covey.parallel import distributed
+
+    with distributed.start():
         run.evaluate(source, settings)
 
 
 def _rollout(settings: recipe.Recipe, episodes: int) -> None:
+    refuse_processes("covey rollout")
     check_run(settings)
     from covey import run
 
@@ -373,6 +379,7 @@ def _rollout(settings: recipe.Recipe, episodes: int) -> None:
 
 
 def _generate(source: str, prompt: str, options: GenerateOptions) -> None:
+    refuse_processes("covey generate")
     check_source(source)
     from covey import run
 
@@ -383,6 +390,7 @@ def _generate(source: str, prompt: str, options: GenerateOptions) -> None:
 
 
 def _chat(source: str, options: ChatOptions) -> None:
+    refuse_processes("covey chat")
     check_source(source)
     from covey import run
 
@@ -390,6 +398,7 @@ def _chat(source: str, options: ChatOptions) -> None:
 
 
 def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) -> None:
+    refuse_processes("covey export")
     check_source(source)
     from covey import run
 

@@ -1,4 +1,4 @@
-"""The training command that is started several times, and how it goes on after a failure."""
+"""The command that is started several times, and how a training command goes on after a failure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from covey.config import recipe
 from covey.config.overrides import split
 from covey.errors import CoveyError
 
-VERBS = ("train",)
+VERBS = ("train", "sft", "eval")
 """Commands that use several processes."""
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Words behind `covey` of a training command, its run folder when the words name one, and the number of devices of
-    the mesh that its recipe sets; 0 when it sets none.
+    """Words behind `covey` of a command, its run folder, or the model to evaluate, when the words name one, and the
+    number of devices of the mesh that its recipe sets; 0 when it sets none.
     """
 
     words: tuple[str, ...]
@@ -29,7 +29,7 @@ class TrainingCommand:
         Raises:
             CoveyError: the words name no run folder.
         """
-        if self.run is None:
+        if self.run is None or self.words[0] == "eval":
             raise CoveyError(
                 "restarts need to know the run folder", want="a command with --out FOLDER or --resume FOLDER"
             )
@@ -37,11 +37,12 @@ class TrainingCommand:
 
     def next_words(self) -> tuple[str, ...]:
         """Return the words for another attempt: they go on with the run if it has begun, else they begin it."""
-        return self.resume_words if self.run is not None and recipe.is_run(Path(self.run)) else self.words
+        begun = self.words[0] != "eval" and self.run is not None and recipe.is_run(Path(self.run))
+        return self.resume_words if begun else self.words
 
 
 def training_command(words: Sequence[str]) -> TrainingCommand:
-    """Check that `words` are a training command whose recipe and settings are valid.
+    """Check that `words` are a command of several processes whose recipe and settings are valid.
 
     Raises:
         CoveyError: they are another command, or the command itself would be refused.
@@ -49,12 +50,34 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
     if not words or words[0] not in VERBS:
         got = f"covey {words[0]}" if words else "nothing"
         raise CoveyError(f"{got} cannot be launched as several processes", want="covey launch … train NAME_OR_YAML")
+    if words[0] == "eval":
+        return _evaluation(words)
     names, pairs = split(words[1:], 1)
     flags = dict(pairs)
     if "--resume" not in flags and not names:
         raise CoveyError("no recipe is given to launch", want=f"covey launch … {words[0]} NAME_OR_YAML")
     source = flags.get("--resume") or names[0]
     settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--resume"])
+    return TrainingCommand(tuple(words), flags.get("--resume") or settings.out, _devices(settings))
+
+
+def _devices(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
     mesh = settings.model.mesh
     devices = mesh.data * mesh.fsdp * mesh.tp
-    return TrainingCommand(tuple(words), flags.get("--resume") or settings.out, devices if devices > 1 else 0)
+    return devices if devices > 1 else 0
+
+
+def _evaluation(words: Sequence[str]) -> TrainingCommand:
+    names, pairs = split(words[1:], 1)
+    if not names:
+        raise CoveyError("no model is given to evaluate", want="covey launch … eval RUN_OR_MODEL [--recipe NAME]")
+    source = dict(pairs).get("--recipe") or names[0]
+    settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--recipe"])
+    if isinstance(settings, recipe.SFTRecipe):
+        raise CoveyError(
+            "covey eval of supervised training cannot be launched as several processes",
+            want="a recipe of reinforcement learning",
+            fix="covey eval in one process",
+            where=source,
+        )
+    return TrainingCommand(tuple(words), str(Path(names[0])) if recipe.is_run(names[0]) else "eval", _devices(settings))

@@ -4,13 +4,14 @@ import dataclasses
 import io
 import logging
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 from rich.console import Console
 
-from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.recipe import Recipe, SFTRecipe, is_run, to_yaml
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
 from covey.data import PromptLoader
@@ -22,11 +23,12 @@ from covey.envs.registry import environment_name
 from covey.envs.runner import open_environments, prompt_encoder
 from covey.errors import DataError
 from covey.models.decoder import Decoder
+from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import available_mesh, open_model
+from covey.run.load_model import available_mesh, open_model, open_with_origin
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
@@ -36,13 +38,20 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
-    """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics."""
+    """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics.
+
+    Each of several processes samples and evaluates its share of the prompts, with a copy of the model on its devices.
+    """
     held_out = data_source.load(recipe.data).test
+    same = "the same command and data for all"
+    distributed.refuse_differences("recipe", lambda: to_yaml(recipe), same)
+    distributed.refuse_differences("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
-    with Progress(0) as progress, show_log(progress.phase, progress.message):
-        mesh = available_mesh(recipe.model.mesh)
-        model, tokenizer = open_model(source, recipe.model, mesh)
+    console = None if distributed.is_first() else Console(quiet=True)
+    with Progress(0, console) as progress, show_log(progress.phase, progress.message):
+        model, tokenizer, origin = open_with_origin(source, recipe.model, available_mesh(recipe.model.mesh))
+        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)

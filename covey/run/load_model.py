@@ -22,6 +22,7 @@ from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.parallel import mesh_from_config
+from covey.parallel.mesh import own_part, spans_processes
 from covey.parallel.placement import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -51,19 +52,28 @@ def open_model(
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
+    return open_with_origin(source, options, mesh)[:2]
+
+
+def open_with_origin(
+    source: str, options: ModelOptions | None = None, mesh: Mesh | None = None
+) -> tuple[Decoder, Tokenizer, str]:
+    """Load a model as `open_model` does; return it with the origin of its weights."""
     if is_run(source):
-        return _load_run(Path(source), load_recipe(source).model, mesh)[:2]
-    return load_source(options or ModelOptions(), source, mesh=mesh)[:2]
+        return _load_run(Path(source), load_recipe(source).model, mesh)
+    return load_source(options or ModelOptions(), source, mesh=mesh)
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:
-    """Return the mesh of a recipe. Inference does not need it: if devices are missing, fall back to one device and
-    log it.
+    """Return the mesh of a recipe, of several processes the part of this one. Inference does not need it: if devices
+    are missing, fall back to one device and log it.
     """
-    wanted, there = config.data * config.fsdp * config.tp, len(jax.local_devices())
-    if wanted <= there:
-        return mesh_from_config(config)
-    log.warning(f"model.mesh asks for {wanted} devices, and there are {there}: the model is on one of them")
+    wanted, there = config.data * config.fsdp * config.tp, len(jax.devices())
+    if wanted == 1 or (wanted <= there and not wanted % jax.process_count()):
+        mesh = mesh_from_config(config)
+        return own_part(mesh) if mesh is not None and spans_processes(mesh) else mesh
+    of = "" if jax.process_count() == 1 else f" of {jax.process_count()} processes"
+    log.warning(f"model.mesh asks for {wanted} devices, and there are {there}{of}: the model is on one of them")
     return None
 
 

@@ -416,3 +416,14 @@ def test_options_of_sampling_commands_follow_their_seed():
     from covey.cli.options import GenerateOptions
 
     assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9
+
+
+@pytest.mark.parametrize("words", [["export", MODEL, "--out", "x"], ["generate", MODEL, "Hi"], ["chat", MODEL]])
+def test_a_command_of_one_process_is_refused_in_several(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert f"covey {words[0]} runs in one process, and JAX_NUM_PROCESSES is 2" in told
+    assert "COVEY_DISTRIBUTED=off" in told

@@ -155,7 +155,10 @@ def test_gpus_are_divided():
     ("words", "told"),
     [
         ([], "nothing cannot be launched"),
-        (["eval", "quickstart"], "covey eval cannot be launched"),
+        (["export", "quickstart"], "covey export cannot be launched"),
+        (["eval"], "no model is given"),
+        (["eval", "here", "--recipe", "sft-tiny"], "eval of supervised training cannot be launched"),
+        (["eval", "here", "--recipe", "quickstart", "--evaluation.samples", "-3"], "samples"),
         (["train"], "no recipe is given"),
         (["train", "quikstart"], "quickstart"),
         (["train", "quickstart", "--gropu-size", "3"], "no setting --gropu-size"),
@@ -165,6 +168,15 @@ def test_gpus_are_divided():
 def test_what_cannot_be_launched_is_refused_before_anything_starts(words, told):
     with pytest.raises(CoveyError, match=told):
         training_command(words)
+
+
+def test_an_evaluation_is_repeated_and_not_resumed(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("")
+    command = training_command(["eval", str(tmp_path), "--recipe", "quickstart"])
+    assert command.run == str(tmp_path)
+    assert command.next_words() == command.words
+    with pytest.raises(CoveyError, match="run folder"):
+        _ = command.resume_words
 
 
 def test_the_run_folder_of_a_command(tmp_path):

@@ -358,6 +358,21 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
 
 
 @pytest.mark.slow
+def test_an_evaluation_is_divided_over_processes(tmp_path: Path, model: str) -> None:
+    """The same figures from one process with two devices and from two with two each."""
+    settings = {"prompts": 3, "samples": 2, "pass_k": 2}
+    evaluate = ["eval", model, "--recipe=quickstart", *(f"--evaluation.{k}={v}" for k, v in settings.items())]
+    evaluate += ["--model.compute_dtype=float32", "--rollout.max_new_tokens=4", "--rollout.max_prompt_length=400"]
+    several = ["launch", "local", "-n", "2", "--logs", str(tmp_path / "logs"), *evaluate, "--model.mesh.fsdp=4"]
+    (one,) = ended(launched(["-m", "covey", *evaluate, "--model.mesh.fsdp=2"], 1, tmp_path), [0], 400)
+    (both,) = ended(launched(["-m", "covey", *several], 1, tmp_path), [0], 400)
+    figures = [[line for line in shown.splitlines() if line.startswith(f"{model}:")] for shown in (one, both)]
+    assert figures[0] == figures[1]
+    assert "accuracy" in figures[0][0]
+    assert model not in (tmp_path / "logs" / "process-1.log").read_text()
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_both_at_one_step(
     tmp_path: Path, checkpoint: Callable[..., Path], problems: Path
 ) -> None:
