@@ -79,8 +79,15 @@ def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransfo
     each = {kind: _adamw(_of_kind(config, kind), total_steps) for kind in KINDS}
     if config.kind == "muon":
         rate = learning_rate(config, total_steps)
-        each[MATRIX] = optax.contrib.muon(rate, beta=config.momentum, weight_decay=config.weight_decay)
+        each[MATRIX] = optax.contrib.muon(
+            rate, beta=config.momentum, weight_decay=config.weight_decay, muon_weight_dimension_numbers=_matrix_axes
+        )
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(kind_of, params))
+
+
+def _matrix_axes(params: PyTree) -> PyTree:
+    """Return which axes of each parameter are those of a matrix: the last two, behind that of stacked layers."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
 
 
 def _adamw(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:

@@ -4,6 +4,7 @@ own, and small steps on bfloat16 weights.
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,13 +365,16 @@ def muon_in_numpy(start: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 12), (12, 4)], ids=["square", "wide", "tall"])
 def test_muon_against_float64(shape: tuple[int, int]) -> None:
+    """Of one matrix, and of each in a stack of layers."""
     config = dataclasses.replace(STEADY, kind="muon", weight_decay=0.1)
     rng = np.random.default_rng(0)
-    start, grads = rng.normal(size=shape).astype(np.float32), [rng.normal(size=shape) for _ in range(4)]
-    moved, _ = train(
-        make_optimizer(config, 9), {"kernel": jnp.asarray(start)}, [{"kernel": jnp.asarray(g)} for g in grads]
-    )
-    np.testing.assert_allclose(moved["kernel"], muon_in_numpy(start, grads, config, 0.1), rtol=1e-3, atol=1e-4)
+    start, *grads = ({"a": rng.normal(size=shape), "stack": rng.normal(size=(3, *shape))} for _ in range(5))
+    as_arrays = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    moved, _ = train(make_optimizer(config, 9), as_arrays(start), [as_arrays(g) for g in grads])
+    pairs = [(moved["a"], start["a"], [g["a"] for g in grads])]
+    pairs += [(moved["stack"][n], start["stack"][n], [g["stack"][n] for g in grads]) for n in range(3)]
+    for got, begun, each in pairs:
+        np.testing.assert_allclose(got, muon_in_numpy(begun, each, config, 0.1), rtol=1e-3, atol=1e-4)
 
 
 def test_a_muon_step_has_singular_values_near_one() -> None:
