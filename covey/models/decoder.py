@@ -1,14 +1,15 @@
 """One decoder for every family, from tokens and positions to hidden states. The head is applied separately
 (`losses.logprobs`, the sampler).
 
-Training and sampling run this same forward pass; they differ in the `attend` they pass. Layers are a list. Decoding,
-which has a cache, is unrolled layer by layer; layers that are alike are traced once. Without a cache the layers are a
-loop, compiled once for all of them; the backward pass rematerialises each unless `remat` is off.
+Training and sampling run this same forward pass; they differ in the `attend` they pass. Layers are a list, or stacks
+(`layer_stack`). Decoding, which has a cache, is unrolled layer by layer; layers that are alike are traced once. Without
+a cache the layers are a loop, compiled once for all of them; the backward pass rematerialises each unless `remat` is
+off.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.layer_loop import save_all_but_selected, scan_layers
+from covey.models.layer_loop import save_all_but_selected, scan_layers, take_layer
 from covey.models.layers import (
     MLP,
     SAVED_PRODUCT,
@@ -134,6 +135,8 @@ class Decoder(nnx.Module):
     Attributes:
         platform: that of the devices for which its programs are built, see `parallel.mesh.platform_of`. A model that is
             loaded or placed has that of its parameters; one that is only made is built for a CPU, correct on all.
+        layers: the layers; or stacks of like layers, whose arrays have an axis of layers in front (`layer_stack`).
+        stacked: number of layers of each stack; empty where layers are a list.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class Decoder(nnx.Module):
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
         self.layers = nnx.List([layer() for _ in range(config.num_layers)])
+        self.stacked: tuple[int, ...] = ()
         self.norm = RMSNorm(config, config.hidden_size, param_dtype)
         self.head: Embedding | None = None if config.tie_embeddings else table()
 
@@ -179,16 +183,24 @@ class Decoder(nnx.Module):
         if cache is None:
             return self.norm(self._run_layers(x, ropes, attend)), []
         caches, run = [], self._layer_traced_once(ropes, attend)
-        for layers in self.layer_runs():
-            graph = nnx.split(next(iter(layers.values())))[0]
-            for index, layer in layers.items():
-                x, new = run(graph, nnx.split(layer)[1], x, cache[index], c.window(index), c.rotates_otherwise(index))
+        for number, layers in enumerate(self.layer_runs()):
+            graph, weights = self._split_run(number, layers)
+            for place, index in enumerate(layers):
+                own = take_layer(weights, place) if self.stacked else weights[place]
+                x, new = run(graph, own, x, cache[index], c.window(index), c.rotates_otherwise(index))
                 caches.append(new)
         return self.norm(x), caches
 
-    def layer_runs(self) -> list[dict[int, Layer]]:
-        """Return one dict, layer number → layer, per loop: runs of adjacent layers with equal `_layer_signature`."""
-        return [dict(run) for _, run in groupby(enumerate(self.layers), lambda numbered: _layer_signature(numbered[1]))]
+    def layer_runs(self) -> list[range]:
+        """Return the numbers of the layers of each loop: runs of adjacent layers with equal `_layer_signature`."""
+        lengths = self.stacked or [len(list(run)) for _, run in groupby(map(_layer_signature, self.layers))]
+        return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+    def _split_run(self, number: int, layers: range) -> tuple[Any, Any]:
+        """Return the graph of the layers of a run, and the weights of each, or their stacks."""
+        if self.stacked:
+            return nnx.split(self.layers[number])
+        return nnx.split(self.layers[layers[0]])[0], [nnx.split(self.layers[index])[1] for index in layers]
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Return float32 logits, soft-capped where the family does so. Use it for few positions: it makes [.., V]."""
@@ -249,12 +261,12 @@ class Decoder(nnx.Module):
         return run
 
     def _run_layers(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        for layers in self.layer_runs():
-            x = self._scan_layers(layers, x, ropes, attend)
+        for number, layers in enumerate(self.layer_runs()):
+            x = self._scan_layers(number, layers, x, ropes, attend)
         return x
 
-    def _scan_layers(self, layers: dict[int, Layer], x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        graph, states = nnx.split(next(iter(layers.values())))[0], [nnx.split(layer)[1] for layer in layers.values()]
+    def _scan_layers(self, number: int, layers: range, x: Array, ropes: list[Rope], attend: Attend) -> Array:
+        graph, weights = self._split_run(number, layers)
         c = self.config
         windows = [c.window(i) for i in layers]
         otherwise = jnp.array([c.rotates_otherwise(i) for i in layers])
@@ -269,7 +281,7 @@ class Decoder(nnx.Module):
             return self._shard_rows(out)
 
         policy = REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected
-        return scan_layers(step, x, states, (otherwise, window_sizes), platform=self.platform, policy=policy)
+        return scan_layers(step, x, weights, (otherwise, window_sizes), platform=self.platform, policy=policy)
 
 
 def head_logits(
@@ -285,9 +297,11 @@ def head_logits(
 
 
 def _layer_signature(layer: Layer) -> Any:
-    """Return what distinguishes layers: the names, shapes and types of their weights, and their adapters' scales."""
+    """Return what distinguishes layers: the names, shapes and types of their weights, and the numbers of their
+    adapters.
+    """
     state = nnx.split(layer)[1]
-    scales = [node.scale for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
+    scales = [(node.scale, node.dropout) for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
     return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)], scales
 
 

@@ -1,8 +1,9 @@
 """The loop over layers, in which each iteration needs the weights of one layer.
 
-On accelerators the loop scans over the layers' stacked weights: they are copied once per call, and the loop does not
-grow with the number of layers. A conditional with a branch for each layer would copy them in each iteration, forward
-and backward, takes minutes to compile, and on a GPU the host may have to choose the branch.
+On accelerators the loop scans over the layers' stacked weights, and the program does not grow with the number of
+layers. A learner stores weights like this (`layer_stack`); those of a list are copied once per call. A conditional with
+a branch for each layer would copy them in each iteration, forward and backward, takes minutes to compile, and on a GPU
+the host may have to choose the branch.
 
 On a CPU, where memory is what a run lacks, the loop selects each layer's weights from the separate arrays that decoding
 needs. Differentiated naively, each iteration would add a gradient for every layer, all zeros but one; instead the
@@ -31,7 +32,7 @@ _provided: ContextVar[dict[tuple[int, ...], Array] | None] = ContextVar("_provid
 def scan_layers(
     step: Callable[[Array, Tree, Any], Array],
     x: Array,
-    trees: Sequence[Tree],
+    trees: Sequence[Tree] | Tree,
     per_layer: Any,
     *,
     platform: str,
@@ -41,19 +42,28 @@ def scan_layers(
 
     Args:
         step: a layer as a function of its input, its weights and its numbers.
-        trees: weights of each layer, all with the same names, shapes and types.
+        trees: weights of each layer, all with the same names, shapes and types; or, on accelerators, a tree of stacks
+            [n, ...].
         per_layer: other numbers of the layers, arrays [n, ...].
         platform: that of the devices for which the program is built; see `Decoder`.
         policy: what a layer saves for the backward pass, as for `jax.checkpoint`.
     """
     if platform != "cpu":
-        body, weights = _scan_stacked(step, trees)
-        return jax.lax.scan(jax.checkpoint(body, policy=policy), x, (weights, per_layer))[0]
+        weights = jax.tree.map(lambda *x: jnp.stack(x), *trees) if isinstance(trees, Sequence) else trees
+        body = jax.checkpoint(lambda x, inputs: (step(x, *inputs), None), policy=policy)
+        return jax.lax.scan(body, x, (weights, per_layer))[0]
+    assert isinstance(trees, Sequence), "a CPU has a list of layers"
     sums = _take_sums(trees)
     selecting, numbered_slots = _scan_selected(step, trees, sums)
     run = jax.checkpoint(selecting, policy=policy)
     (x, passed), _ = jax.lax.scan(run, (x, sums), (numbered_slots, per_layer))
     return _begin_with(x, passed, sums)
+
+
+def take_layer(stacks: Tree, number: int) -> Tree:
+    """Return the weights of one layer of a tree of stacks [n, ...]."""
+    layer: Tree = jax.tree.map(lambda x: jax.lax.index_in_dim(x, number, keepdims=False), stacks)
+    return layer
 
 
 @contextmanager
@@ -78,15 +88,6 @@ def save_all_but_selected(primitive: Any, *_: Any, **params: Any) -> bool:
     """Policy for `jax.checkpoint` that saves all but a layer's selected weights, which are a copy of the model."""
     is_routed = primitive.name == "custom_vjp_call" and not params["call_jaxpr"].eqns  # `_route_gradient`
     return not is_routed and primitive.name != "cond"
-
-
-def _scan_stacked(step: Callable[..., Array], trees: Sequence[Tree]) -> tuple[Callable[..., Any], Any]:
-    """Return the body of a loop over the layers' stacked weights, and those weights."""
-
-    def body(x: Array, inputs: Any) -> tuple[Array, None]:
-        return step(x, *inputs), None
-
-    return body, jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _scan_selected(step: Callable[..., Array], trees: Sequence[Tree], sums: Sums) -> tuple[Callable[..., Any], Any]:

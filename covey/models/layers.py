@@ -188,7 +188,7 @@ class LoRA(nnx.Module):
     Attributes:
         scale: alpha / rank.
         dropout: fraction of the inputs that an update drops; 0 means none. See `lora.apply_lora_dropout`.
-        noise: seeds of the dropout: the run's seed, and the adapter's number in the model.
+        noise: seeds of the dropout: the run's seed, and the adapter's number in the model, or those of a stack.
     """
 
     def __init__(self, n_in: int, n_out: int, rank: int, alpha: float, *, rngs: nnx.Rngs):
@@ -196,7 +196,8 @@ class LoRA(nnx.Module):
         self.a = nnx.LoRAParam(jax.random.uniform(rngs.params(), (n_in, rank), jnp.float32, -bound, bound))
         self.b = nnx.LoRAParam(jnp.zeros((rank, n_out), jnp.float32))
         self.scale = alpha / rank
-        self.dropout, self.noise = 0.0, (0, 0)
+        self.dropout = 0.0
+        self.noise: tuple[int, int | tuple[int, ...]] = (0, 0)
 
     def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes, sum_dtype: DTypeLike) -> Array:
         narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in), sum_dtype)

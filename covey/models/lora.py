@@ -9,6 +9,7 @@ Actor and reference share the base: `with_lora` copies the module, not its array
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -16,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from covey.config.schema import LoRAConfig
 from covey.errors import RecipeError, nearest
 from covey.models import families
 from covey.models.decoder import Decoder
+from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.layers import Linear, LoRA, project
 from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise_kernel
 from covey.models.value_model import HeadParam, ValueModel
@@ -85,6 +87,8 @@ def _match_projections(entry: str, named: Mapping[str, str]) -> list[str]:
 
 def merge_lora(model: Model) -> Model:
     """Return a copy without adapters: each kernel becomes W + scale·A·B, and a quantised one becomes floating-point."""
+    if decoder_of(model).stacked:
+        return stack_layers(merge_lora(unstack_layers(model)))
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
         if linear.lora is not None or isinstance(linear.kernel, QuantisedKernel):
@@ -120,7 +124,7 @@ def merge_kernel(linear: Linear, dtype: DTypeLike) -> Float[Array, "n_in n_out"]
 def without_lora(model: Model) -> Model:
     """Return the base under the adapters, sharing its arrays."""
     model = nnx.merge(*nnx.split(model))
-    for linear in projections(model).values():
+    for linear in _linears(model):
         linear.lora = None
     return model
 
@@ -132,7 +136,7 @@ def has_lora(model: nnx.Module) -> bool:
 
 def adapters_change_base(model: Decoder | ValueModel) -> bool:
     """Return True if the adapters change the base's output; new ones, whose B is 0, do not."""
-    return any(_has_nonzero(x.lora.b[...]) for x in projections(model).values() if x.lora is not None)
+    return any(_has_nonzero(x.lora.b[...]) for x in _linears(model) if x.lora is not None)
 
 
 def _has_nonzero(x: jax.Array | np.ndarray) -> bool:
@@ -171,20 +175,33 @@ def apply_lora_dropout(graph: Any, params: Any, step: Int[Array, ""] | int) -> A
     noisy = [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
     for lora in noisy:
         seed, number = lora.noise
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), number), step)
-        kept = jax.random.bernoulli(key, 1 - lora.dropout, (lora.a.shape[0], 1))
+        draw = partial(_draw_kept, seed, 1 - lora.dropout, lora.a.shape[-2], step)
+        kept = jax.vmap(draw)(jnp.array(number)) if isinstance(number, tuple) else draw(number)
         lora.a[...] = jnp.where(kept, lora.a[...] / (1 - lora.dropout), 0.0)
     return nnx.split(model)[1] if noisy else params
 
 
+def _draw_kept(seed: int, share: float, count: int, step: Any, number: Any) -> Bool[Array, "n_in 1"]:
+    """Draw which of the inputs of adapter `number` are kept in update `step`."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), number), step)
+    return jax.random.bernoulli(key, share, (count, 1))
+
+
 def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
-    """Return every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`."""
+    """Return every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`; the layers must be a
+    list.
+    """
     decoder = decoder_of(model)
+    assert not decoder.stacked, "unstack_layers comes before projections"
     linears = {}
     for path in families.projection_names(decoder.config):
         _, index, part, name = path.split(".")
         linears[path] = getattr(getattr(decoder.layers[int(index)], part), name)
     return linears
+
+
+def _linears(model: nnx.Module) -> list[Linear]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
 
 
 def decoder_of(model: Decoder | ValueModel) -> Decoder:

@@ -20,13 +20,14 @@ from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.export import Difference, write_hf
+from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
 from covey.models.loading.weights import DecoderOptions
 from covey.models.lora import split_trainable, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel import distributed
-from covey.parallel.programs import few_programs
+from covey.parallel.programs import abstract, few_programs
 from covey.parallel.reshard import reshard
 from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer
@@ -83,7 +84,8 @@ class RLCluster(Keywords):
         models, tokenizer_of_source = load_models(given, self.config)
         if (tokenizer := tokenizer or tokenizer_of_source) is None:
             raise RecipeError("RLCluster got a model but no tokenizer", fix="pass tokenizer=", where="RLCluster")
-        placed = {role: self.config.place(model, role) for role, model in models.items() if model is not None}
+        on_devices = {role: self.config.place(model, role) for role, model in models.items() if model is not None}
+        placed = dict(zip(on_devices, stack_models(list(on_devices.values())), strict=True))
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
         self.few_programs = few_programs(self._actor.platform)
@@ -256,7 +258,7 @@ class RLCluster(Keywords):
     def update_reference(self, mixing: float) -> None:
         """Set reference ← α·actor + (1 − α)·reference; see `reference.mixed`."""
         reference = self.inference.params[Role.REFERENCE]
-        self.inference.update_params(Role.REFERENCE, mixed(reference, self.actor, mixing))
+        self.inference.update_params(Role.REFERENCE, mixed(reference, self._current_actor, mixing))
 
     def sync_weights(self) -> None:
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
@@ -278,8 +280,20 @@ class RLCluster(Keywords):
         if self.critic_trainer is not None:
             state["critic"] = self.critic_trainer.state()
         if self._reference_moves:
-            state["reference"] = nnx.to_pure_dict(self.inference.params[Role.REFERENCE])
+            state["reference"] = self._reference_state(self.inference.params[Role.REFERENCE])
         return state
+
+    def state_shapes(self) -> dict[str, Any]:
+        """Return the shapes of `state()` with their shardings."""
+        state = self._trainer(Role.ACTOR).state_shapes()
+        if self.critic_trainer is not None:
+            state["critic"] = self.critic_trainer.state_shapes()
+        if self._reference_moves:
+            state["reference"] = self._reference_state(abstract(self.inference.params[Role.REFERENCE]))
+        return state
+
+    def _reference_state(self, params: Any) -> Any:
+        return nnx.to_pure_dict(LayerStacks(self.inference.model(Role.REFERENCE)).unstack(params))
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
@@ -288,12 +302,22 @@ class RLCluster(Keywords):
             self.critic_trainer.load_state(state["critic"], step)
             self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         if self._reference_moves:
-            nnx.replace_by_pure_dict(self.inference.params[Role.REFERENCE], state["reference"])
+            self._load_reference(state["reference"])
         self.sync_weights()
+
+    def _load_reference(self, state: Any) -> None:
+        stacks = LayerStacks(self.inference.model(Role.REFERENCE))
+        params = stacks.unstack(abstract(self.inference.params[Role.REFERENCE]))
+        nnx.replace_by_pure_dict(params, state)
+        self.inference.update_params(Role.REFERENCE, stacks.stack(params))
 
     @property
     def actor(self) -> Decoder:
-        """Actor with its current weights."""
+        """Actor with its current weights, its layers a list; on accelerators their arrays are copies."""
+        return unstack_layers(self._current_actor)
+
+    @property
+    def _current_actor(self) -> Decoder:
         actor: Decoder = self._actor
         if self.trainer is not None:
             actor = nnx.merge(self.trainer.graph, self.trainer.params)

@@ -16,6 +16,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
+from covey.models.layer_stack import stack_layers
 from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
@@ -78,7 +79,7 @@ class CriticPrograms:
         total_steps: int,
         device: jax.Device | None = None,
     ):
-        placed = place_abstract(critic, place_of(Role.CRITIC, config, device))
+        placed = stack_layers(place_abstract(critic, place_of(Role.CRITIC, config, device)))
         graph, self._params = nnx.split(placed)
         self._scorer = ValueScorer(graph)
         self._update = UpdatePrograms(placed, *value_training(config, grpo, total_steps))
@@ -142,7 +143,7 @@ class RLPrograms:
         self.config, self.grpo, self.pause_id, self.waits = config, grpo, pause_id, waits
 
         def placed(role: Role) -> Decoder:
-            return place_abstract(actor, place_of(role, config, device), platform)
+            return stack_layers(place_abstract(actor, place_of(role, config, device), platform))
 
         self.model = placed(Role.ACTOR)
         graph, self._actor = nnx.split(self.model)

@@ -163,6 +163,10 @@ class Run(ABC, Generic[RecipeT]):
     def state(self) -> Any:
         """Return the arrays of a checkpoint."""
 
+    @abstractmethod
+    def state_shapes(self) -> Any:
+        """Return the shapes of `state()`, with their shardings."""
+
     def checkpoint_metadata(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint other than those on model and data."""
         return {}
@@ -297,7 +301,7 @@ class Run(ABC, Generic[RecipeT]):
         if folder.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        state, extra = folder.saves.restore(folder.last, target=self.state(), check=self.refuse_another_run)
+        state, extra = folder.saves.restore(folder.last, target=self.state_shapes(), check=self.refuse_another_run)
         self.started -= extra["seconds"]
         self.progress.seconds_before, self.progress.steps_before = extra["seconds"], folder.last
         self.load_state(state, extra, folder.last)

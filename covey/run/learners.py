@@ -77,7 +77,7 @@ class _RLLearner(Learner):
         return Recipe(
             name=_name(out),
             seed=config.rollout_config.seed,
-            model=_model_options(self.cluster.actor),
+            model=_model_options(self.cluster.rollout.model),
             data=DataConfig(task=FROM_PYTHON),
             rewards=tuple(function_names(self.reward_fns)),
             rollout=config.rollout_config,
@@ -143,7 +143,8 @@ class _RLRun(LearnerRun):
             check_columns((*learner.reward_fns, *evaluation_functions(recipe.evaluation)), held_out)
         learner.prepare(self.total)
         learner.check_prompts(loader.rows)
-        models = [learner.cluster.actor, *learner.cluster.inference.params.values()]
+        assert learner.cluster.trainer is not None, "prepared above"
+        models = [learner.cluster.trainer.params, *learner.cluster.inference.params.values()]
         self.origin = learner.initial_weights = learner.initial_weights or _checksum(models)
 
     @classmethod
@@ -185,8 +186,8 @@ class _SFTRun(SFTLearnerRun):
         super().__init__(recipe, Dataset(FROM_PYTHON, loader.rows, held_out), None, resources)
         self.learner, self.loader, self.held_out = learner, loader, list(held_out)
         self.total = total_steps(recipe.training, len(loader))
-        self.origin = learner.initial_weights = learner.initial_weights or _checksum([learner.model])
         self.trainer = learner.prepare(self.total)
+        self.origin = learner.initial_weights = learner.initial_weights or _checksum([self.trainer.params])
 
     @classmethod
     def load_data(cls, recipe: SFTRecipe) -> Dataset:
@@ -268,9 +269,8 @@ def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[.
     return call
 
 
-def _checksum(models: Sequence[Any]) -> str:
+def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
     """Return a checksum of all weights: a resumed run must have begun with the same ones."""
-    states = [model if isinstance(model, nnx.State) else nnx.state(model) for model in models]
     checksum = sum(distributed.fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
     return f"a model from Python, checksum {checksum:08x}"
 

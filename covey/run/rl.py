@@ -82,6 +82,9 @@ class LearnerRun(Run[Recipe]):
     def state(self) -> Any:
         return self.learner.cluster.state()
 
+    def state_shapes(self) -> Any:
+        return self.learner.cluster.state_shapes()
+
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state()}
 

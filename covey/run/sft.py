@@ -82,6 +82,9 @@ class SFTLearnerRun(Run[SFTRecipe]):
     def state(self) -> Any:
         return self.trainer.state()
 
+    def state_shapes(self) -> Any:
+        return self.trainer.state_shapes()
+
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"skipped": self.learner.nonfinite_guard.skipped}
 
@@ -101,7 +104,6 @@ class SFTRun(SFTLearnerRun):
         super().__init__(recipe, data, mesh, resources)
         model, tokenizer, self.origin = load_source(recipe.model, recipe.model.source, recipe.seed, mesh)
         distributed.refuse_differences("model", lambda: self.origin, "the same weights for all of them")
-        self.worker = answering_worker(model, tokenizer, recipe.rollout)
         self.learner = SFTLearner(
             model=model,
             tokenizer=tokenizer,
@@ -112,6 +114,7 @@ class SFTRun(SFTLearnerRun):
             on_phase=self.phase,
             on_bad_batch=self.folder.keep_bad_batch,
         )
+        self.worker = answering_worker(self.learner.program_model, tokenizer, recipe.rollout)
         self.fitted = self.learner.fit(data.train)
         self.held_out = self.learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
         self.answerable = select_answerable(self.worker, self.held_out, recipe.evaluation.answers)

@@ -17,6 +17,7 @@ from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder, num_parameters
+from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
@@ -86,7 +87,7 @@ class SFTLearner(Keywords):
         if mesh is not None and distributed.count() > 1:
             refuse_uneven_mesh(mesh, "model")
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
-        self._model, self._longest = place_model(model, mesh), model.config.max_positions
+        self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         show = ("loss", *self.config.show, "eval/loss", "step_time")
@@ -148,7 +149,12 @@ class SFTLearner(Keywords):
 
     @property
     def model(self) -> Decoder:
-        """The model with its current weights."""
+        """The model with its current weights, its layers a list; on accelerators their arrays are copies."""
+        return unstack_layers(self.program_model)
+
+    @property
+    def program_model(self) -> Decoder:
+        """The model with its current weights as programs take it: on accelerators with stacks of layers."""
         if self.trainer is None:
             return self._model
         graph: Any = self.trainer.graph

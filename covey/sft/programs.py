@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from covey.config.schema import SFTConfig
 from covey.models.decoder import Decoder
+from covey.models.layer_stack import stack_layers
 from covey.packing.bins import most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.placement import place_abstract, rows_placement
@@ -30,7 +31,7 @@ class SFTPrograms:
     """
 
     def __init__(self, model: Decoder, config: SFTConfig, place: Mesh | jax.Device, total_steps: int):
-        self.model = place_abstract(model, place)
+        self.model = stack_layers(place_abstract(model, place))
         self.config, self._mesh = config, place if isinstance(place, Mesh) else None
         graph, self._params = nnx.split(self.model)
         self._update = UpdatePrograms(self.model, make_optimizer(config.optimizer, total_steps), supervised_loss)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
 from covey.models.decoder import Decoder
 from covey.models.layer_loop import loops_add_to
+from covey.models.layer_stack import stacked_sharding
 from covey.parallel.reshard import dotted_path
 
 
@@ -54,7 +54,7 @@ class GradientLayout:
     def shardings(self, trainable: Any) -> Any:
         """Return `GradientSums` of shardings: those of the weights."""
         loops, others = self._split([x.sharding for x in jax.tree.leaves(trainable)])
-        stacked: list[Any] = [_stacked(each[0]) for each in loops]
+        stacked: list[Any] = [stacked_sharding(each[0]) for each in loops]
         return GradientSums(stacked, others)
 
     def add_gradients(
@@ -89,8 +89,8 @@ class GradientLayout:
 
 
 def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
-    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, where the
-    loop stacks the weights.
+    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, where
+    they are stacks already.
     """
     found = []
     for path, node in nnx.iter_graph(model):
@@ -99,12 +99,6 @@ def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
             names = [name.removeprefix(prefixes[0]) for name in numbers if name.startswith(prefixes[0])]
             found += [[numbers[prefix + name] for prefix in prefixes] for name in names]
     return found
-
-
-def _stacked(sharding: Sharding) -> Sharding:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return sharding
 
 
 @jax.custom_vjp

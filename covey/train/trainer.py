@@ -17,8 +17,10 @@ import optax
 from flax import nnx
 
 from covey.errors import NumbersError
+from covey.models.layer_stack import LayerStacks
 from covey.models.lora import split_trainable
 from covey.models.operands import round_kernels
+from covey.parallel.programs import abstract
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms
 from covey.types import Mean, MetricSums
@@ -67,7 +69,7 @@ class Trainer:
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn, name: str = ""):
         self.graph: nnx.GraphDef[Any]
         self.graph, self.trainable, self.frozen = split_trainable(model)
-        self.name, self.step = name, 0
+        self.name, self.step, self._stacks = name, 0, LayerStacks(model)
         self.programs = UpdatePrograms(model, optimizer, loss_fn)
         self.opt_state = self.programs.init(self.trainable)
 
@@ -129,13 +131,23 @@ class Trainer:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as nested dicts of arrays."""
-        return {"params": nnx.to_pure_dict(self.trainable), "opt_state": self.opt_state}
+        """Return the state for a checkpoint, as nested dicts of arrays, with arrays of their own for each layer."""
+        return self._per_layer(self.trainable, self.opt_state)
+
+    def state_shapes(self) -> dict[str, Any]:
+        """Return the shapes of `state()` with their shardings."""
+        return self._per_layer(abstract(self.trainable), abstract(self.opt_state))
+
+    def _per_layer(self, trainable: Any, opt_state: Any) -> dict[str, Any]:
+        params = nnx.to_pure_dict(self._stacks.unstack(trainable))
+        return {"params": params, "opt_state": self._stacks.unstack(opt_state)}
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at `step`."""
-        nnx.replace_by_pure_dict(self.trainable, state["params"])
-        self.opt_state, self.step = state["opt_state"], step
+        trainable = self._stacks.unstack(abstract(self.trainable))
+        nnx.replace_by_pure_dict(trainable, state["params"])
+        self.trainable = self._stacks.stack(trainable)
+        self.opt_state, self.step = self._stacks.stack(state["opt_state"]), step
 
 
 class NonFiniteGuard:

@@ -69,3 +69,13 @@ def test_stacked_weights_are_one_copy_in_memory(policy: Any) -> None:
     weights = count * (WIDTH + 1) * WIDTH * 4
     saved = 5 * count * 5 * WIDTH * 4
     assert compiled("tpu", count, policy).memory_analysis().temp_size_in_bytes < 1.2 * weights + saved
+
+
+def test_stacks_are_not_copied() -> None:
+    """A program takes stacks as they are."""
+    count, x = 32, jnp.ones((5, WIDTH), jnp.float32)
+    stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers(count))
+    run = partial(scan_layers, step, per_layer=jnp.arange(1.0, 1 + count), platform="tpu", policy=None)
+    gradient = jax.jit(jax.grad(lambda x, stacks: run(x, stacks).sum()))
+    assert gradient.lower(x, stacks).compile().memory_analysis().temp_size_in_bytes < 0.2 * stacks["kernel"].nbytes
+    np.testing.assert_allclose(run(x, stacks), run(x, layers(count)), rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from covey.errors import NumbersError, RecipeError, RewardError, WeightsError
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
+from covey.models.export.files import export_parameters
 from covey.models.lora import has_lora, with_lora
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of
@@ -459,3 +461,53 @@ def test_closing_lets_go_of_the_reference_and_the_trainer(cluster: Callable, bet
     assert made.trainer is None
     assert not hasattr(made, "rollout")
     assert not hasattr(made, "inference")
+
+
+# --- layers in stacks
+
+
+def momentum_cluster(make: Callable, lora: int) -> RLCluster:
+    """A cluster on a mesh with a reference that moves, whose optimizer has moments."""
+    momentum: Any = optax.sgd(0.5, momentum=0.9)
+    settings = config({Role.ACTOR: make_mesh((2, 2))})
+    training = replace(settings.training_config, actor_optimizer=momentum)
+    made = RLCluster(actor=make(lora), tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+    made.prepare(GRPOConfig(beta=0.04, reference_every_n_updates=1, reference_mixing=0.5), 10)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_stacks_of_layers_train_as_a_list_does(
+    decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch, lora: int
+) -> None:
+    """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one."""
+    rows, lengths, inputs = step
+    listed = momentum_cluster(decoder, lora)
+    monkeypatch.setattr("covey.parallel.placement.platform_of", lambda place: "gpu")
+    stacked = momentum_cluster(decoder, lora)
+    assert stacked.trainer is not None
+    kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]
+    assert kernels == [(2, 32, 32)]
+    pairs: list[RLCluster] = [listed, stacked]
+    assert tokens(stacked.generate(EXAMPLES, 4)) == tokens(listed.generate(EXAMPLES, 4))
+    for _ in range(2):
+        ref, metrics = [], []
+        for made in pairs:
+            ref.append(made.get_ref_per_token_logps(rows, lengths))
+            used = inputs._replace(ref_logps=scatter_to_rows(rows, ref[-1]))
+            metrics.append(made.update_actor(one_batch(rows, used)))
+            made.update_reference(0.5)
+            made.sync_weights()
+        np.testing.assert_allclose(np.concatenate(ref[1]), np.concatenate(ref[0]), atol=1e-5)
+        assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    states = [made.state() for made in pairs]
+    shapes = [{name: x.shape for name, x in flatten(tree).items()} for tree in (*states, stacked.state_shapes())]
+    assert shapes[0] == shapes[1] == shapes[2]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *states[::-1])
+    stacked.load_state(jax.tree.map(jax.numpy.copy, states[0]), 2)
+    written = [dict(export_parameters(made.actor, "float32")) for made in (listed, stacked)]
+    assert [x.tobytes() for x in written[0].values()] == [x.tobytes() for x in written[1].values()]
+    listed.load_state(stacked.state(), 2)
+    same = jax.tree.map(np.array_equal, listed.state(), states[0])
+    assert all(jax.tree.leaves(same))

@@ -1,5 +1,6 @@
 """Programs from configs and shapes: they are the run's own, for any devices, and no array is made for them."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ PLACES = pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mes
 
 def policy(lora: int = 0, quantize: str = "none", **switches: Any) -> Decoder:
     """A policy of shapes."""
-    model = abstract_decoder(SHAPE, parse_format(quantize, 64), **switches)
+    model = abstract_decoder(switches.pop("config", SHAPE), parse_format(quantize, 32), **switches)
     adapted = partial(with_lora, config=LoRAConfig(rank=lora), seed=0)
     return nnx.eval_shape(adapted, model) if lora else model
 
@@ -197,3 +198,15 @@ def test_the_platform_reaches_the_layers() -> None:
     narrow = partial(policy, param_dtype="bfloat16", compute_dtype="bfloat16")
     gradients = {p: programs(narrow(), platform=p).gradients(1, 64).lower(p).as_text() for p in ("cpu", "tpu")}
     assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
+
+
+def test_programs_for_accelerators_do_not_grow_with_depth() -> None:
+    """The learner's programs neither stack the layers' weights nor divide their gradients or moments."""
+
+    def lengths(layers: int, lora: int, quantize: str) -> list[int]:
+        config = replace(SHAPE, num_layers=layers, windows=(None, 6) * (layers // 2))
+        made = programs(policy(lora, quantize, config=config), (2, 2), platform="tpu")
+        return [len(one.lower("tpu").as_text().splitlines()) for one in (made.gradients(2, 128), made.apply())]
+
+    for kind in ((4, "nf4"), (0, "none")):
+        assert lengths(2, *kind) == lengths(6, *kind)
