@@ -58,7 +58,8 @@ class RLCluster(Keywords):
         environments: runs the environment in which the model acts, whose reward is one more reward function; None for
             completions of one turn.
 
-    A source in place of a model is loaded as by `RLCluster.load`.
+    A source in place of a model is loaded as by `RLCluster.load`. On accelerators the cluster copies the layers of the
+    models given into stacks (`models.layer_stack`): drop other references to them, or their memory stays in use.
 
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.

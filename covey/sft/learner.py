@@ -48,7 +48,8 @@ class SFTLearner(Keywords):
 
     Args:
         model: the model, with or without adapters, or a source that `models.loading.weights.load` accepts. The
-            learner takes over its trainable arrays; read the result from `learner.model`.
+            learner takes over its trainable arrays; read the result from `learner.model`. On accelerators its layers
+            are copied into stacks (`models.layer_stack`): drop other references to it, or their memory stays in use.
         tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
         mesh: the devices; by default the one that holds the model, or in several processes one of each, along `data`.
