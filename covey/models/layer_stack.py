@@ -1,8 +1,9 @@
 """Layers of a decoder as stacks: one array for each weight of like layers that follow one another, [n, ...] over them.
 
-Programs for accelerators scan over stacks and take them as they are. On a CPU layers stay a list, whose arrays the loop
-of `layer_loop` selects. So are they in files everywhere: checkpoints, exports and adapters have a tensor per layer, and
-a learner converts where it takes a model (`stack_models`) and where it gives one away (`unstack_layers`).
+Programs for TPUs scan over stacks and take them as they are. On a CPU layers stay a list, whose arrays the loop of
+`layer_loop` selects; and on GPUs, where each decode step would copy a layer's weights out of its stack before it
+multiplies by them. So are they in files everywhere: checkpoints, exports and adapters have a tensor per layer, and a
+learner converts where it takes a model (`stack_models`) and where it gives one away (`unstack_layers`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,12 @@ Model = TypeVar("Model", bound=nnx.Module)
 Tree = TypeVar("Tree")
 Path = tuple[Any, ...]
 
+PLATFORMS = ("tpu",)
+"""Platforms on which a learner keeps layers in stacks."""
+
 
 def stack_layers(model: Model) -> Model:
-    """Return `model` with stacks of its layers where it is built for an accelerator; `model` itself on a CPU.
+    """Return `model` with stacks of its layers where it is built for one of `PLATFORMS`, else `model` itself.
 
     Args:
         model: of arrays or of shapes, on its devices.
@@ -145,7 +149,7 @@ def _decoders(model: nnx.Module) -> Iterator[tuple[Path, Decoder]]:
 
 
 def _takes_stacks(decoder: Decoder) -> bool:
-    return decoder.platform != "cpu" and not decoder.stacked
+    return decoder.platform in PLATFORMS and not decoder.stacked
 
 
 def _stack_decoder(decoder: Decoder, join: Any) -> None:

@@ -89,8 +89,8 @@ class GradientLayout:
 
 
 def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
-    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, where
-    they are stacks already.
+    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, whose
+    loops return the gradients of all layers.
     """
     found = []
     for path, node in nnx.iter_graph(model):

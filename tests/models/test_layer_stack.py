@@ -21,12 +21,12 @@ CONFIG = ModelConfig(
 SOME = LoRAConfig(rank=2, dropout=0.5, targets=(r"layers\.[123]\..*",))
 
 
-def accelerated(model: Any) -> Any:
-    return build_for_devices(model, "gpu")
+def on_tpu(model: Any) -> Any:
+    return build_for_devices(model, "tpu")
 
 
 def adapted() -> Decoder:
-    return accelerated(with_lora(Decoder(CONFIG, rngs=nnx.Rngs(0)), SOME))
+    return on_tpu(with_lora(Decoder(CONFIG, rngs=nnx.Rngs(0)), SOME))
 
 
 def arrays(model: nnx.Module) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_runs_of_like_layers_become_stacks_and_come_back() -> None:
 
 
 def test_states_of_a_value_model_are_converted_where_they_are_nested() -> None:
-    model = accelerated(with_lora(make_value_model(Decoder(CONFIG, rngs=nnx.Rngs(0))), SOME))
+    model = on_tpu(with_lora(make_value_model(Decoder(CONFIG, rngs=nnx.Rngs(0))), SOME))
     trained = split_trainable(stack_layers(model))[1]
     stacks, tree = LayerStacks(stack_layers(model)), {"moments": [trained], "count": np.zeros(2)}
     listed = stacks.unstack(tree)
@@ -64,10 +64,10 @@ def test_states_of_a_value_model_are_converted_where_they_are_nested() -> None:
 
 def test_models_that_share_arrays_share_stacks() -> None:
     actor = adapted()
-    one, other = map(arrays, stack_models([actor, accelerated(without_lora(actor))]))
+    one, other = map(arrays, stack_models([actor, on_tpu(without_lora(actor))]))
     pointer = lambda x: x.unsafe_buffer_pointer()  # noqa: E731
     assert pointer(one["embed.embedding"]) == pointer(other["embed.embedding"])
-    whole = stack_models([base := accelerated(Decoder(CONFIG, rngs=nnx.Rngs(0))), base])
+    whole = stack_models([base := on_tpu(Decoder(CONFIG, rngs=nnx.Rngs(0))), base])
     assert list(map(pointer, arrays(whole[0]).values())) == list(map(pointer, arrays(whole[1]).values()))
 
 

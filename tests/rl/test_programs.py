@@ -200,7 +200,7 @@ def test_the_platform_reaches_the_layers() -> None:
     assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
 
 
-def test_programs_for_accelerators_do_not_grow_with_depth() -> None:
+def test_programs_for_tpus_do_not_grow_with_depth() -> None:
     """The learner's programs neither stack the layers' weights nor divide their gradients or moments."""
 
     def lengths(layers: int, lora: int, quantize: str) -> list[int]:
