@@ -10,6 +10,7 @@ without an error. `gathered` exchanges values between hosts. It begins with an e
 (`_meet`), so that no process waits for one that has failed.
 """
 
+import base64
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from covey.errors import CoveyError, RecipeError, Stopped
-from covey.parallel import liveness, wire
+from covey.parallel import liveness, order, store, wire
 from covey.parallel.joining import join
 
 T = TypeVar("T")
@@ -115,6 +116,20 @@ def all_of(items: Sequence[T], about: str) -> list[T]:
     return [item for theirs in gathered(list(items), about) for item in theirs]
 
 
+def all_of_from_a_thread(items: Sequence[T], about: str) -> list[T]:
+    """Return the `items` of all processes, by process index, without a device program: also from a thread that is not
+    the one that launches the programs over several processes, while those run.
+
+    Raises:
+        PeerLostError: another process is stopped, gone, or has failed.
+    """
+    if count() == 1:
+        return list(items)
+    mine = base64.b64encode(wire.pack(list(items))).decode()
+    everyone = store.exchange(mine, about, liveness.refuse_to_wait)
+    return [item for theirs in everyone for item in wire.unpack(base64.b64decode(theirs))]
+
+
 def agreed(value: T, about: str) -> T:
     """Return the `value` of process 0 to all processes."""
     return gathered(value, about)[0]
@@ -196,6 +211,7 @@ def _meet(about: str, data: bytes = b"", failed: int = 0) -> list[bytes]:
 
 
 def _allgather(array: np.ndarray) -> np.ndarray:
+    order.refuse_second_thread("an exchange")
     found: np.ndarray = _exchange(lambda: multihost_utils.process_allgather(array))
     return found
 

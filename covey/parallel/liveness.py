@@ -219,6 +219,16 @@ def current() -> Watch | None:
     return _watch
 
 
+def refuse_to_wait() -> None:
+    """Refuse to wait any longer if another process is lost.
+
+    Raises:
+        PeerLostError: see above.
+    """
+    if _watch is not None and _watch.verdict:
+        raise PeerLostError(_watch.verdict, fix="its own output, or the system's log, says why")
+
+
 @contextmanager
 def watching(silent: float = SILENT_SECONDS) -> Iterator[None]:
     """Watch the processes for the body of the `with` statement; with one process do nothing.

@@ -65,7 +65,7 @@ class LaunchOrder:
             PeerLostError: another process is stopped, gone, or has failed.
         """
         what = f"{name!r} of step {step}"
-        self._refuse_second_thread(what)
+        self.refuse_second_thread(what)
         if self._watch is not None:
             self._watch.doing = what
         compared = repr((name, step, program() if callable(program) else program))
@@ -80,7 +80,8 @@ class LaunchOrder:
     def _folder(self, number: int | None = None) -> str:
         return f"covey/{self._name}/{self._number if number is None else number}"
 
-    def _refuse_second_thread(self, what: str) -> None:
+    def refuse_second_thread(self, what: str) -> None:
+        """Refuse to launch `what` from another thread than the first one's; errors as for `enter`."""
         thread = threading.current_thread()
         if thread is not self._thread:
             raise OrderError(
@@ -123,16 +124,28 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
 
     All processes must call it, from the thread that called it first.
     """
-    global _order
     if jax.process_count() == 1:
         yield
         return
-    if _order is None:
-        _order = LaunchOrder(CoordinationStore(), jax.process_index(), jax.process_count(), liveness.current())
-    _order.enter(name, step, program)
+    _order_of_this_process().enter(name, step, program)
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if isinstance(error, CoveyError) or (watch := liveness.current()) is None or not (lost := watch.blame()):
             raise
         raise PeerLostError(lost, fix="its own output, or the system's log, says why") from error
+
+
+def refuse_second_thread(what: str) -> None:
+    """Refuse to launch `what` over several processes from another thread than the one that has launched such programs
+    first; errors as for `LaunchOrder.enter`. With one process nothing is refused.
+    """
+    if jax.process_count() > 1:
+        _order_of_this_process().refuse_second_thread(what)
+
+
+def _order_of_this_process() -> LaunchOrder:
+    global _order
+    if _order is None:
+        _order = LaunchOrder(CoordinationStore(), jax.process_index(), jax.process_count(), liveness.current())
+    return _order

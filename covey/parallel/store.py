@@ -7,7 +7,7 @@ cannot be launched here: the store is also for threads beside the one that launc
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from covey.errors import CoveyError
 
 POLL_SECONDS = 1.0
 """Seconds of one request that waits; Python handles signals between two of them."""
+PIECE = 1 << 20
+"""Largest number of characters of one value; a longer one of an exchange is sent in pieces."""
 _exchanges: Counter[str] = Counter()
 
 
@@ -66,19 +68,24 @@ class CoordinationStore:
         self._client.key_value_delete(key)
 
 
-def exchange(value: str, about: str) -> list[str]:
+def exchange(value: str, about: str, check: Callable[[], None] = lambda: None) -> list[str]:
     """Return the `value` of every process, by process index, on every process.
 
     All processes must make the same exchanges `about` one thing in the same order; those about different things may
     come from different threads. A dead process is not noticed here; `liveness` ends the ones that wait for it.
+
+    Args:
+        value: text of any length.
+        about: name of this place, the same in all processes.
+        check: called every second while this process waits; may raise.
     """
     if jax.process_count() == 1:
         return [value]
     store, number = CoordinationStore(), _exchanges[about]
     _exchanges[about] += 1
-    store.set(f"covey/exchange/{about}/{number}/{jax.process_index()}", value)
-    keys = [f"covey/exchange/{about}/{number}/{process}" for process in range(jax.process_count())]
-    values = [_waited_for(store, key) for key in keys]
+    folder = f"covey/exchange/{about}/{number}"
+    _set_in_pieces(store, f"{folder}/{jax.process_index()}", value)
+    values = [_in_pieces(store, f"{folder}/{process}", check) for process in range(jax.process_count())]
     if number and jax.process_index() == 0:  # all have read the values of the exchange before
         store.delete(f"covey/exchange/{about}/{number - 1}")
     return values
@@ -108,7 +115,19 @@ def together(about: str, several: bool = True) -> Iterator[None]:
             raise CoveyError(f"process {number} has failed at this: {failure}")
 
 
-def _waited_for(store: Store, key: str) -> str:
+def _set_in_pieces(store: Store, key: str, value: str) -> None:
+    pieces = [value[start : start + PIECE] for start in range(0, len(value), PIECE)] or [""]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", f"{len(pieces)} {piece}")
+
+
+def _in_pieces(store: Store, key: str, check: Callable[[], None]) -> str:
+    count, _, first = _waited_for(store, f"{key}/0", check).partition(" ")
+    rest = [_waited_for(store, f"{key}/{number}", check).partition(" ")[2] for number in range(1, int(count))]
+    return "".join([first, *rest])
+
+
+def _waited_for(store: Store, key: str, check: Callable[[], None]) -> str:
     while (value := store.wait(key, POLL_SECONDS)) is None:
-        pass
+        check()
     return value
