@@ -71,12 +71,17 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     name = _name(flag)
     if name in paths:
         return name
-    ending = [path for path in paths if path.endswith("." + name) and SECOND not in path.removesuffix(name).split(".")]
+    ending = [path for path in paths if path.endswith("." + name) and SECOND.isdisjoint(_sections(path, name))]
     if len(ending) == 1:
         return ending[0]
     if ending:
         raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
     raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
+
+
+def _sections(path: str, name: str) -> list[str]:
+    """Return the sections of `path` before its end `name`."""
+    return path.removesuffix(name).split(".")
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
@@ -111,5 +116,5 @@ def _value(flag: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-SECOND = "critic_optimizer"
-"""Section that repeats the settings of a more common one, which a name without a section means."""
+SECOND = {"critic_optimizer", "role_to_mesh"}
+"""Sections that repeat the settings of a more common one, which a name without the section means."""

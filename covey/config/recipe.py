@@ -24,6 +24,7 @@ from covey.config.schema import (
     ModelOptions,
     PPOConfig,
     RLTrainingConfig,
+    RoleMeshes,
     RolloutConfig,
     SFTConfig,
     SFTDataConfig,
@@ -76,6 +77,7 @@ class Recipe(AnyRecipe):
     critic: str | None = None
     """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    role_to_mesh: RoleMeshes = field(default_factory=RoleMeshes)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, Sharding
 
-from covey.config.schema import MeshConfig
+from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import RecipeError, nearest
 
 MESH_AXES = ("data", "fsdp", "tp")
@@ -80,6 +80,53 @@ def mesh_from_config(config: MeshConfig) -> Mesh | None:
     return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count)) if count > 1 else default_mesh()
 
 
+def rollout_mesh_from_config(config: RoleMeshConfig, actor: Mesh | None) -> Mesh | None:
+    """Make the mesh of the rollout that a recipe sets, over devices that `actor` leaves, the first ones of each
+    process; None if the recipe sets none.
+
+    Raises:
+        RecipeError: there are too few devices, or a copy of the weights would lie over several processes.
+    """
+    given = {axis: getattr(config, axis) for axis in MESH_AXES}
+    if not any(given.values()):
+        return None
+    sizes = {axis: size or 1 for axis, size in given.items()}
+    count = math.prod(sizes.values())
+    used = set(jax.local_devices()[:1] if actor is None else actor.devices.flat)
+    free = [[d for d in devices if d not in used] for devices in _devices_of_processes()]
+    each = _equal_share(count, "role_to_mesh.rollout")
+    if each > min(map(len, free)):
+        places = "" if len(free) == 1 else f" of each of {len(free)} processes"
+        raise RecipeError(
+            f"role_to_mesh.rollout takes {each} devices{places}, and model.mesh leaves {min(map(len, free))}",
+            want="devices for both: the meshes of actor and rollout share none",
+            fix="smaller meshes; or leave role_to_mesh.rollout out, and the rollout uses those of model.mesh",
+            where="role_to_mesh.rollout",
+        )
+    mesh = make_mesh(tuple(sizes.values()), MESH_AXES, [d for devices in free for d in devices[:each]])
+    if spans_processes(mesh):
+        refuse_divided_copies(mesh, "rollout")
+    return mesh
+
+
+def refuse_divided_copies(mesh: Mesh, role: str) -> None:
+    """Refuse the mesh of a role that each process plays for itself, if a copy of the weights lies over processes.
+
+    Raises:
+        RecipeError: see above.
+    """
+    part = own_part(mesh)
+    if divided := [axis for axis, size in part.shape.items() if axis != "data" and size != mesh.shape[axis]]:
+        axis = divided[0]
+        raise RecipeError(
+            f"the mesh of the {role} has {mesh.shape[axis]} devices along {axis}, {part.shape[axis]} of each process",
+            want="whole copies of the weights in each process, which samples by itself: a model divided over hosts "
+            "cannot sample",
+            fix=f"{axis} {part.shape[axis]}, and the rest of the devices along data",
+            where="role_to_mesh",
+        )
+
+
 def default_mesh() -> Mesh | None:
     """Return the mesh of a model that is given none: None, for one device; of several processes the first device of
     each, along `data`.
@@ -131,40 +178,62 @@ def parts_of_processes(mesh: Mesh) -> Mesh:
     return Mesh(np.stack(parts), (PROCESS, *mesh.axis_names), axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim))
 
 
-def refuse_uneven_mesh(mesh: Mesh, role: str, *, within: bool = False) -> None:
+def refuse_uneven_mesh(mesh: Mesh) -> None:
     """Refuse the mesh of a model of which the processes do not have equal parts.
-
-    Args:
-        mesh: the mesh.
-        role: what the model is, for the error.
-        within: refuse devices of other processes instead.
 
     Raises:
         RecipeError: see above.
     """
-    if not within:
-        parts_of_processes(mesh)
-    elif any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+    parts_of_processes(mesh)
+
+
+def refuse_mesh_of_each_process(mesh: Mesh, actor: Mesh | None, role: str) -> None:
+    """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
+
+    Raises:
+        RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights over
+            processes, or has some of the actor's devices and others.
+    """
+    if not spans_processes(mesh):
+        if mesh.devices.flat[0].process_index != jax.process_index():
+            raise RecipeError(
+                f"the mesh of the {role} has devices of another process",
+                want="devices of this process, or equally many of each: each process samples and scores its share",
+                fix=f"leave the {role} out: it is then on each process's part of the actor's mesh",
+                where="role_to_mesh",
+            )
+        return
+    parts_of_processes(mesh)
+    refuse_divided_copies(mesh, role)
+    shared = set(mesh.devices.flat) & (set() if actor is None else set(actor.devices.flat))
+    if shared and len(shared) != mesh.devices.size:
         raise RecipeError(
-            f"the mesh of the {role} has devices of other processes",
-            want="a mesh of this process's devices: each process samples and scores its share of the prompts alone",
-            fix=f"leave the {role} out: it is then on each process's part of the actor's mesh",
+            f"the mesh of the {role} has {len(shared)} of the actor's devices beside others",
+            want="in several processes, devices of its own or those of the actor",
             where="role_to_mesh",
         )
 
 
 def _first_devices(count: int) -> list[jax.Device]:
     """Return `count` devices, the first ones of each process, in the order of the processes."""
-    each, rest = divmod(count, jax.process_count())
+    each = _equal_share(count, "mesh")
+    return [device for devices in _devices_of_processes() for device in devices[:each]]
+
+
+def _equal_share(count: int, where: str) -> int:
+    each, rest = divmod(count, int(jax.process_count()))
     if rest:
         raise RecipeError(
             f"a mesh of {count} devices over {jax.process_count()} processes",
             want="equally many devices of each process: a mesh counts those of all",
-            where="mesh",
+            where=where,
         )
+    return each
+
+
+def _devices_of_processes() -> list[list[jax.Device]]:
     found = jax.local_devices() if jax.process_count() == 1 else jax.devices()
-    of_process = [[d for d in found if d.process_index == process] for process in range(jax.process_count())]
-    return [device for devices in of_process for device in devices[:each]]
+    return [[d for d in found if d.process_index == process] for process in range(jax.process_count())]
 
 
 def platform_of(place: Mesh | Sharding) -> str:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import RoleMeshes
 from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
@@ -277,4 +278,6 @@ def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -
         return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
     envs = ["programs that append an environment's responses"] if recipe.envs.environment or recipe.envs.tools else []
     critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
-    return unread + envs + critic + (["the reward model"] if recipe.reward_model else [])
+    apart = recipe.role_to_mesh != RoleMeshes()
+    rollout = ["the rollout's own devices (role_to_mesh): it is planned on those of model.mesh"] if apart else []
+    return unread + envs + critic + rollout + (["the reward model"] if recipe.reward_model else [])

@@ -164,6 +164,7 @@ class ExperienceBuilder:
         step: seeds the noise.
         runner: runs the reward functions.
         clock: measures the phases.
+        in_thread: whether a thread samples and scores, while another one launches programs over several processes.
         log: filled while the step is made.
     """
 
@@ -179,6 +180,7 @@ class ExperienceBuilder:
     step: int
     runner: RewardRunner = field(default_factory=RewardRunner)
     clock: Clock = field(default_factory=Clock)
+    in_thread: bool = False
     log: StepLog = field(default_factory=StepLog)
 
     def service_batches(self) -> Iterator[PromptBatch]:
@@ -209,7 +211,8 @@ class ExperienceBuilder:
         with self.clock("reward"):
             groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
             scored = [replace(g, advantages=np.zeros(len(g.completions))) for g in map(self._penalise_length, groups)]
-        scored = distributed.all_of(scored, "groups")
+        gather = distributed.all_of_from_a_thread if self.in_thread else distributed.all_of
+        scored = gather(scored, "groups")
         self.log.groups += scored
         return scored
 

@@ -36,6 +36,7 @@ from covey.train.history import History
 from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
+from covey.types import Group
 
 RewardFns = Sequence[RewardFn | str] | RewardFn | str
 """Reward functions, or names of built-in ones, or a single one."""
@@ -123,21 +124,23 @@ class Learner(Keywords, ABC):
         while self.step < total and (examples := next(loader, None)) is not None:
             builder = self._experience_builder(examples, loader.take)
             # Lazy: a service batch passes through these lines before the next is sampled. Asynchronous training runs
-            # them in a thread, ahead of the update.
+            # them in a thread, ahead of the update; in several processes only the first three, which launch nothing
+            # over several of them.
             groups = map(builder.sample, builder.service_batches())
             groups = map(builder.score, groups)
             groups = map(builder.replace_tied, groups)
-            experience = map(builder.compute_logps, groups)
-            experience = map(builder.estimate_advantages, experience)
             count = min(self.config.num_iterations, total - self.step)
             scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
-            with (
-                self._queued(builder.micro_batches(experience)) as micro_batches,
-                builder.clock("update"),
-                order.phase("update", self.step, lambda: [batch.shapes() for batch in micro_batches]),
-            ):
-                updates = self._update_repeatedly(scorer.watch(micro_batches), count)
-                scorer.score_again()
+            with self._sampled_ahead(groups) as scored:
+                experience = map(builder.compute_logps, scored)
+                experience = map(builder.estimate_advantages, experience)
+                with (
+                    self._queued(builder.micro_batches(experience)) as micro_batches,
+                    builder.clock("update"),
+                    order.phase("update", self.step, lambda: _shapes(micro_batches)),
+                ):
+                    updates = self._update_repeatedly(scorer.watch(micro_batches), count)
+                    scorer.score_again()
             with builder.clock("sync"), order.phase("sync", self.step):
                 self.cluster.sync_weights()
             self.step, self._prompts = self.step + len(updates), loader.position
@@ -200,17 +203,43 @@ class Learner(Keywords, ABC):
             step=self.step,
             runner=self.runner,
             clock=Clock(phase=self.on_phase),
+            in_thread=self._asynchronous and distributed.count() > 1,
         )
 
     @contextmanager
+    def _sampled_ahead(self, groups: Iterable[list[Group]]) -> Iterator[Iterable[list[Group]]]:
+        """Provide the step's groups: as they are, or in several processes as a queue that a thread fills during
+        training. Only this thread launches programs over several processes.
+        """
+        if not (self._asynchronous and distributed.count() > 1):
+            yield groups
+            return
+        with produce(groups, DataQueue(self._num_micro_batches + 2)) as queue:
+            yield queue
+
+    @contextmanager
     def _queued(self, batches: Iterator[TrainBatch]) -> Iterator[Iterable[TrainBatch]]:
-        """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training."""
+        """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training; in several
+        processes, where `_sampled_ahead` has the queue, as they are made.
+        """
         if not self._asynchronous:
             yield list(batches)
-            return
-        accumulated = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
-        with produce(batches, DataQueue(accumulated + 2)) as queue:
-            yield queue
+        elif distributed.count() > 1:
+            yield self._in_order(batches)
+        else:
+            with produce(batches, DataQueue(self._num_micro_batches + 2)) as queue:
+                yield queue
+
+    @property
+    def _num_micro_batches(self) -> int:
+        return -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
+
+    def _in_order(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
+        """Yield `batches`, each after it has been compared with that of the other processes."""
+        for number, batch in enumerate(batches):
+            with order.phase(f"micro-batch {number}", self.step, batch.shapes):
+                pass
+            yield batch
 
     def _update_repeatedly(self, batches: Iterable[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first consumes them as they are made."""
@@ -235,19 +264,18 @@ class Learner(Keywords, ABC):
     @property
     def _asynchronous(self) -> bool:
         config = self.cluster.config
-        on_other_devices = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
-        overlaps = on_other_devices and distributed.count() == 1
-        return {"sync": False, "async": True, "auto": overlaps}[config.training_config.queueing]
+        return {"sync": False, "async": True, "auto": config.samples_apart}[config.training_config.queueing]
 
     def _refuse_threads(self) -> None:
-        """Refuse to launch programs over several processes from two threads: their order would not be the same in all
-        processes, and they would compute wrong values.
+        """Refuse to sample and train side by side on common devices in several processes: the programs of two threads
+        would come in another order on each device, and wait for each other.
         """
-        if distributed.count() > 1 and self.cluster.config.training_config.queueing == "async":
+        config = self.cluster.config
+        if distributed.count() > 1 and self._asynchronous and not config.samples_apart:
             raise RecipeError(
-                f"training.queueing is async in {distributed.count()} processes",
-                want="programs over several processes from one thread, in one order",
-                fix="auto or sync, which sample and train in turn in several processes",
+                f"training.queueing is async in {distributed.count()} processes, and rollout and actor share devices",
+                want="devices of its own for the rollout, and a reward model on those too",
+                fix="role_to_mesh.rollout in the recipe; or training.queueing auto, which samples and trains in turn",
                 where="training.queueing",
             )
 
@@ -349,6 +377,11 @@ def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> R
         raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
     given = reward_funcs if reward_fns is None else reward_fns
     return () if given is None else given
+
+
+def _shapes(batches: Iterable[TrainBatch]) -> Any:
+    """Return the shapes of micro-batches that are there already."""
+    return [batch.shapes() for batch in batches] if isinstance(batches, list) else "as they are made"
 
 
 def tee(batches: Iterable[TrainBatch], seen: list[TrainBatch]) -> Iterator[TrainBatch]:

@@ -12,7 +12,14 @@ from pydantic import Strict
 from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, rows_at_a_time
-from covey.parallel.mesh import MESH_AXES, default_mesh, own_part, refuse_uneven_mesh, spans_processes
+from covey.parallel.mesh import (
+    MESH_AXES,
+    default_mesh,
+    own_part,
+    refuse_mesh_of_each_process,
+    refuse_uneven_mesh,
+    spans_processes,
+)
 from covey.parallel.placement import Model, place_model
 
 
@@ -32,7 +39,7 @@ class Role(StrEnum):
 
 
 OF_EACH_PROCESS = (Role.ROLLOUT, Role.REWARD)
-"""Roles that each process plays for its own share of the prompts, on its own devices."""
+"""Roles that each process plays for its own share of the prompts, on its own part of their mesh."""
 
 
 class ClusterConfig(Config):
@@ -42,7 +49,7 @@ class ClusterConfig(Config):
         role_to_mesh: mesh of each role; a role that is not named uses the actor's, and an empty table means one
             device. Explicit axes, which `jax.make_mesh` makes, are treated as automatic ones. In several processes
             these meshes have devices of all of them (by default the first of each), and rollout and reward model are
-            on each process's own part.
+            on each process's own part; the reward model is where the rollout is, unless it is named.
         training_config: steps, batch, optimizers, micro-batches of the stages.
         rollout_config: sampling settings.
     """
@@ -52,22 +59,43 @@ class ClusterConfig(Config):
     rollout_config: RolloutConfig = field(default_factory=RolloutConfig)
 
     def mesh(self, role: Role) -> Mesh | None:
-        """Return the mesh of `role`; None means one device."""
-        if (named := self.role_to_mesh.get(role)) is not None:
-            return named
-        mesh = self.role_to_mesh.get(Role.ACTOR) or default_mesh()
+        """Return the mesh of `role`, or this process's part if each process plays the role; None means one device."""
+        mesh = self._named(role) or self.role_to_mesh.get(Role.ACTOR) or default_mesh()
         return own_part(mesh) if role in OF_EACH_PROCESS and mesh and spans_processes(mesh) else mesh
+
+    def _named(self, role: Role) -> Mesh | None:
+        if (named := self.role_to_mesh.get(role)) is None and role == Role.REWARD and jax.process_count() > 1:
+            return self.role_to_mesh.get(Role.ROLLOUT)
+        return named
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the roles that each process plays share no device with the others, so that a thread may sample while
+        another one trains. In one process it is enough that actor and rollout have different meshes.
+        """
+        if jax.process_count() == 1:
+            return self.mesh(Role.ROLLOUT) != self.mesh(Role.ACTOR)
+        used = {role: _devices(self.mesh(role)) for role in Role}
+        own = set().union(*(used[role] for role in OF_EACH_PROCESS))
+        return all(own.isdisjoint(devices) for role, devices in used.items() if role not in OF_EACH_PROCESS)
 
     def place(self, model: Model, role: Role) -> Model:
         """Put `model` on the mesh of `role`.
 
         Raises:
-            RecipeError: the processes do not have equal parts of the mesh; or the mesh of a role that each process
-                plays has devices of another.
+            RecipeError: the processes do not have equal parts of the mesh; or that of a role that each process plays
+                does not let it, see `refuse_mesh_of_each_process`.
         """
-        if (mesh := self.mesh(role)) is not None and jax.process_count() > 1:
-            refuse_uneven_mesh(mesh, role, within=role in OF_EACH_PROCESS)
-        return place_model(model, mesh)
+        if jax.process_count() > 1:
+            self._check_mesh(role)
+        return place_model(model, self.mesh(role))
+
+    def _check_mesh(self, role: Role) -> None:
+        if role in OF_EACH_PROCESS:
+            if (named := self._named(role)) is not None:
+                refuse_mesh_of_each_process(named, self.mesh(Role.ACTOR), role)
+        elif (mesh := self.mesh(role)) is not None:
+            refuse_uneven_mesh(mesh)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, few: bool = False) -> int:
         """Return how many rows `role` computes together; for `few` see `packing.bins.rows_per_micro_batch`."""
@@ -79,3 +107,7 @@ class ClusterConfig(Config):
             if unknown := set(mesh.axis_names) - set(MESH_AXES):
                 what = f"the mesh of {role} has the axis {sorted(map(str, unknown))[0]!r}, along which nothing is split"
                 yield Problem("role_to_mesh", what, "axes out of " + ", ".join(MESH_AXES))
+
+
+def _devices(mesh: Mesh | None) -> set[jax.Device]:
+    return set() if mesh is None else set(mesh.devices.flat)

@@ -22,6 +22,7 @@ from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
 from covey.parallel import distributed
+from covey.parallel.mesh import rollout_mesh_from_config
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, during_training
@@ -135,6 +136,12 @@ class RLRun(LearnerRun):
         check_evaluation_columns(recipe.evaluation, data.test)
         return data
 
+    @classmethod
+    def _load_inputs(cls, recipe: Recipe) -> tuple[Dataset, Mesh | None]:
+        data, mesh = super()._load_inputs(recipe)
+        role_meshes(recipe, mesh)  # refused before a folder is made
+        return data, mesh
+
     def initial_summary(self) -> dict[str, Any]:
         return {"model": self.origin, "data": {"prompts": len(self.loader.rows), **self._unfit}}
 
@@ -156,7 +163,7 @@ class RLRun(LearnerRun):
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         reward = self._value_model("reward_model", recipe.reward_model) if recipe.reward_model else None
         critic = self._critic(model) if algorithm_of(recipe.grpo).has_critic else None
-        config = ClusterConfig({} if self.mesh is None else {Role.ACTOR: self.mesh}, recipe.training, recipe.rollout)
+        config = ClusterConfig(role_meshes(recipe, self.mesh), recipe.training, recipe.rollout)
         environments = self.resources.stack.enter_context(open_environments(recipe.envs))
         cluster = RLCluster(
             actor=model,
@@ -219,6 +226,16 @@ class RLRun(LearnerRun):
             self.learner.cluster, self.data.test, self.recipe, self.progress, self.learner.runner
         )
         return self.show_evaluation(name, evaluation)
+
+
+def role_meshes(recipe: Recipe, actor: Mesh | None) -> dict[Role, Mesh]:
+    """Return the mesh of each role that has one: that of the actor, and what `role_to_mesh` sets beside it.
+
+    Raises:
+        RecipeError: there are too few devices for both, or the processes would not have whole copies of the weights.
+    """
+    meshes = {Role.ACTOR: actor, Role.ROLLOUT: rollout_mesh_from_config(recipe.role_to_mesh.rollout, actor)}
+    return {role: mesh for role, mesh in meshes.items() if mesh is not None}
 
 
 def _lines(groups: Sequence[Group]) -> list[SampleLine]:

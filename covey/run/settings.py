@@ -116,8 +116,8 @@ DECISIVE = (
 """Settings, and sections of settings, that may not change when a run is resumed."""
 
 IGNORED_ON_RESUME = (
-    "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "model.source", "model.adapter",
-    "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
+    "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "role_to_mesh", "model.source",
+    "model.adapter", "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
     "training.watchdog_seconds", "training.show", "training.max_to_keep",
     "training.checkpoint_path", "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
     "training.token_values_every_n_steps",

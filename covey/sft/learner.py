@@ -86,7 +86,7 @@ class SFTLearner(Keywords):
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
         if mesh is not None and distributed.count() > 1:
-            refuse_uneven_mesh(mesh, "model")
+            refuse_uneven_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)

@@ -171,6 +171,15 @@ def test_a_section_of_which_a_part_is_given_keeps_its_own_defaults():
         assert optimizer.learning_rate == SFTConfig().optimizer.learning_rate == 2e-5
 
 
+def test_the_end_of_a_name_means_the_mesh_of_the_actor_and_not_that_of_a_role():
+    read = recipe.parse(SMALL, ["--mesh.fsdp=2", "--tp=2", "--role-to-mesh.rollout.fsdp=4"])
+    assert (read.model.mesh.fsdp, read.model.mesh.tp) == (2, 2)
+    rollout = read.role_to_mesh.rollout
+    assert (rollout.data, rollout.fsdp, rollout.tp) == (0, 4, 0)
+    assert recipe.parse(recipe.to_yaml(read)) == read
+    assert "role_to_mesh.rollout.tp is -1" in refused(SMALL + "role_to_mesh: {rollout: {tp: -1}}")
+
+
 # --- overrides
 
 

@@ -1,8 +1,10 @@
 """What processes tell each other, and what becomes of a step that they share; threads stand for processes here."""
 
+import base64
 import itertools
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,11 +26,10 @@ from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, SILENT
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
-from covey.parallel import distributed, make_mesh
+from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
 from covey.rl.experience import ExperienceBuilder, StepLog, gather_step_log
-from covey.rl.grpo import group_advantages
-from covey.rl.learner import Learner
+from covey.rl.grpo import GRPOLearner, group_advantages
 from covey.rl.ppo import gae_advantages
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import stage_sizes
@@ -269,21 +270,54 @@ def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
 
 
-def test_a_thread_that_samples_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its programs and those of the trainer would come in another order in each process."""
-    meshes = {Role.ACTOR: make_mesh((2, 2)), Role.ROLLOUT: make_mesh((1, 1), devices=jax.devices()[:1])}
-    found: dict[tuple[int, str], Any] = {}
-    for count, queueing in itertools.product((1, 2), ("auto", "async")):
-        monkeypatch.setattr(distributed, "count", lambda count=count: count)
+def test_a_thread_that_samples_on_the_actors_devices_is_refused_in_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its programs and those of the trainer would come in another order on each device, and wait for each other."""
+    actor, first, last = make_mesh((2, 1), devices=jax.devices()[:2]), jax.devices()[:1], jax.devices()[3:]
+    found: dict[tuple[int, str, int], Any] = {}
+    for count, queueing, place in itertools.product((1, 2), ("auto", "async"), (first, last)):
+        for module in (distributed, jax):
+            name = "count" if module is distributed else "process_count"
+            monkeypatch.setattr(module, name, lambda count=count: count)
+        meshes = {Role.ACTOR: actor, Role.ROLLOUT: make_mesh((1, 1), devices=place)}
         config = ClusterConfig(meshes, RLTrainingConfig(queueing=queueing))  # type: ignore[arg-type]
-        learner: Any = SimpleNamespace(cluster=SimpleNamespace(config=config))
+        learner = object.__new__(GRPOLearner)
+        learner.cluster = SimpleNamespace(config=config)  # type: ignore[assignment]
         try:
-            Learner._refuse_threads(learner)
-            found[count, queueing] = Learner._asynchronous.fget(learner)  # type: ignore[attr-defined]
+            learner._refuse_threads()
+            found[count, queueing, place[0].id] = learner._asynchronous
         except RecipeError as error:
-            found[count, queueing] = error
-    assert [found[1, "auto"], found[1, "async"], found[2, "auto"]] == [True, True, False]
-    assert "training.queueing is async in 2 processes" in str(found[2, "async"])
+            found[count, queueing, place[0].id] = error
+    told = found.pop((2, "async", 0))
+    assert "training.queueing is async in 2 processes, and rollout and actor share devices" in str(told)
+    assert not found.pop((2, "auto", 0))
+    assert all(value is True for value in found.values())
+
+
+def test_what_a_thread_exchanges_needs_no_device_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text longer than one piece; a process that fails meanwhile ends the wait."""
+    shared = {"covey/exchange/x/0/1/0": "1 " + base64.b64encode(wire.pack([2.5])).decode()}
+
+    class Fake:
+        def set(self, key: str, value: str) -> None:
+            assert len(value) <= store.PIECE + 10
+            shared[key] = value
+
+        def wait(self, key: str, seconds: float) -> str | None:
+            return shared.get(key)
+
+        def delete(self, key: str) -> None:
+            raise AssertionError(key)
+
+    monkeypatch.setattr(store, "CoordinationStore", Fake)
+    monkeypatch.setattr(store, "PIECE", 20)
+    monkeypatch.setattr(store, "_exchanges", Counter())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert distributed.all_of_from_a_thread([list(range(30))], "x") == [list(range(30)), 2.5]
+    monkeypatch.setattr(liveness, "_watch", SimpleNamespace(verdict="process 1 has failed: it broke"))
+    with pytest.raises(liveness.PeerLostError, match="it broke"):
+        distributed.all_of_from_a_thread([1], "y")
 
 
 def test_one_process_is_given_back_what_it_gave() -> None:

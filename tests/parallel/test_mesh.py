@@ -1,5 +1,6 @@
 """Meshes on four virtual devices."""
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +12,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from covey.config.schema import MeshConfig
+from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_from_config
 from covey.parallel import mesh as mesh_module
-from covey.parallel.mesh import own_part, platform_of, refuse_uneven_mesh, spans_processes
+from covey.parallel.mesh import (
+    own_part,
+    platform_of,
+    refuse_mesh_of_each_process,
+    rollout_mesh_from_config,
+    spans_processes,
+)
 
 
 def test_without_a_shape_it_is_one_device() -> None:
@@ -127,22 +134,78 @@ def test_a_process_has_a_block_of_a_mesh_or_is_refused(monkeypatch: pytest.Monke
             own_part.__wrapped__(of_processes(*owners), 1)
 
 
-def test_a_role_of_each_process_has_no_devices_of_others() -> None:
-    mesh = of_processes((0, 1))
-    with pytest.raises(RecipeError, match="mesh of the rollout has devices of other processes"):
-        refuse_uneven_mesh(mesh, "rollout", within=True)
-    refuse_uneven_mesh(of_processes((0, 0)), "rollout", within=True)
-    refuse_uneven_mesh(make_mesh((2, 2)), "actor")
+class FakeMesh:
+    """A mesh whose devices are not there, with JAX's names."""
+
+    def __init__(self, devices: Any, axis_names: Sequence[str], axis_types: Any = ()):
+        self.devices, self.axis_names = np.asarray(devices), tuple(axis_names)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.devices.shape, strict=True))
 
 
-def test_the_mesh_of_a_recipe_counts_the_devices_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the first of each; a recipe that sets no mesh has copies of the weights on one of each."""
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Three devices of each of two processes, of which this is the first."""
     devices = [SimpleNamespace(process_index=owner, id=10 * owner + n) for owner in (0, 1) for n in range(3)]
+    made = {device.id: type("Device", (), vars(device))() for device in devices}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(mesh_module, "make_mesh", lambda shape, axes, found: (shape, axes, [d.id for d in found]))
-    assert mesh_from_config(MeshConfig(fsdp=4)) == ((4, 1), ("fsdp", "tp"), [0, 1, 10, 11])
-    assert mesh_from_config(MeshConfig()) == ((2,), ("data",), [0, 10])
+    monkeypatch.setattr(jax, "devices", lambda: list(made.values()))
+    monkeypatch.setattr(mesh_module, "Mesh", FakeMesh)
+
+    def make(shape: Sequence[int], axes: Sequence[str], found: Sequence[Any]) -> Any:
+        grid = np.empty(len(found), object)
+        grid[:] = found
+        return FakeMesh(grid.reshape(shape), axes)
+
+    monkeypatch.setattr(mesh_module, "make_mesh", make)
+    return list(made.values())
+
+
+def ids(mesh: Any) -> list[int]:
+    return [device.id for device in mesh.devices.flat]
+
+
+def test_the_rollout_of_a_recipe_has_devices_beside_the_actors(two_processes: list[Any]) -> None:
+    actor = mesh_from_config(MeshConfig(fsdp=2))
+    rollout: Any = rollout_mesh_from_config(RoleMeshConfig(data=2, fsdp=2), actor)
+    assert (ids(actor), ids(rollout)) == ([0, 10], [1, 2, 11, 12])
+    assert rollout.shape == {"data": 2, "fsdp": 2, "tp": 1}
+    assert ids(rollout_mesh_from_config(RoleMeshConfig(data=2), mesh_from_config(MeshConfig()))) == [1, 11]
+    assert rollout_mesh_from_config(RoleMeshConfig(), actor) is None
+    for sizes, said in {
+        (6, 0, 0): "takes 3 devices of each of 2 processes, and model.mesh leaves 2",
+        (3, 0, 0): "a mesh of 3 devices over 2 processes",
+        (0, 0, 4): "mesh of the rollout has 4 devices along tp, 2 of each process; .*fix: tp 2, and the rest .* data",
+    }.items():
+        with pytest.raises(RecipeError) as caught:
+            rollout_mesh_from_config(RoleMeshConfig(*sizes), actor)
+        assert re.search(said, str(caught.value).replace("\n", "; ")), str(caught.value)
+
+
+def test_a_role_of_each_process_has_its_own_devices_or_those_of_the_actor(two_processes: list[Any]) -> None:
+    actor = mesh_from_config(MeshConfig(fsdp=4))
+    same = FakeMesh(actor.devices.reshape(2, 2), ("data", "fsdp"))  # type: ignore[union-attr]
+    refuse_mesh_of_each_process(same, actor, "rollout")  # type: ignore[arg-type]
+    mixed = rollout_mesh_from_config(RoleMeshConfig(data=4), mesh_from_config(MeshConfig(fsdp=2)))
+    assert mixed is not None
+    with pytest.raises(RecipeError, match="has 2 of the actor's devices beside others"):
+        refuse_mesh_of_each_process(mixed, actor, "rollout")
+    own, other = (FakeMesh(np.array(two_processes[at], object).reshape(1, -1), ("fsdp", "tp")) for at in OF_PROCESSES)
+    refuse_mesh_of_each_process(own, actor, "rollout")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="mesh of the rollout has devices of another process"):
+        refuse_mesh_of_each_process(other, actor, "rollout")  # type: ignore[arg-type]
+
+
+OF_PROCESSES = slice(0, 3), slice(3, 6)
+
+
+def test_the_mesh_of_a_recipe_counts_the_devices_of_all_processes(two_processes: list[Any]) -> None:
+    """It takes the first of each; a recipe that sets no mesh has copies of the weights on one of each."""
+    four, default = mesh_from_config(MeshConfig(fsdp=4)), mesh_from_config(MeshConfig())
+    assert (four.shape, ids(four)) == ({"fsdp": 4, "tp": 1}, [0, 1, 10, 11])  # type: ignore[union-attr]
+    assert (default.shape, ids(default)) == ({"data": 2}, [0, 10])  # type: ignore[union-attr]
     with pytest.raises(RecipeError, match="a mesh of 3 devices over 2 processes"):
         mesh_from_config(MeshConfig(fsdp=3))
 

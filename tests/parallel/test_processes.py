@@ -3,6 +3,7 @@
 As `test_processes.py MODEL FOLDER` it trains on meshes over all of them, and writes down what came of it.
 """
 
+import itertools
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 from covey import (
@@ -44,6 +46,7 @@ from covey.data.loader import PromptLoader
 from covey.models.loading import weights
 from covey.models.lora import with_lora
 from covey.parallel import distributed, flatten, make_mesh, reshard
+from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
 from covey.train.checkpoint import Checkpointer
@@ -152,32 +155,101 @@ def _first_half(devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
     return devices[: len(devices) // 2]
 
 
+def _of_roles() -> dict[Role, Mesh]:
+    """The first half of each process's devices for the actor, and the others for the rollout."""
+    of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
+    halves = [list(_first_half(devices)) for devices in of_process]
+    others = [devices[len(half) :] for devices, half in zip(of_process, halves, strict=True)]
+    actor, rollout = (list(itertools.chain(*parts)) for parts in (halves, others))
+    return {
+        Role.ACTOR: make_mesh((len(actor), 1), ("fsdp", "tp"), actor),
+        Role.ROLLOUT: make_mesh((2, len(rollout) // 2), ("data", "fsdp"), rollout),
+    }
+
+
+def role_meshes(model: str) -> dict[str, Any]:
+    """Two steps with actor and rollout on devices of their own. The second half of a step's prompts is scored once the
+    actor has trained on the first; and another thread may not launch programs over several processes.
+    """
+    prompts = [{"prompt": f"why {i}", "wanted": i % 3} for i in range(4)]
+    trained, waited = threading.Event(), []
+
+    def patient(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[float]:
+        later = cluster.trainer is not None and len(waited) % 2 == 1
+        waited.append(trained.wait(200) if later else trained.clear() or True)
+        return even(completion_ids, wanted)
+
+    cluster = loaded(model, meshes=_of_roles(), steps=2, prompts_per_step=4, **SIZES)
+    learner = GRPOLearner(rl_cluster=cluster, reward_fns=patient, grpo_config=GRPOConfig(num_generations=2, beta=0.1))
+    learner.prepare(2)
+    assert cluster.trainer is not None
+    accumulate = cluster.trainer.programs.accumulate
+
+    def seen(*args: Any) -> Any:
+        found = accumulate(*args)
+        trained.set()
+        return found
+
+    cluster.trainer.programs.accumulate = seen  # type: ignore[method-assign]
+    found = trained_by(learner, PromptLoader(prompts, 4, seed=1))
+    refused: list[str] = []
+    thread = threading.Thread(target=lambda: refused.append(refusal(lambda: distributed.gathered(0, "thread"))))
+    thread.start()
+    thread.join()
+    assert waited == [True] * 4, waited
+    assert all("launches the programs over several processes" in text for text in refused) or distributed.count() == 1
+    return found
+
+
+SIZES = {f"{stage}_micro_batch_size": 2 for stage in ("rollout", "ref_logps", "old_logps", "train")}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        return str(call())
+    except OrderError as error:
+        return str(error)
+
+
 CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "grpo with adapters": grpo_with_adapters,
     "grpo": grpo,
     "ppo": ppo,
     "sft": sft,
+    "role meshes": role_meshes,
     "transfers": transfers,
 }
 
 
-def loaded(model: str, shape: tuple[int, ...], axes: tuple[str, ...], lora: bool = False, steps: int = 1) -> RLCluster:
-    mesh = make_mesh(shape, axes)
-    read = weights.load(model, mesh=mesh)
+def loaded(
+    model: str,
+    shape: tuple[int, ...] = (),
+    axes: tuple[str, ...] = (),
+    lora: bool = False,
+    steps: int = 1,
+    meshes: Mapping[Role, Mesh] | None = None,
+    **sizes: int,
+) -> RLCluster:
+    meshes = meshes or {Role.ACTOR: make_mesh(shape, axes)}
+    read = weights.load(model, mesh=meshes[Role.ACTOR])
     actor = with_lora(read.model, LoRAConfig(rank=2)) if lora else read.model
     training = RLTrainingConfig(
-        prompts_per_step=3,
+        **{"prompts_per_step": 3} | sizes,  # type: ignore[arg-type]
         max_steps=steps,
         actor_optimizer=remembering(0.1),
         critic_optimizer=remembering(0.1),
         row_length=64,
     )
     rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=4, slots=4, seed=3)
-    config = ClusterConfig({Role.ACTOR: mesh}, training, rollout)
+    config = ClusterConfig(meshes, training, rollout)
     return RLCluster(actor=actor, tokenizer=read.tokenizer, cluster_config=config)
 
 
 def observed(kind: Any, cluster: RLCluster, **config: Any) -> dict[str, Any]:
+    return trained_by(kind(rl_cluster=cluster, reward_fns=even, **config), PromptLoader(PROMPTS, 3, seed=1))
+
+
+def trained_by(learner: Any, loader: PromptLoader) -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": [], "samples": [], "arrays": {}}
 
     def observe(record: StepRecord) -> None:
@@ -185,8 +257,9 @@ def observed(kind: Any, cluster: RLCluster, **config: Any) -> dict[str, Any]:
         found["samples"].append([told(group) for group in record.groups])
         found["arrays"][f"advantages {record.step}"] = np.array([group.advantages for group in record.groups])
 
-    kind(rl_cluster=cluster, reward_fns=even, observers=[observe], **config).train(PromptLoader(PROMPTS, 3, seed=1))
-    found["arrays"] |= arrays(cluster.state())
+    learner.observers = [observe]
+    learner.train(loader)
+    found["arrays"] |= arrays(learner.cluster.state())
     return found
 
 

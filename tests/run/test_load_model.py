@@ -18,15 +18,16 @@ from covey import run
 from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
-from covey.errors import ResumeError
+from covey.errors import RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.export import write_gguf
 from covey.models.loading import weights
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
+from covey.rl.roles import Role
 from covey.run import inference
 from covey.run.load_model import available_mesh, load_source, refuse_other_weights
-from covey.run.rl import RLRun
+from covey.run.rl import RLRun, role_meshes
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import write_checksums
 from covey.types import Completion, FinishReason, Group
@@ -119,6 +120,18 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
     run.evaluate(trained, recipe.load(trained, ["model.mesh.tp=1"]))
     run.evaluate(TINY, recipe.load(trained, ["model.mesh.tp=4"]))
     assert devices == [1, 4]
+
+
+def test_a_recipe_gives_the_rollout_devices_beside_those_of_the_actor() -> None:
+    ready = recipe.load("quickstart", ["model.mesh.fsdp=2", "role_to_mesh.rollout.data=2"])
+    found = role_meshes(ready, available_mesh(ready.model.mesh))
+    assert {role: [device.id for device in mesh.devices.flat] for role, mesh in found.items()} == {
+        Role.ACTOR: [0, 1],
+        Role.ROLLOUT: [2, 3],
+    }
+    assert role_meshes(recipe.load("quickstart"), None) == {}
+    with pytest.raises(RecipeError, match=r"role_to_mesh\.rollout takes 2 devices, and model.mesh leaves 0"):
+        role_meshes(ready, make_mesh((4, 1)))
 
 
 def test_one_device_needs_no_mesh() -> None:

@@ -7,7 +7,7 @@ from covey.config.algorithms import GRPOConfig, PPOConfig
 from covey.config.schema.data import HUBS, DataConfig, SFTDataConfig
 from covey.config.schema.envs import EnvsConfig
 from covey.config.schema.evaluation import EvalConfig, SFTEvalConfig
-from covey.config.schema.model import LORA_TARGETS, LoRAConfig, MeshConfig, ModelOptions
+from covey.config.schema.model import LORA_TARGETS, LoRAConfig, MeshConfig, ModelOptions, RoleMeshConfig, RoleMeshes
 from covey.config.schema.optimizer import OptimizerConfig
 from covey.config.schema.rollout import CALCULATOR_MARKERS, RolloutConfig
 from covey.config.schema.sampling import SamplingConfig
@@ -27,6 +27,8 @@ __all__ = [
     "OptimizerConfig",
     "PPOConfig",
     "RLTrainingConfig",
+    "RoleMeshConfig",
+    "RoleMeshes",
     "RolloutConfig",
     "SFTConfig",
     "SFTDataConfig",

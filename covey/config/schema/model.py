@@ -51,6 +51,23 @@ class MeshConfig(Config, section="model.mesh"):
     """Number of parts into which each matrix product is split."""
 
 
+class RoleMeshConfig(Config, section="role_to_mesh.rollout"):
+    """Devices of a role beside those of model.mesh, all processes counted; 0 along every axis is none of its own."""
+
+    data: NonNegativeInt = 0
+    """Number of copies of the weights; each copy samples an equal part of the completions."""
+    fsdp: NonNegativeInt = 0
+    """Number of parts into which the weights are split; 0 is 1 if another axis is set."""
+    tp: NonNegativeInt = 0
+    """Number of parts into which each matrix product is split; 0 is 1 if another axis is set."""
+
+
+class RoleMeshes(Config, section="role_to_mesh"):
+    """Meshes of roles with devices of their own; the other roles are on model.mesh."""
+
+    rollout: RoleMeshConfig = field(default_factory=RoleMeshConfig)
+
+
 class ModelOptions(Config, section="model"):
     """Checkpoint to start with, and its types in memory and in computation."""
 
