@@ -70,6 +70,7 @@ def test_a_supervised_run_is_shown_with_its_completion(capsys: Any) -> None:
     ("words", "told"),
     [
         (["--max-prompt-length", "20"], "has 3"),
+        (["--envs.tools", "[calculator]"], "at most rollout.max_prompt_length = 400"),  # with the list of tools
         (["--max-new-tokens", "4000"], "the positions this model was made for"),
         (["--resume", "run"], "--dry-run beside --resume"),
     ],
