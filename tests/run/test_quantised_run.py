@@ -23,7 +23,9 @@ TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
     "rollout.max_new_tokens=6",
-    "rollout.max_prompt_length=400",
+    "rollout.max_prompt_length=32",
+    "data.task=jsonl",
+    f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}",
     "rollout.slots=8",
     "rollout.temperature=2",
     "training.prompts_per_step=2",
@@ -34,6 +36,8 @@ SETTINGS = [
     "evaluation.prompts=4",
     "model.lora.rank=4",
 ]
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def ready(*more: str, source: str = TINY) -> recipe.Recipe:
