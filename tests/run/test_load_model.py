@@ -33,6 +33,7 @@ from covey.train.checksums import write_checksums
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+LETTERS = ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
 
 
 @pytest.fixture(params=[0, 4], ids=["all weights", "adapters"])
@@ -212,6 +213,7 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("role", ["reward_model", "critic"])
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -220,7 +222,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
     settings = [f"{name}={place}" for name, place in models.items()]
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
-    settings += ["rollout.max_new_tokens=4", "rollout.max_prompt_length=400", "training.prompts_per_step=2"]
+    settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
     monkeypatch.setattr(RLRun, "train", one_more_step)
     monkeypatch.setattr(RLRun, "rows", ())
     run.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
