@@ -271,7 +271,7 @@ def test_the_steps_are_worth_comparing(labs: Labs) -> None:
 def test_micro_batches_packing_and_queueing_change_nothing(labs: Labs, whole: Callable, case: str) -> None:
     lab, want = labs(case), whole(case, ROWS)
     assert all(largest(gradient, role) > 1e-3 for gradient in want.gradients for role in lab.trainers())
-    for train, packing in ((1, "groups"), (2, "dense"), (3, "groups"), (P, "dense")):
+    for train, packing in ((1, "dense"), (3, "groups")):
         same_steps(lab.train(ROWS, (P, P, P, train), packing=packing), want)
     queued, straight = (lab.train(ROWS, (1, 2, 1, 1), queueing=queueing) for queueing in ("async", "sync"))
     same_steps(queued, want)
@@ -303,7 +303,7 @@ def test_a_rollout_on_other_devices_changes_nothing(labs: Labs, whole: Callable)
 size = st.integers(1, P)
 
 
-@settings(max_examples=24)
+@settings(max_examples=12)
 @given(
     case=st.sampled_from(list(CASES)),
     rows=st.integers(1, len(TEXTS)),
