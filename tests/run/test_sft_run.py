@@ -29,6 +29,7 @@ from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+LETTERS = str(Path(__file__).parents[1] / "letters.jsonl")
 CLOCKS = ("time/", "step_time", "tokens_per_second")
 SETTINGS = [
     "name=tiny",
@@ -220,7 +221,8 @@ def test_a_run_of_all_weights_is_a_model_too(tmp_path: Path, ready: Callable[...
 
 def test_reinforcement_learning_goes_on_from_a_supervised_run(tmp_path: Path, adapted: Path) -> None:
     out = tmp_path / "run"
-    short = ["max_new_tokens=6", "max_prompt_length=400", "grpo.num_generations=2", "prompts_per_step=1", "max_steps=1"]
+    short = ["max_new_tokens=6", "max_prompt_length=32", "grpo.num_generations=2", "prompts_per_step=1", "max_steps=1"]
+    short += ["data.task=jsonl", f"data.path={LETTERS}"]
     summary = run.train(recipe.load("quickstart", [f"model.source={adapted}", *short, "evaluation.prompts=1"]), out)
     assert summary["model"].startswith("checkpoint 3 of a run")
     assert (out / "checkpoints" / "00000001").is_dir()
@@ -231,6 +233,7 @@ def test_the_command_trains_and_others_use_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["sft", "sft-arithmetic", "--model.source", TINY, "--lora.rank", "4", "--training.max-steps", "2"]
+    words += ["--data.task", "sums"]
     words += ["--evaluation.prompts", "4", "--max-new-tokens", "4", "--out", "run"]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -239,7 +242,8 @@ def test_the_command_trains_and_others_use_the_run(
     assert "step 2/2  loss " in shown
     assert main(["eval", "run"]) == 0
     assert "run: loss " in capsys.readouterr().out
-    short = ["--evaluation.prompts", "2", "--max-new-tokens", "4", "--max-prompt-length", "400"]
+    short = ["--evaluation.prompts", "2", "--max-new-tokens", "4", "--max-prompt-length", "32"]
+    short += ["--data.task", "jsonl", "--data.path", LETTERS]
     assert main(["eval", "run", "--recipe", "quickstart", *short]) == 0
     assert "run: accuracy " in capsys.readouterr().out
     assert main(["generate", "run", "2+3?", "--n", "2"]) == 0
