@@ -62,7 +62,7 @@ def sequences(prompt: np.ndarray, completion: Completion) -> Iterator[tuple[np.n
 def test_the_gradient_is_that_of_the_models_tokens_alone(
     decoder: Callable[..., Any], groups_of: Callable[..., Any], made_by: Callable[..., Any], branched: bool
 ) -> None:
-    """Against one sequence at a time: Σ of advantage · mean over the sampled tokens of their ratios, which are 1."""
+    """Against padded rows of one sequence: Σ of advantage · mean over the sampled tokens of their ratios, all 1."""
     groups = episodes_of(groups_of([(5, [12, 9]), (3, [7, 15])]), branched)
     config = GRPOConfig(num_generations=G, beta=0.0)
 
@@ -102,17 +102,23 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
 
     def by_hand(params: Any) -> jax.Array:
         model, total = nnx.merge(graph, params), 0.0
-        for group in builder.log.groups:
-            for completion, advantage in zip(group.completions, group.advantages, strict=True):
-                for sequence, own in sequences(group.prompt_tokens, completion):
-                    tokens = jnp.asarray(sequence)[None]
-                    positions = jnp.arange(tokens.shape[1])[None]
-                    hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
-                    drawn, count = completion.tokens[own], own.stop - own.start
-                    logps = jax.nn.log_softmax(model.logits(hidden[0, -count - 1 : -1]))
-                    picked = logps[np.arange(count), drawn]
-                    ratio = jnp.exp(picked - jax.lax.stop_gradient(picked))
-                    total -= advantage * jnp.sum(ratio * completion.mask[own]) / completion.mask.sum()
+        parts = [
+            (sequence, own, completion, advantage)
+            for group in builder.log.groups
+            for completion, advantage in zip(group.completions, group.advantages, strict=True)
+            for sequence, own in sequences(group.prompt_tokens, completion)
+        ]
+        size = max(len(sequence) for sequence, *_ in parts)
+        tokens = np.stack([np.pad(sequence, (0, size - len(sequence))) for sequence, *_ in parts])
+        valid = np.stack([np.arange(size) < len(sequence) for sequence, *_ in parts])
+        positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+        hidden, _ = model(tokens, positions, causal_attention(jnp.asarray(valid), positions))
+        logps = jax.nn.log_softmax(model.logits(hidden))
+        for row, (sequence, own, completion, advantage) in zip(logps, parts, strict=True):
+            count, end = own.stop - own.start, len(sequence)
+            picked = row[np.arange(end - count - 1, end - 1), completion.tokens[own]]
+            ratio = jnp.exp(picked - jax.lax.stop_gradient(picked))
+            total -= advantage * jnp.sum(ratio * completion.mask[own]) / completion.mask.sum()
         return total / 4
 
     (loss, got), (wanted_loss, wanted) = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, by_hand))
