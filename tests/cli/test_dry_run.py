@@ -41,9 +41,15 @@ def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
 
 @pytest.mark.slow
 def test_the_run_does_what_was_shown(capsys: Any) -> None:
-    found = dry_run(capsys, "train", "quickstart", *SETTINGS)
+    chats = [
+        {"prompt": [{"role": "user", "content": f"{letter}: tea"}], "letter": letter, "topic": "tea"}
+        for letter in "ABCD"
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    words = ["train", "quickstart", *SETTINGS, "--data.task", "jsonl", "--data.path", "chats.jsonl"]
+    found = dry_run(capsys, *words)
     assert not Path("runs").exists()
-    assert cli.main(["train", "quickstart", *SETTINGS]) == 0
+    assert cli.main(words) == 0
     out = Path(found["out"])
     assert {one.rstrip("/") for one in found["files"]} == {path.name for path in out.iterdir()}
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

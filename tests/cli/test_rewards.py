@@ -88,8 +88,10 @@ def test_recorded_completions_need_no_jax(here: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 def test_fresh_samples_are_those_that_the_run_begins_with(capsys: Any) -> None:
-    settings = ["--model.source", TINY, "--max-prompt-length", "400", "--max-new-tokens", "4", "--rollout.slots", "4"]
+    settings = ["--data.task", "jsonl", "--data.path", str(ROOT / "tests" / "letters.jsonl")]
+    settings += ["--model.source", TINY, "--max-prompt-length", "32", "--max-new-tokens", "4", "--rollout.slots", "4"]
     settings += ["--num-generations", "2", "--prompts-per-step", "2", "--max-steps", "1", "--evaluation.prompts", "1"]
     assert cli.main(["rewards", "quickstart", *settings, "--prompts", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
