@@ -20,6 +20,8 @@ TINY = ROOT / "tests" / "parity" / "golden" / "tiny-llama"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 # --- the one list of what is not executed here
 
 INSTALLS = "installs from a package index; a test of its own would take minutes"

@@ -35,6 +35,8 @@ TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
 EXAMPLES = [{"prompt": "hello there"}, {"prompt": "a"}]
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def config(meshes: dict[Role, Any] | None = None, steps: int = 2) -> ClusterConfig:
     sgd: Any = optax.sgd(3.0)

@@ -20,6 +20,8 @@ from covey.rl.evaluate import PRESETS, evaluation_rollout
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import learning_rate
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 # --- the numbers
 
 
@@ -110,7 +112,8 @@ def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, che
         f"data.path={problems}",
         f"model.source={checkpoint('gemma2')}",
         "model.lora.rank=4",
-        "rollout.max_prompt_length=400",
+        "data.system=Think in <reasoning>.",
+        "rollout.max_prompt_length=64",
         "evaluation.prompts=2",
         "evaluation.during_prompts=1",
     ]
