@@ -293,7 +293,7 @@ OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "rewards": (("--json",), {"--samples": (FILES,), "--prompts": ()}),
     "rollout": ((), {"--episodes": ()}),
     "watch": (("--once", "--json"), {}),
-    "launch": (("--dry-run",), LAUNCH),
+    "launch": (("--dry-run",), {**LAUNCH, "--recipe": (*recipe.names(), FILES)}),
     "compare": (("--json",), {}),
     "push": (("--yes", "--private", "--samples", "--no-report"), {}),
     "recipes": (("--json",), {}),

@@ -63,6 +63,7 @@ CHARTS = (
     Chart("Skipped updates", "Optimisation", ("skipped",)),
     Chart("Epoch", "Optimisation", ("epoch",)),
     Chart("Turns of an episode", "Completions", ("env/turns",)),
+    Chart("Branches of an episode", "Completions", ("env/branches",)),
     Chart("Tokens of the environment", "Completions", ("env/tokens",)),
     Chart("Episodes ended by the environment", "Completions", ("env/done",)),
     Chart("Seconds in the environment", "Completions", ("env/seconds",)),
