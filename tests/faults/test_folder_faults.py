@@ -78,12 +78,14 @@ STARTING = """
 
 
 def answer(process: "subprocess.Popen[str]") -> str:
-    """The next word of the process, after a line that lets it go on; empty when it has ended."""
+    """The next word of the process behind what it says of its data, after a line that lets it go on; empty when it has
+    ended.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    return process.stdout.readline().strip()
+    return next((line.strip() for line in process.stdout if "rows as prompt" not in line), "")
 
 
 @pytest.fixture

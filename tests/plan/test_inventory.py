@@ -93,4 +93,5 @@ def test_a_run_compiles_the_programs_of_its_plan(more: list[str], compiled: Coun
     run(ready, compiled)
     assert len(planned) <= 12
     del compiled["jit(cos)"]  # the learning rate, on the host
+    del compiled["jit(stack)"]  # of layers, behind the loading: a copy for each shape of a weight
     assert compiled.total() == len(planned), (compiled, planned)

@@ -108,6 +108,7 @@ def test_what_uses_a_run_takes_its_mesh_or_says_that_it_cannot(
     assert "model.mesh" not in "".join(capsys.readouterr())
     one = jax.local_devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda: one)
+    monkeypatch.setattr(jax, "devices", lambda: one)
     USES[name](trained)
     said = capsys.readouterr()
     told = "model.mesh asks for 2 devices, and there are 1: the model is on one of them"
