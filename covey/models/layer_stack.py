@@ -1,9 +1,9 @@
 """Layers of a decoder as stacks: one array for each weight of like layers that follow one another, [n, ...] over them.
 
-Programs for TPUs scan over stacks and take them as they are. On a CPU layers stay a list, whose arrays the loop of
-`layer_loop` selects; and on GPUs, where each decode step would copy a layer's weights out of its stack before it
-multiplies by them. So are they in files everywhere: checkpoints, exports and adapters have a tensor per layer, and a
-learner converts where it takes a model (`stack_models`) and where it gives one away (`unstack_layers`).
+Programs for TPUs scan over stacks and take them as they are; decoding alone, which is unrolled, takes a list, made for
+each rollout. On a CPU layers stay a list, whose arrays the loop of `layer_loop` selects, and so far on GPUs. So are they
+in files everywhere: checkpoints, exports and adapters have a tensor per layer, and a learner converts where it takes a
+model (`stack_models`) and where it gives one away (`unstack_layers`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,6 +72,12 @@ class LayerStacks:
         give shapes.
         """
         return self._convert(tree, self._unstack_state)
+
+    def split(self, state: nnx.State[Any, Any]) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any]]:
+        """Return the stacks of a state of the model, and all else in it."""
+        flat = nnx.to_flat_state(state)
+        stacks = {path: x for path, x in flat if self._find(path)[1] is not None}
+        return _from_flat(stacks), _from_flat({path: x for path, x in flat if path not in stacks})
 
     def stack(self, tree: Tree) -> Tree:
         """Return what `unstack` has made `tree` from."""
@@ -208,6 +214,8 @@ def _unstack(tree: Tree, count: int) -> list[Tree]:
 
 
 def _unstack_array(x: Any, count: int) -> list[Any]:
+    if isinstance(x, jax.core.Tracer):
+        return [x[number] for number in range(count)]
     place = x.sharding
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))

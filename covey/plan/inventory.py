@@ -57,7 +57,7 @@ def _sampling(recipe: Recipe, made: RLPrograms) -> Iterator[Entry]:
     scheduler = made.scheduler()
     slots = f"{len(scheduler.slots)} slots of {scheduler.cache_length}"
     if made.rounds:
-        yield Entry("rounding for the rollout", "")
+        yield Entry("weights to sample with", "")
     yield Entry("prefill", "{} prompts of {}".format(*scheduler.prefill_shape))
     yield Entry("empty cache", slots)
     yield Entry("admit", slots)

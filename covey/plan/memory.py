@@ -73,7 +73,7 @@ def residents_of(weights: Any, programs: Sequence[Program], reference: bool, rol
     if "decode" in by_name:
         rounded, cache, *_ = by_name["decode"].args
         prefix = nbytes(jax.eval_shape(by_name["prefill"].function, *by_name["prefill"].args), like=cache)
-        held = {"KV cache": nbytes(cache), "rounded weights": _other(rounded, weights)}
+        held = {"KV cache": nbytes(cache), "weights to sample with": _other(rounded, weights)}
         during |= {name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING}
     return Residents(always, {name: {part: n for part, n in held.items() if n} for name, held in during.items()})
 
@@ -99,6 +99,8 @@ def _shard_shape(x: Any) -> tuple[int, ...]:
 
 
 def _other(state: Any, weights: Any) -> int:
-    """Return the bytes of the arrays of `state` that are not those of `weights`: copies in another type."""
-    known = {path: x.dtype for path, x in flatten(weights).items()}
-    return nbytes([x for path, x in flatten(state).items() if known.get(path) != x.dtype])
+    """Return the bytes of the arrays of `state` that are not those of `weights`: copies in another type, or of a layer
+    out of a stack.
+    """
+    known = {path: (x.dtype, x.shape) for path, x in flatten(weights).items()}
+    return nbytes([x for path, x in flatten(state).items() if known.get(path) != (x.dtype, x.shape)])

@@ -16,7 +16,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
-from covey.models.layer_stack import stack_layers
+from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
@@ -124,7 +124,7 @@ class RLPrograms:
         model: the actor in shapes, on its devices.
         rollout: shapes of the rollout's weights, on its devices.
         few: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
-        rounds: whether a rollout rounds weights to another type first.
+        rounds: whether a rollout first makes copies of weights: in another type, or out of stacks of layers.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class RLPrograms:
         self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
         rollout, self.few = placed(Role.ROLLOUT), few_programs(self.model.platform)
         self.rollout = nnx.state(rollout)
-        graph, params = nnx.split(with_rounded_head(rollout))
+        graph, params = nnx.split(unstack_layers(with_rounded_head(rollout)))
         self._rollout = round_for_sampling(params, sampling_type(rollout))
         both = zip(jax.tree.leaves(params), jax.tree.leaves(self._rollout), strict=True)
-        self.rounds = any(old.dtype != new.dtype for old, new in both)
+        self.rounds = bool(rollout.stacked) or any(old.dtype != new.dtype for old, new in both)
         own = SamplingParams.from_config(config.rollout_config) if self.few else None
         self._sampler = Programs(graph, tuple(sorted(stop_ids)), own)
 
