@@ -1,9 +1,9 @@
 """Layers of a decoder as stacks: one array for each weight of like layers that follow one another, [n, ...] over them.
 
 Programs for TPUs scan over stacks and take them as they are; decoding alone, which is unrolled, takes a list, made for
-each rollout. On a CPU layers stay a list, whose arrays the loop of `layer_loop` selects, and so far on GPUs. So are they
-in files everywhere: checkpoints, exports and adapters have a tensor per layer, and a learner converts where it takes a
-model (`stack_models`) and where it gives one away (`unstack_layers`).
+each rollout. On a CPU layers stay a list, whose arrays the loop of `layer_loop` selects, and so far on GPUs. In files
+they are a list everywhere: checkpoints, exports and adapters have a tensor per layer, and a learner converts where it
+takes a model (`stack_models`) and where it gives one away (`unstack_layers`).
 """
 
 from collections.abc import Iterator, Sequence
