@@ -28,7 +28,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluatio
 from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import available_mesh, open_model, open_with_origin
+from covey.run.load_model import available_own_mesh, open_model, open_with_origin
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
@@ -43,14 +43,11 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     Each of several processes samples and evaluates its share of the prompts, with a copy of the model on its devices.
     """
     held_out = data_source.load(recipe.data).test
-    same = "the same command and data for all"
-    distributed.refuse_differences("recipe", lambda: to_yaml(recipe), same)
-    distributed.refuse_differences("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
+    refuse_other_inputs(recipe, held_out)
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
-    console = None if distributed.is_first() else Console(quiet=True)
-    with Progress(0, console) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, origin = open_with_origin(source, recipe.model, available_mesh(recipe.model.mesh))
+    with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
+        model, tokenizer, origin = open_with_origin(source, recipe.model, available_own_mesh(recipe.model.mesh))
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
@@ -62,13 +59,29 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     return evaluation.summary()
 
 
+def refuse_other_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
+    """Refuse processes that evaluate by another recipe, or on other data, than process 0.
+
+    Raises:
+        RecipeError: they do.
+    """
+    same = "the same command and data for all"
+    distributed.refuse_differences("recipe", lambda: to_yaml(recipe), same)
+    distributed.refuse_differences("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
+
+
+def console_of_process() -> Console | None:
+    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
+    return None if distributed.is_first() else Console(quiet=True)
+
+
 def play(recipe: Recipe, episodes: int) -> None:
     """Sample one completion or episode for each of the first training prompts with the model that `recipe` begins with,
     and print them as turns.
     """
     rows = data_source.load(recipe.data).train[:episodes]
     with show_log(info=lambda _: None, warning=_echo_to_stderr):
-        model, tokenizer = open_model(recipe.model.source, recipe.model, available_mesh(recipe.model.mesh))
+        model, tokenizer = open_model(recipe.model.source, recipe.model, available_own_mesh(recipe.model.mesh))
         with open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
             groups = worker.generate(rows, 1)
@@ -143,7 +156,7 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     rows = data_source.load(recipe.data).train
     check_columns(recipe.rewards, rows)
     with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer = open_model(recipe.model.source, recipe.model, available_mesh(recipe.model.mesh))
+        model, tokenizer = open_model(recipe.model.source, recipe.model, available_own_mesh(recipe.model.mesh))
         loader = PromptLoader(fit_to_recipe(rows, tokenizer, recipe).rows, count, seed=recipe.seed)
         worker = RolloutWorker(model, tokenizer, recipe.rollout)
         progress.phase("sampling")
@@ -224,7 +237,7 @@ def answer_examples(
 
 def _mesh_of(source: str) -> Mesh | None:
     """Return the mesh that the run at `source` was trained on; a model that is not a run uses one device."""
-    return available_mesh(load_recipe(source).model.mesh) if is_run(source) else None
+    return available_own_mesh(load_recipe(source).model.mesh) if is_run(source) else None
 
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:

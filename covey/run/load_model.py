@@ -21,8 +21,8 @@ from covey.models.loading import digests, peft, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
-from covey.parallel import mesh_from_config
-from covey.parallel.mesh import own_part, spans_processes
+from covey.parallel import distributed, mesh_from_config
+from covey.parallel.mesh import default_mesh, own_part, spans_processes
 from covey.parallel.placement import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -65,16 +65,21 @@ def open_with_origin(
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:
-    """Return the mesh of a recipe, of several processes the part of this one. Inference does not need it: if devices
-    are missing, fall back to one device and log it.
+    """Return the mesh of a recipe over the devices of all processes. Inference does not need it: if devices are
+    missing, fall back to one device, in several processes to one of each, and log it.
     """
-    wanted, there = config.data * config.fsdp * config.tp, len(jax.devices())
-    if wanted == 1 or (wanted <= there and not wanted % jax.process_count()):
-        mesh = mesh_from_config(config)
-        return own_part(mesh) if mesh is not None and spans_processes(mesh) else mesh
-    of = "" if jax.process_count() == 1 else f" of {jax.process_count()} processes"
-    log.warning(f"model.mesh asks for {wanted} devices, and there are {there}{of}: the model is on one of them")
-    return None
+    wanted, there, processes = config.data * config.fsdp * config.tp, len(jax.devices()), jax.process_count()
+    if wanted == 1 or (wanted <= there and not wanted % processes):
+        return mesh_from_config(config)
+    of, which = ("", "one of them") if processes == 1 else (f" of {processes} processes", "one of each")
+    log.warning(f"model.mesh asks for {wanted} devices, and there are {there}{of}: the model is on {which}")
+    return default_mesh()
+
+
+def available_own_mesh(config: MeshConfig) -> Mesh | None:
+    """Return the part of this process of the mesh that `available_mesh` finds."""
+    mesh = available_mesh(config)
+    return own_part(mesh) if mesh is not None and spans_processes(mesh) else mesh
 
 
 def load_source(
@@ -182,7 +187,7 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
     model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh)
     with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
-        step = saves.latest()
+        step = distributed.agreed(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
     refuse_other_weights(extra["model"], base, folder)

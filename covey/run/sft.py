@@ -18,8 +18,14 @@ from covey.parallel import distributed
 from covey.parallel.placement import on_own_devices
 from covey.rewards import check_evaluation_columns
 from covey.run.base import Run, RunResources
-from covey.run.inference import answer_examples, answering_worker, select_answerable
-from covey.run.load_model import available_mesh, load_source, open_model
+from covey.run.inference import (
+    answer_examples,
+    answering_worker,
+    console_of_process,
+    refuse_other_inputs,
+    select_answerable,
+)
+from covey.run.load_model import available_mesh, load_source, open_with_origin
 from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import Correct
@@ -42,17 +48,25 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
-    """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics."""
+    """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics.
+
+    The loss is computed on the mesh of all processes. Each answers its share of the examples, with a copy of the model
+    on its devices.
+    """
     held_out = SFTRun.load_data(recipe).test
-    with Progress(0) as progress, show_log(progress.phase, progress.message):
+    refuse_other_inputs(recipe, held_out)
+    with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
-        model, tokenizer = open_model(source, recipe.model, mesh)
+        model, tokenizer, origin = open_with_origin(source, recipe.model, mesh)
+        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
         chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
         metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
         worker = answering_worker(model, tokenizer, recipe.rollout)
         answerable = select_answerable(worker, chosen, recipe.evaluation.answers)
+        if answerable:
+            worker.update_params(on_own_devices(worker.params))
         metrics |= answer_examples(worker, answerable, recipe, progress)[0]
         progress.evaluation(source, metrics)
     return metrics
