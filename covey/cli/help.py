@@ -225,12 +225,14 @@ examples
 LAUNCH = """\
 covey launch local [options] train NAME_OR_YAML [--setting value ...]
 covey launch local [options] eval RUN_OR_MODEL [--recipe NAME] [--setting value ...]
+covey launch local [options] export RUN_OR_MODEL --out FOLDER [--setting value ...]
 covey launch slurm|k8s|tpu-vm|skypilot [options] train NAME_OR_YAML --out FOLDER [--setting value ...]
 
 Trains with several processes (docs/scaling.md). 'local' starts them on this machine: process 0 writes to the terminal,
 the others to a file each. When one fails, all are stopped within half a minute, the first that failed is named, and
 its last lines are shown. The other places write a job file for review and say how to submit it; nothing is submitted.
-In place of the recipe may be --resume RUN; 'sft' is launched as 'train' is. 'eval' divides the prompts.
+In place of the recipe may be --resume RUN; 'sft' is launched as 'train' is. 'eval' divides the prompts, and 'export'
+the weights.
 
 local
   --processes N, -n N      number of processes (2)

@@ -60,11 +60,11 @@ def _local(options: LocalOptions, words: Sequence[str]) -> Callable[[], int]:
 
 
 def _job(place: str, options: JobOptions, words: Sequence[str], dry_run: bool) -> Callable[[], None]:
-    if words[:1] == ["eval"]:
+    if words[:1] in (["eval"], ["export"]):
         raise CoveyError(
-            f"covey eval is not launched on {place}",
-            want="covey launch local … eval, or a training command",
-            fix="COVEY_DISTRIBUTED=auto covey eval RUN, by the cluster's own command that starts processes",
+            f"covey {words[0]} is not launched on {place}",
+            want=f"covey launch local … {words[0]}, or a training command",
+            fix=f"COVEY_DISTRIBUTED=auto covey {words[0]} RUN, by the cluster's own command that starts processes",
         )
     job = JOBS[place]
     text = job.text(training_command(words), options)

@@ -359,15 +359,13 @@ def _evaluate(source: str, settings: recipe.Recipe | recipe.SFTRecipe | None, to
     settings = settings or recipe.load_any(source, tokens)
     check_run(settings)
     from covey import run
-
-    if isinstance(settings, recipe.SFTRecipe):
-        refuse_processes("covey eval of supervised training")
-        run.evaluate_sft(source, settings)
-        return
     from covey.parallel import distributed
 
     with distributed.start():
-        run.evaluate(source, settings)
+        if isinstance(settings, recipe.SFTRecipe):
+            run.evaluate_sft(source, settings)
+        else:
+            run.evaluate(source, settings)
 
 
 def _rollout(settings: recipe.Recipe, episodes: int) -> None:
@@ -398,11 +396,12 @@ def _chat(source: str, options: ChatOptions) -> None:
 
 
 def _export(source: str, out: Path, options: ExportOptions, shard_bytes: int) -> None:
-    refuse_processes("covey export")
     check_source(source)
     from covey import run
+    from covey.parallel import distributed
 
-    run.export(source, out, options.format, options.dtype, shard_bytes)
+    with distributed.start():
+        run.export(source, out, options.format, options.dtype, shard_bytes)
 
 
 def _plan(

@@ -8,14 +8,16 @@ from covey.config import recipe
 from covey.config.overrides import split
 from covey.errors import CoveyError
 
-VERBS = ("train", "sft", "eval")
+TRAINING = ("train", "sft")
+"""Commands that a restart resumes."""
+VERBS = (*TRAINING, "eval", "export")
 """Commands that use several processes."""
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Words behind `covey` of a command, its run folder, or the model to evaluate, when the words name one, and the
-    number of devices of the mesh that its recipe sets; 0 when it sets none.
+    """Words behind `covey` of a command, its run folder, or the model to evaluate or the folder to export to, when the
+    words name one, and the number of devices of the mesh that its recipe sets; 0 when it sets none.
     """
 
     words: tuple[str, ...]
@@ -29,7 +31,7 @@ class TrainingCommand:
         Raises:
             CoveyError: the words name no run folder.
         """
-        if self.run is None or self.words[0] == "eval":
+        if self.run is None or self.words[0] not in TRAINING:
             raise CoveyError(
                 "restarts need to know the run folder", want="a command with --out FOLDER or --resume FOLDER"
             )
@@ -37,7 +39,7 @@ class TrainingCommand:
 
     def next_words(self) -> tuple[str, ...]:
         """Return the words for another attempt: they go on with the run if it has begun, else they begin it."""
-        begun = self.words[0] != "eval" and self.run is not None and recipe.is_run(Path(self.run))
+        begun = self.words[0] in TRAINING and self.run is not None and recipe.is_run(Path(self.run))
         return self.resume_words if begun else self.words
 
 
@@ -50,8 +52,8 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
     if not words or words[0] not in VERBS:
         got = f"covey {words[0]}" if words else "nothing"
         raise CoveyError(f"{got} cannot be launched as several processes", want="covey launch … train NAME_OR_YAML")
-    if words[0] == "eval":
-        return _evaluation(words)
+    if words[0] not in TRAINING:
+        return _evaluation(words) if words[0] == "eval" else _export(words)
     names, pairs = split(words[1:], 1)
     flags = dict(pairs)
     if "--resume" not in flags and not names:
@@ -73,11 +75,13 @@ def _evaluation(words: Sequence[str]) -> TrainingCommand:
         raise CoveyError("no model is given to evaluate", want="covey launch … eval RUN_OR_MODEL [--recipe NAME]")
     source = dict(pairs).get("--recipe") or names[0]
     settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--recipe"])
-    if isinstance(settings, recipe.SFTRecipe):
-        raise CoveyError(
-            "covey eval of supervised training cannot be launched as several processes",
-            want="a recipe of reinforcement learning",
-            fix="covey eval in one process",
-            where=source,
-        )
     return TrainingCommand(tuple(words), str(Path(names[0])) if recipe.is_run(names[0]) else "eval", _devices(settings))
+
+
+def _export(words: Sequence[str]) -> TrainingCommand:
+    names, pairs = split(words[1:], 1)
+    out = dict(pairs).get("--out")
+    if not names or out is None:
+        what = "no model is given to export" if not names else "no folder is given to export to"
+        raise CoveyError(what, want="covey launch … export RUN_OR_MODEL --out FOLDER")
+    return TrainingCommand(tuple(words), out)

@@ -1,17 +1,25 @@
-"""Export a run or a model to other formats; the result is read back and compared before it is renamed into place."""
+"""Export a run or a model to other formats; the result is read back and compared before it is renamed into place.
+
+Several processes divide the model over all of their devices, and each writes its shards to the common folder.
+"""
 
 import math
 import shlex
 from pathlib import Path
 
+import jax
+from jax.sharding import Mesh
+
+from covey.config import processes
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, show_log
-from covey.errors import WeightsError
+from covey.errors import CoveyError, WeightsError
 from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import text_part
-from covey.run.load_model import open_model
+from covey.parallel import distributed, make_mesh
+from covey.run.load_model import open_with_origin
 from covey.run.model_card import Lineage, model_card
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -26,24 +34,51 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
 
     Raises:
         CoveyError: `out` is taken; the run has no adapters, or their base is the result of another run (peft); the
-            family does not support the format (gguf).
+            family does not support the format, or there are several processes (gguf).
     """
     formats.check_new_folder(out)
     lineage = Lineage.of(source)
     if kind == "peft":
         _check_adapters(lineage, source, out)
+    if kind == "gguf":
+        _refuse_processes()
+    words = (source, str(out), kind, dtype, shard_size)
+    distributed.refuse_differences("export", lambda: words, "the same command for all of them")
     options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
-    with show_log(info=echo, warning=echo):
-        model, tokenizer = open_model(source, options)
-    echo(f"writing {kind}, and reading it back")
+    with show_log(info=_say, warning=_say):
+        model, tokenizer, origin = open_with_origin(source, options, _mesh_over_processes())
+    distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+    _say(f"writing {kind}, and reading it back")
     difference = _write(lineage, model, tokenizer, out, kind, dtype, shard_size)
     files = list(out.iterdir())
-    echo(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+    _say(f"{out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
     if math.isnan(difference.max_logit):
-        echo("each process has read back what it has written: all bytes are equal")
+        _say("each process has read back what it has written: all bytes are equal")
         return
     largest = f"{difference.max_difference:.2g} at most; the largest is {difference.max_logit:.2g}"
-    echo(f"logits of what was read back differ by {largest}")
+    _say(f"logits of what was read back differ by {largest}")
+
+
+def _say(text: str) -> None:
+    """Print a line, from the first process alone."""
+    if distributed.is_first():
+        echo(text)
+
+
+def _mesh_over_processes() -> Mesh | None:
+    """Return a mesh that divides a model over all devices of several processes; None in one process, which has all of
+    it on one device.
+    """
+    return make_mesh((len(jax.devices()),), ("fsdp",)) if distributed.count() > 1 else None
+
+
+def _refuse_processes() -> None:
+    if distributed.count() > 1:
+        raise CoveyError(
+            f"a GGUF file is written by one process, and there are {distributed.count()}",
+            want="--format hf or peft; llama.cpp converts the first to GGUF",
+            fix=f"{processes.MODE}=off before the command, where one process can hold the model",
+        )
 
 
 def _write(
@@ -90,5 +125,5 @@ def _base(lineage: Lineage) -> str:
     if not local.exists():
         return lineage.base
     name = local.resolve().name
-    echo(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
+    _say(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
     return name

@@ -418,7 +418,7 @@ def test_options_of_sampling_commands_follow_their_seed():
     assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9
 
 
-@pytest.mark.parametrize("words", [["export", MODEL, "--out", "x"], ["generate", MODEL, "Hi"], ["chat", MODEL]])
+@pytest.mark.parametrize("words", [["generate", MODEL, "Hi"], ["chat", MODEL]])
 def test_a_command_of_one_process_is_refused_in_several(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,9 +155,10 @@ def test_gpus_are_divided():
     ("words", "told"),
     [
         ([], "nothing cannot be launched"),
-        (["export", "quickstart"], "covey export cannot be launched"),
+        (["generate", "here", "Hi"], "covey generate cannot be launched"),
+        (["export"], "no model is given to export"),
+        (["export", "here"], "no folder is given to export to"),
         (["eval"], "no model is given"),
-        (["eval", "here", "--recipe", "sft-tiny"], "eval of supervised training cannot be launched"),
         (["eval", "here", "--recipe", "quickstart", "--evaluation.samples", "-3"], "samples"),
         (["train"], "no recipe is given"),
         (["train", "quikstart"], "quickstart"),
@@ -170,9 +171,17 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(words, told):
         training_command(words)
 
 
-def test_an_evaluation_is_repeated_and_not_resumed(tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "RUN", "--recipe", "quickstart"],
+        ["eval", "RUN", "--recipe", "sft-tiny"],
+        ["export", "a", "--out", "RUN"],
+    ],
+)
+def test_evaluation_and_export_are_repeated_and_not_resumed(tmp_path, words):
     (tmp_path / "recipe.yaml").write_text("")
-    command = training_command(["eval", str(tmp_path), "--recipe", "quickstart"])
+    command = training_command([str(tmp_path) if word == "RUN" else word for word in words])
     assert command.run == str(tmp_path)
     assert command.next_words() == command.words
     with pytest.raises(CoveyError, match="run folder"):

@@ -3,6 +3,8 @@
 As `test_processes.py MODEL FOLDER` it trains on meshes over all of them, and writes down what came of it.
 """
 
+import importlib
+import io
 import itertools
 import json
 import os
@@ -15,16 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save_file
 
 from covey import (
     ClusterConfig,
@@ -39,20 +44,25 @@ from covey import (
     SFTConfig,
     SFTLearner,
 )
-from covey.cli.main import STOPPED
+from covey.cli.main import STOPPED, main
+from covey.config import recipe
 from covey.config.processes import ADDRESS, COUNT, NUMBER
 from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
 from covey.models.loading import weights
-from covey.models.lora import with_lora
+from covey.models.lora import split_trainable, with_lora
 from covey.parallel import distributed, flatten, make_mesh, reshard
 from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
+from covey.run import sft as supervised
+from covey.run.inference import answer_examples
+from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.train.loop import StepRecord
 from covey.types import Group
 
+exporting = importlib.import_module("covey.run.export")  # covey.run has a function of this name
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 OWN = ("time/", "step_time", "tokens_per_second", "waste/")
 """Metrics that say how the work was done, not what came of it."""
@@ -70,6 +80,17 @@ SETTINGS = [
     "evaluation.prompts=3",
     "evaluation.samples=2",
     "evaluation.pass_k=2",
+]
+SUPERVISED = [
+    "model.compute_dtype=float32",
+    "model.lora.rank=2",
+    "model.mesh.fsdp=4",
+    "training.row_length=64",
+    "training.max_tokens_per_micro_batch=64",
+    "evaluation.prompts=3",
+    "evaluation.answers=3",
+    "rollout.max_new_tokens=4",
+    "rollout.temperature=1",
 ]
 FRAGILE = """
 import json, os
@@ -105,7 +126,7 @@ def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list
 def work(model: str, folder: Path) -> None:
     """Train as each of `CASES`, in turn."""
     with distributed.start():
-        found = {name: train(model) for name, train in CASES.items()}
+        found = {name: train(model) for name, train in CASES.items()} | {"commands": commands(model)}
         (folder / f"{distributed.index()}").write_bytes(pickle.dumps(found | {"listens": listening()}))
 
 
@@ -219,6 +240,28 @@ CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "role meshes": role_meshes,
     "transfers": transfers,
 }
+
+
+def commands(model: str) -> dict[str, Any]:
+    """Evaluate and export the run beside the model: figures, answers, exported files, and what the terminal got."""
+    source, answers, shown = Path(model).with_name("run"), list[Any](), io.StringIO()
+    out = source.with_name(f"exported-by-{distributed.count()}")
+
+    def answer(*args: Any) -> Any:
+        found = answer_examples(*args)
+        answers.extend(told(group) for group in found[1])
+        return found
+
+    def exported(name: str, *options: str) -> int:
+        return main(["export", str(source), "--out", str(out / name), *options])
+
+    with mock.patch.object(supervised, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
+        figures = supervised.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
+        with mock.patch.object(exporting, "_mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
+            codes = [exported("hf"), exported("peft", "--format", "peft")]
+        codes.append(exported("gguf", "--format", "gguf") if distributed.count() > 1 else exported("from one device"))
+    files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    return {"figures": figures, "answers": answers, "codes": codes, "files": files, "shown": shown.getvalue()}
 
 
 def loaded(
@@ -353,8 +396,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[dict[str, Any]]:
-    """What two processes of two devices each found for each of `CASES`."""
+def trained(model: str) -> None:
+    """A supervised run beside the model, on fsdp 4, with adapters that have moved."""
+    folder, data = Path(model).with_name("run"), Path(model).with_name("rows.jsonl")
+    rows = [{"prompt": f"why {i}", "completion": f" since {i % 3}"} for i in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"model.source={model}", f"data.path={data}", *SUPERVISED]
+    ready = recipe.load("sft-smollm2", settings, recipe.SFTRecipe)
+    read, _, origin = load_source(ready.model, model)
+    moved = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), split_trainable(read)[1])
+    with Checkpointer(folder / "checkpoints") as saves:
+        saves.save(1, {"params": nnx.to_pure_dict(moved)}, {"model": origin})
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(ready))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, model: str, trained: None) -> list[dict[str, Any]]:
+    """What two processes of two devices each found for each of `CASES`, and for `commands`."""
     out = tmp_path_factory.mktemp("two")
     ended(launched([__file__, model, str(out)], 2, out), [0, 0], 400)
     return [pickle.loads((out / str(number)).read_bytes()) for number in (0, 1)]
@@ -376,6 +434,36 @@ def test_two_processes_are_one(two: list[dict[str, Any]], model: str, case: str)
         assert not [name for name in differ if not name.startswith(OWN)]
     assert close(one["arrays"], first["arrays"], 1e-5)
     assert all(np.array_equal(first["arrays"][name], second["arrays"][name]) for name in one["arrays"])
+
+
+@pytest.mark.slow
+def test_evaluation_and_export_of_a_supervised_run_are_those_of_one_process(
+    two: list[dict[str, Any]], model: str
+) -> None:
+    """The loss to 1e-6, answers exactly, and all files byte for byte; only adapters that one device has merged differ,
+    by one rounding. Process 0 alone tells it.
+    """
+    one, (first, second) = commands(model), [found["commands"] for found in two]
+    assert abs(one["figures"]["loss"] - first["figures"]["loss"]) < 1e-6
+    assert alike(one["figures"], first["figures"])
+    assert first["figures"] == second["figures"]
+    assert len(one["answers"]) == 3
+    assert one["answers"] == first["answers"] == second["answers"]
+    assert (one["codes"], first["codes"], second["codes"]) == ([0, 0, 0], [0, 0, 2], [0, 0, 2])
+    joint, alone = (
+        {name: file for name, file in found["files"].items() if not name.startswith("from one device")}
+        for found in (first, one)
+    )
+    assert {"hf/model.safetensors", "peft/adapter_model.safetensors"} < set(joint)
+    assert joint == alone
+    single, merged = (load(one["files"][f"{name}/model.safetensors"]) for name in ("from one device", "hf"))
+    differ = {name for name in merged if not np.array_equal(single[name], merged[name])}
+    assert all("proj" in name for name in differ)
+    assert all(np.abs(single[n] - merged[n]).max() <= 2**-23 * np.abs(merged[n]).max() for n in differ)
+    assert "run: loss" in first["shown"]
+    assert first["shown"].count("all bytes are equal") == 2
+    assert "a GGUF file is written by one process, and there are 2" in first["shown"]
+    assert not [line for line in second["shown"].splitlines() if not line.startswith(("a GGUF", "  "))]
 
 
 @pytest.mark.slow

@@ -1,18 +1,23 @@
 """Export of LoRA weights as a PEFT adapter, for Hugging Face PEFT or `models.loading.peft` to load onto the base."""
 
+import math
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare_logits, new_folder, write_json, write_safetensors
+from covey.models.export.sharded import lies_over_processes
 from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
+from covey.parallel.reshard import to_host
+from covey.parallel.store import together
 
 Parts = list[Linear]
 """The projections that are one module in Hugging Face's model: one, or Phi-3's three of q, k and v."""
@@ -31,7 +36,8 @@ def write_peft(
         card: text of README.md.
 
     Returns:
-        The difference between the logits of base and adapter, read back, and those of `model`.
+        The difference between the logits of base and adapter, read back, and those of `model`. If the model's arrays
+        lie over several processes, all must call this; they gather the adapters, which the first writes.
 
     Raises:
         CoveyError: `out` is in use, or cannot be written.
@@ -41,9 +47,14 @@ def write_peft(
     adapted = {module: parts for module, parts in modules.items() if _loras(parts)}
     if not adapted:
         raise no_adapters_error()
+    tensors, targets = _tensors(adapted), _target_modules(list(adapted), list(modules), inside)
     with new_folder(out, card) as folder:
-        write_json(folder / CONFIG_FILE, _config(adapted, _target_modules(list(adapted), list(modules), inside), base))
-        write_safetensors(folder / TENSORS_FILE, _tensors(adapted))
+        with together("export/adapters"):
+            if jax.process_index() == 0:
+                write_json(folder / CONFIG_FILE, _config(adapted, targets, base))
+                write_safetensors(folder / TENSORS_FILE, tensors)
+        if lies_over_processes(model):
+            return Difference(0.0, math.nan)
         return compare_logits(model, load_adapter(without_lora(model), folder), vocabulary, "float32", out)
 
 
@@ -111,7 +122,7 @@ def _tensors(adapted: dict[str, Parts]) -> dict[str, np.ndarray]:
 
 def _narrowing(parts: Parts) -> np.ndarray:
     """Return A: the rows of one adapter of the module below those of the other."""
-    return np.concatenate([np.asarray(lora.a[...]).T for lora in _loras(parts)])
+    return np.concatenate([to_host(lora.a[...]).T for lora in _loras(parts)])
 
 
 def _widening(parts: Parts) -> np.ndarray:
@@ -122,7 +133,7 @@ def _widening(parts: Parts) -> np.ndarray:
     for linear in parts:
         end = row + linear.shape[1]
         if linear.lora is not None:
-            b[row:end, column : column + rank] = np.asarray(linear.lora.b[...]).T
+            b[row:end, column : column + rank] = to_host(linear.lora.b[...]).T
             column += rank
         row = end
     return b
