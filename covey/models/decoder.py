@@ -2,9 +2,9 @@
 (`losses.logprobs`, the sampler).
 
 Training and sampling run this same forward pass; they differ in the `attend` they pass. Layers are a list, or stacks
-(`layer_stack`). Decoding, which has a cache, is unrolled layer by layer; layers that are alike are traced once. Without
-a cache the layers are a loop, compiled once for all of them; the backward pass rematerialises each unless `remat` is
-off.
+(`layer_stack`). Decoding, which has a cache, takes a list and is unrolled layer by layer; layers that are alike are
+traced once. Without a cache the layers are a loop, compiled once for all of them; the backward pass rematerialises each
+unless `remat` is off.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.layer_loop import save_all_but_selected, scan_layers, take_layer
+from covey.models.layer_loop import save_all_but_selected, scan_layers
 from covey.models.layers import (
     MLP,
     SAVED_PRODUCT,
@@ -177,7 +177,12 @@ class Decoder(nnx.Module):
         attend: Attend,
         cache: Sequence[Any] | None = None,
     ) -> tuple[Float[Array, "B T D"], list[Any]]:
-        """Return hidden states after the final norm, and each layer's new cache as `attend` returned it."""
+        """Return hidden states after the final norm, and each layer's new cache as `attend` returned it.
+
+        Args:
+            cache: of each layer, for a model with a list of layers.
+        """
+        assert cache is None or not self.stacked, "unstack_layers comes before decoding"
         c = self.config
         x, ropes = self._embed_tokens(tokens), self._rope_tables(positions)
         if cache is None:
@@ -185,8 +190,7 @@ class Decoder(nnx.Module):
         caches, run = [], self._layer_traced_once(ropes, attend)
         for number, layers in enumerate(self.layer_runs()):
             graph, weights = self._split_run(number, layers)
-            for place, index in enumerate(layers):
-                own = take_layer(weights, place) if self.stacked else weights[place]
+            for index, own in zip(layers, weights, strict=True):
                 x, new = run(graph, own, x, cache[index], c.window(index), c.rotates_otherwise(index))
                 caches.append(new)
         return self.norm(x), caches

@@ -60,12 +60,6 @@ def scan_layers(
     return _begin_with(x, passed, sums)
 
 
-def take_layer(stacks: Tree, number: int) -> Tree:
-    """Return the weights of one layer of a tree of stacks [n, ...]."""
-    layer: Tree = jax.tree.map(lambda x: jax.lax.index_in_dim(x, number, keepdims=False), stacks)
-    return layer
-
-
 @contextmanager
 def loops_add_to(sums: Iterable[tuple[Sequence[Array], Array]]) -> Iterator[None]:
     """While this thread traces a loss for a CPU, let the first loop over exactly these arrays add their gradients to

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from covey.models.decoder import Decoder, Layer
-from covey.models.layer_loop import take_layer
 from covey.models.layers import LoRA
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -215,7 +214,7 @@ def _unstack(tree: Tree, count: int) -> list[Tree]:
 
 def _unstack_array(x: Any, count: int) -> list[Any]:
     if isinstance(x, jax.core.Tracer):
-        return [x[number] for number in range(count)]
+        return _parts(x, count)
     place = x.sharding
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
@@ -232,4 +231,8 @@ def _stack_program(place: Sharding) -> Any:
 
 @cache
 def _unstack_program(place: Sharding, count: int) -> Any:
-    return jax.jit(lambda x: [take_layer(x, number) for number in range(count)], out_shardings=[place] * count)
+    return jax.jit(lambda x: _parts(x, count), out_shardings=[place] * count)
+
+
+def _parts(x: Any, count: int) -> list[Any]:
+    return [jax.lax.index_in_dim(x, number, keepdims=False) for number in range(count)]

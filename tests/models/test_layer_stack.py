@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from covey.config.schema import LoRAConfig
@@ -50,6 +51,8 @@ def test_runs_of_like_layers_become_stacks_and_come_back() -> None:
     assert stack_layers(stacked) is stacked
     on_cpu = build_for_devices(model, "cpu")
     assert stack_layers(on_cpu) is on_cpu
+    with pytest.raises(AssertionError, match="unstack_layers"):
+        stacked(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), lambda *_: None, [None] * 4)
 
 
 def test_states_of_a_value_model_are_converted_where_they_are_nested() -> None:
