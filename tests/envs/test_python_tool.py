@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from covey.envs import EnvironmentRunner, python_child, python_tool
-from covey.envs.python_tool import PROTECTIONS, Limits, ProgramError, python, run_program
+from covey.envs.python_programs import PROTECTIONS, Limits, run_program
+from covey.envs.python_tool import ProgramError, python
 from covey.errors import RecipeError
 
 HOSTILE = """
