@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -85,12 +85,12 @@ def _check_environment(config: EnvsConfig) -> None:
     resolve(str(config.environment), config)
 
 
-def _check_tools(names: Sequence[str]) -> None:
+def _check_tools(config: EnvsConfig) -> None:
     from covey.envs.registry import resolve_tool  # late: both need NumPy
     from covey.envs.tools import Tool
 
-    for name in names:
-        Tool.of(resolve_tool(name))
+    for name in config.tools:
+        Tool.of(resolve_tool(name, config.python_engine))
 
 
 def _stage_checks(recipe: Recipe) -> Iterator[Check]:
@@ -101,7 +101,7 @@ def _stage_checks(recipe: Recipe) -> Iterator[Check]:
     if recipe.envs.environment:
         yield Check("environment", partial(_check_environment, recipe.envs))
     if recipe.envs.tools:
-        yield Check("tools", partial(_check_tools, recipe.envs.tools))
+        yield Check("tools", partial(_check_tools, recipe.envs))
     yield Check("training", partial(_check_stages, recipe))
 
 

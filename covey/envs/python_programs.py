@@ -1,5 +1,8 @@
-"""Programs of a model, each executed in a child process of its own with limits (`python_child`)."""
+"""Programs of a model, each executed in a child process of its own with limits: locked in by the kernel
+(`python_child`), or in CPython as WebAssembly (`python_wasm_child`).
+"""
 
+import logging
 import os
 import selectors
 import signal
@@ -8,10 +11,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
+
+from covey.envs import python_wasm
+
+log = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("python_child.py")
 PROTECTIONS = ("limits", "landlock", "seccomp")
@@ -24,11 +32,12 @@ class Limits:
 
     Attributes:
         seconds: time until it is ended, from its start.
-        cpu_seconds: computing time.
-        memory: bytes of address space.
-        file: bytes of one file.
+        cpu_seconds: computing time; under WebAssembly `fuel` limits it.
+        memory: bytes of address space, under WebAssembly of memory.
+        file: bytes of one file; under WebAssembly there are none.
         folder: bytes of all its files, about: they are counted 20 times a second.
         output: bytes that it may print.
+        fuel: instructions of WebAssembly; about 9e9 are executed in a second.
     """
 
     seconds: float = 10.0
@@ -37,6 +46,11 @@ class Limits:
     file: int = 1 << 20
     folder: int = 1 << 25
     output: int = 1 << 16
+    fuel: int = 50_000_000_000
+
+
+IN_WASM = Limits(seconds=600.0, memory=1 << 28)
+"""Limits under WebAssembly. Results that come near the seconds do not repeat, so they are far above what fuel takes."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,22 @@ class Outcome:
         output: what it printed, standard output and errors together.
         failure: why it failed; empty if it did not.
         protections: names of the protections that held.
+        fuel: fuel that it used, under WebAssembly.
     """
 
     output: str
     failure: str
-    protections: tuple[str, ...]
+    protections: tuple[str, ...] = ()
+    fuel: int = 0
+
+
+class Ended(NamedTuple):
+    """End of a child: what its program printed, which limit it exceeded, its exit code, and what it said of itself."""
+
+    output: str
+    exceeded: str
+    code: int
+    message: str
 
 
 def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = False) -> Outcome:
@@ -63,39 +88,90 @@ def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = 
         only_limits: execute it also where the kernel has no Landlock or no seccomp: it can then read and write the
             files of this user and use the network.
     """
-    with _places, tempfile.TemporaryDirectory(prefix="covey-python-") as folder, tempfile.TemporaryFile() as source:
-        source.write(program.encode(errors="replace"))
-        source.seek(0)
-        reading, writing = os.pipe()
+    with _places, tempfile.TemporaryDirectory(prefix="covey-python-") as folder:
+        # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time.
+        command = [sys.executable, "-P", "-s", "-S", str(CHILD), folder]
+        numbers = [str(number) for number in (limits.cpu_seconds, limits.memory, limits.file)]
+        words = [*numbers, *(["limits"] if only_limits else [])]
+        ended = _run(lambda tell: [*command, str(tell), *words], program, limits, folder)
+    protections = tuple(filter(None, ended.message.split(",")))
+    missing = [name for name in PROTECTIONS if name not in protections and not only_limits]
+    failure = f"this system has no {' and no '.join(missing)}" if missing else ended.exceeded
+    return Outcome(ended.output, failure or _ending(ended.code, limits), protections)
+
+
+def run_in_wasm(program: str, limits: Limits = IN_WASM) -> Outcome:
+    """Execute a program in CPython as WebAssembly. The same program has the same outcome each time.
+
+    Args:
+        program: source of the program.
+        limits: limits; those on computing time and files have no meaning here.
+
+    Raises:
+        RecipeError: the packages are missing, or the compiled interpreter cannot be kept safely.
+    """
+    with _places, python_wasm.open_module() as module:
+        words = (str(limits.fuel), str(limits.memory))
+        path = f"/dev/fd/{module}"
+        ended = _run(
+            lambda tell: python_wasm.command("run", path, str(tell), *words), program, limits, descriptors=(module,)
+        )
+    if ended.exceeded == _flood(limits):
+        return Outcome(ended.output, ended.exceeded)
+    fuel, _, end = ended.message.partition(" ")
+    if not fuel or ended.exceeded:
+        failure = ended.exceeded or f"the engine ended with exit code {ended.code}"
+        log.warning(f"{failure}: that depends on this machine, so the run does not repeat bit for bit")
+        return Outcome(ended.output, failure)
+    return Outcome(ended.output, _ending_in_wasm(end, limits), fuel=int(fuel))
+
+
+def _run(
+    command: Callable[[int], list[str]],
+    program: str,
+    limits: Limits,
+    folder: str = "",
+    descriptors: Sequence[int] = (),
+) -> Ended:
+    """Run a child until it ends or exceeds a limit.
+
+    Args:
+        command: file descriptor to which the child tells about itself → the command.
+        program: source of the program, which becomes its stdin.
+        limits: limits on seconds, output and files.
+        folder: folder of its files.
+        descriptors: further file descriptors that it inherits.
+    """
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as told:
         try:
-            child = _start(folder, source, writing, limits, only_limits)
+            child = _start(command(writing), program, (writing, *descriptors))
         finally:
             os.close(writing)
-        with os.fdopen(reading, "rb") as told, child:
-            output, failure = _follow(child, folder, limits)
-            with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
-                os.killpg(child.pid, signal.SIGKILL)
+        with child:
+            output, exceeded = _follow(child, folder, limits)
+            if child.returncode is None:
+                with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
+                    os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             os.set_blocking(told.fileno(), False)
-            protections = tuple(filter(None, (told.read(100) or b"").decode().split(",")))
-    if missing := [name for name in PROTECTIONS if name not in protections and not only_limits]:
-        failure = f"this system has no {' and no '.join(missing)}"
-    return Outcome(output.decode(errors="replace"), failure or _ending(child.returncode, limits), protections)
+            text = (told.read(100) or b"").decode()
+    return Ended(output.decode(errors="replace"), exceeded, child.returncode, text)
 
 
-def _start(folder: str, source: IO[bytes], tell: int, limits: Limits, only_limits: bool) -> "subprocess.Popen[bytes]":
-    numbers = [tell, limits.cpu_seconds, limits.memory, limits.file]
-    # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time.
-    command = [sys.executable, "-P", "-s", "-S", str(CHILD), folder, *map(str, numbers)]
-    return subprocess.Popen(
-        [*command, *(["limits"] if only_limits else [])],
-        stdin=source,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-        pass_fds=(tell,),
-        start_new_session=True,
-    )
+def _start(command: list[str], program: str, descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
+    with tempfile.TemporaryFile() as source:
+        source.write(program.encode(errors="replace"))
+        source.seek(0)
+        return subprocess.Popen(
+            command,
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
 
 
 def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tuple[bytes, str]:
@@ -104,14 +180,14 @@ def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tu
     output, end, is_open = b"", time.monotonic() + limits.seconds, True
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
-        while is_open or not _has_ended(child.pid):
+        while is_open or not _has_ended(child):
             if selector.select(POLL_SECONDS) and is_open:
                 piece = os.read(child.stdout.fileno(), limits.output)
                 output, is_open = output + piece, bool(piece)
                 if not is_open:
                     selector.unregister(child.stdout)
             if len(output) > limits.output:
-                return output[: limits.output], f"the program printed more than {limits.output:,} bytes"
+                return output[: limits.output], _flood(limits)
             if time.monotonic() > end:
                 return output, f"the program took longer than {limits.seconds:g} s"
             if _size(folder) > limits.folder:
@@ -119,9 +195,15 @@ def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tu
     return output, ""
 
 
-def _has_ended(process: int) -> bool:
-    """Return whether a child has ended, without reaping it: its number stays its own."""
-    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _flood(limits: Limits) -> str:
+    return f"the program printed more than {limits.output:,} bytes"
+
+
+def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
+    """Return whether a child has ended, without reaping it where that is possible: its number stays its own."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return child.poll() is not None
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _size(folder: str) -> int:
@@ -139,6 +221,15 @@ def _ending(code: int, limits: Limits) -> str:
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"the program took more than {limits.cpu_seconds} s of computing time"
     return "" if code == 0 else f"the program ended with exit code {code}"
+
+
+def _ending_in_wasm(end: str, limits: Limits) -> str:
+    """Return what the child told of the end of a program; nothing for exit code 0."""
+    if end == "fuel":
+        return f"the program took more than {limits.fuel:,} instructions"
+    if end.startswith("exit "):
+        return "" if end == "exit 0" else f"the program ended with {end.replace(' ', ' code ')}"
+    return f"the program ended the interpreter ({end})"
 
 
 _places = threading.BoundedSemaphore(os.cpu_count() or 1)

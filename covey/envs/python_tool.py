@@ -1,14 +1,20 @@
-"""The Python tool: it executes a program of the model in a child process that locks itself in (`python_child`).
+"""The Python tool: it executes a program of the model in one of two engines.
 
-A program has a temporary empty folder, no variables of this process's environment, no network, no other processes, and
-limits on seconds, memory, files and output. What of this holds depends on the kernel: a run logs it as it begins, and
-does not begin without Landlock and seccomp. It keeps accidents and careless programs in; against a determined attacker
-it promises nothing: kernels and interpreters have faults.
+    child   a process that locks itself in (`python_child`): limits, Landlock and seccomp, on Linux
+    wasm    CPython as WebAssembly (`python_wasm`): fuel and memory are limited, and results repeat bit for bit
+
+A run logs as it begins which engine it uses and what holds there, and does not begin if it has neither. Both keep
+accidents and careless programs in; against a determined attacker they promise nothing: kernels, compilers and
+interpreters have faults.
 """
 
 import logging
+from collections.abc import Callable
+from functools import cache
 
-from covey.envs.python_programs import PROTECTIONS, Limits, Outcome, run_program
+from covey.config.schema.envs import PythonEngine
+from covey.envs import python_wasm
+from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -21,39 +27,70 @@ class ProgramError(Exception):
     """A program that failed; the text is for the model."""
 
 
-def python(program: str) -> str:
-    """Execute a Python program and return what it prints.
+@cache
+def protections() -> tuple[str, ...]:
+    """Return the names of the protections of a child process that hold on this system."""
+    return run_program("", Limits(seconds=60.0)).protections  # a busy machine may need them to start it
 
-    Args:
-        program: The program. It has the standard library, and prints its result.
+
+def choose_engine() -> PythonEngine:
+    """Return the engine of this system: child where all protections hold, else wasm.
+
+    Raises:
+        RecipeError: not all of them hold, and the packages of wasm are missing.
     """
-    return _printed(run_program(program))
+    if not (missing := [name for name in PROTECTIONS if name not in protections()]):
+        return "child"
+    if not (packages := python_wasm.missing_packages()):
+        return "wasm"
+    what = f"the Python tool has no {' and no '.join(missing)} on this system"
+    fix = (
+        f"{python_wasm.install()}, which brings {' and '.join(packages)}; or a Linux of 5.13 or newer; or in a"
+        " container of its own the tool covey.envs.python_tool:python_with_limits"
+    )
+    raise RecipeError(what, want=f"{', '.join(PROTECTIONS)}, or the engine wasm", fix=fix, where="envs.tools")
 
 
-def python_with_limits(program: str) -> str:
-    """Execute a Python program and return what it prints.
+def begin() -> None:
+    """Begin with the engine of this system.
 
-    Args:
-        program: The program. It has the standard library, and prints its result.
+    Raises:
+        RecipeError: as for `choose_engine`.
     """
-    return _printed(run_program(program, only_limits=True))
+    (begin_with_child if choose_engine() == "child" else begin_with_wasm)()
 
 
-def tell_protections() -> None:
+def begin_with_child() -> None:
     """Log which protections hold on this system.
 
     Raises:
         RecipeError: not all of them do.
     """
-    found = run_program("", Limits(seconds=60.0))  # a busy machine may need them to start it
-    missing = [name for name in PROTECTIONS if name not in found.protections]
-    if missing:
-        what = f"the Python tool has no {' and no '.join(missing)} on this system"
-        fix = (
-            "a Linux of 5.13 or newer; or in a container of its own the tool covey.envs.python_tool:python_with_limits"
-        )
-        raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where="envs.tools")
-    log.info(f"the Python tool's protections: {', '.join(found.protections)}")
+    if missing := [name for name in PROTECTIONS if name not in protections()]:
+        what = f"the Python tool's engine child has no {' and no '.join(missing)} on this system"
+        fix = "a Linux of 5.13 or newer; or envs.python_engine: wasm"
+        raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where=python_wasm.WHERE)
+    held, limits = ", ".join(protections()), Limits()
+    log.info(
+        f"the Python tool's engine: child; protections: {held}; limits: {limits.cpu_seconds} s of computing time,"
+        f" {limits.seconds:g} s in all, {_sizes(limits)}"
+    )
+
+
+def begin_with_wasm() -> None:
+    """Compile the interpreter, if that has not been done, and log the limits.
+
+    Raises:
+        RecipeError: the packages are missing, or it does not work here.
+    """
+    python_wasm.require_packages()
+    if failure := run_in_wasm("").failure:
+        what, fix = f"the Python tool's engine wasm does not work here: {failure}", "envs.python_engine: child"
+        raise RecipeError(what, fix=fix, where=python_wasm.WHERE)
+    log.info(
+        f"the Python tool's engine: {python_wasm.engine_name()}; no files, sockets, processes or threads; limits:"
+        f" {IN_WASM.fuel:,} instructions, {_sizes(IN_WASM)}, and as a last resort {IN_WASM.seconds:g} s"
+    )
 
 
 def warn_of_limits_alone() -> None:
@@ -61,9 +98,24 @@ def warn_of_limits_alone() -> None:
     log.warning("programs of the model can read and write this user's files and use the network: only limits hold")
 
 
-python.at_start = tell_protections  # type: ignore[attr-defined]
-python_with_limits.at_start = warn_of_limits_alone  # type: ignore[attr-defined]
-python_with_limits.__name__ = "python"  # the model sees one tool of this name
+def _sizes(limits: Limits) -> str:
+    return f"{limits.memory >> 20} MiB of memory, {limits.output >> 10} KiB of output"
+
+
+def _tool(run: Callable[[str], Outcome], at_start: Callable[[], None]) -> Callable[[str], str]:
+    """Return a tool that executes programs in one way."""
+
+    def python(program: str) -> str:
+        """Execute a Python program and return what it prints.
+
+        Args:
+            program: The program. It has the standard library, and prints its result.
+        """
+        return _printed(run(program))
+
+    python.at_start = at_start  # type: ignore[attr-defined]
+    python.has_own_limits = True  # type: ignore[attr-defined]
+    return python
 
 
 def _printed(outcome: Outcome) -> str:
@@ -71,3 +123,18 @@ def _printed(outcome: Outcome) -> str:
         shown = outcome.output.strip()[-MAX_SHOWN:]
         raise ProgramError(f"{outcome.failure}\n{shown}" if shown else outcome.failure)
     return outcome.output.strip() or "(the program printed nothing)"
+
+
+def _run_in_chosen(program: str) -> Outcome:
+    return run_program(program) if choose_engine() == "child" else run_in_wasm(program)
+
+
+python = _tool(_run_in_chosen, begin)
+python_with_limits = _tool(lambda program: run_program(program, only_limits=True), warn_of_limits_alone)
+
+ENGINES: dict[PythonEngine, Callable[[str], str]] = {
+    "auto": python,
+    "child": _tool(run_program, begin_with_child),
+    "wasm": _tool(run_in_wasm, begin_with_wasm),
+}
+"""Engine → the tool `python` with it."""

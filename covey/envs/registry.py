@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.config.schema.envs import metric_name
+from covey.config.schema.envs import PythonEngine, metric_name
+from covey.envs import python_wasm
 from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
-from covey.envs.python_tool import python
+from covey.envs.python_tool import ENGINES, python
 from covey.envs.wordle import Wordle
 from covey.errors import RecipeError, nearest
 from covey.rewards.registry import import_user_module
@@ -35,13 +36,21 @@ def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
     return factory
 
 
-def resolve_tool(name: str) -> Callable[..., Any]:
+def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]:
     """Return the function of the tool `name`: a key of `TOOLS`, or `package.module:function`, also from the working
     folder.
 
+    Args:
+        name: name of the tool.
+        engine: engine of the tool `python`.
+
     Raises:
-        RecipeError: it does not exist, or its module cannot be imported.
+        RecipeError: it does not exist, or its module cannot be imported, or the engine's packages are missing.
     """
+    if name == "python":
+        if engine == "wasm":
+            python_wasm.require_packages()
+        return ENGINES[engine]
     function: Callable[..., Any] = _resolve(name, TOOLS, "tool", "function", "envs.tools")
     return function
 

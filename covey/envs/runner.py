@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from covey.config.schema import EnvsConfig
+from covey.config.schema.envs import PythonEngine
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
 from covey.envs.protocol import Environment, Factory
@@ -71,7 +72,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if environment and tools:
             raise RecipeError("both an environment and tools are given", want="one of them", where="EnvironmentRunner")
         self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
-        self._tools, self.scores, self.keeps_prompts = _tools_by_name(functions), not functions, not chosen
+        self._tools = _tools_by_name(functions, self.config.python_engine)
+        self.scores, self.keeps_prompts = not functions, not chosen
         self.tools: Toolset | None = None
         self._factory: Factory = self._tool_environment
         self.name = "tools"
@@ -189,7 +191,7 @@ def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt
     """
     if not config.tools:
         return tokenizer.encode_prompt
-    tools = _toolset(_tools_by_name(config.tools), config, tokenizer.chat_template)
+    tools = _toolset(_tools_by_name(config.tools, config.python_engine), config, tokenizer.chat_template)
     return partial(tools.encode_prompt, tokenizer=tokenizer)
 
 
@@ -198,8 +200,8 @@ def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None
     return toolset(tools, form, template or "", config.timeout or None, config.max_characters)
 
 
-def _tools_by_name(functions: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
-    tools = [Tool.of(resolve_tool(one) if isinstance(one, str) else one) for one in functions]
+def _tools_by_name(functions: Sequence[str | Callable[..., Any]], engine: PythonEngine = "auto") -> dict[str, Tool]:
+    tools = [Tool.of(resolve_tool(one, engine) if isinstance(one, str) else one) for one in functions]
     found = {tool.name: tool for tool in tools}
     if len(found) < len(tools):
         raise RecipeError("two tools have the same name", want="functions of different names", where="envs.tools")

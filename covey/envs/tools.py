@@ -47,12 +47,14 @@ class Tool:
         function: the function, sync or async.
         schema: its JSON Schema, as chat templates take it.
         arguments: its arguments: each with what checks and converts a JSON value, and whether it must be given.
+        has_own_limits: whether it ends by itself what takes too long, so that `envs.timeout` is not for it.
     """
 
     name: str
     function: Callable[..., Any]
     schema: Schema
     arguments: Mapping[str, tuple["TypeAdapter[Any]", bool]]
+    has_own_limits: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
@@ -66,7 +68,8 @@ class Tool:
             name: (TypeAdapter(hints[name], config=STRICT), parameter.default is inspect.Parameter.empty)
             for name, parameter in parameters(function).items()
         }
-        return cls(function_name(function), function, json_schema(function), arguments)
+        own = getattr(function, "has_own_limits", False) is True
+        return cls(function_name(function), function, json_schema(function), arguments, own)
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call as the function takes them.
@@ -211,7 +214,7 @@ class ToolEnvironment:
             raise CallError(one.error)
         if (tool := self._tools.tools.get(one.name)) is None:
             raise CallError(f"there is no tool {one.name!r:.80}; there are: {', '.join(self._tools.tools)}")
-        arguments, seconds = tool.check(one.arguments), self._tools.seconds
+        arguments, seconds = tool.check(one.arguments), None if tool.has_own_limits else self._tools.seconds
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await call(partial(tool.function, **arguments), ())

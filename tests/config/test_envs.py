@@ -32,6 +32,7 @@ def test_settings_without_what_they_are_for_are_a_mistake() -> None:
     for settings, what in (
         (["--envs.max-turns", "3"], r"envs\.max_turns is 3, and envs\.environment is not set"),
         (["--envs.tool-format", "llama"], r"envs\.tool_format is llama, and there are no tools"),
+        (["--envs.python-engine", "wasm"], r"envs\.python_engine is wasm, and the tool python is not in envs\.tools"),
     ):
         with pytest.raises(RecipeError, match=what):
             recipe.load("quickstart", settings)

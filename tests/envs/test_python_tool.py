@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.envs import EnvironmentRunner, python_child, python_tool
+from covey.envs import EnvironmentRunner, python_child, python_tool, python_wasm
 from covey.envs.python_programs import PROTECTIONS, Limits, run_program
 from covey.envs.python_tool import ProgramError, python
 from covey.errors import RecipeError
@@ -98,6 +98,7 @@ def test_a_run_begins_only_where_all_protections_hold(
         EnvironmentRunner(tools=["python"]).prepare(template)
     assert "protections: limits, landlock, seccomp" in caplog.text
     monkeypatch.setattr(python_tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
+    monkeypatch.setattr(python_wasm, "PACKAGES", ("no_such_package",))
     with pytest.raises(RecipeError, match=r"the Python tool has no moat(.|\n)*python_with_limits"):
         EnvironmentRunner(tools=["python"]).prepare(template)
 

@@ -6,6 +6,7 @@ from typing import Literal
 from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
 from covey.config.reward_safety import OnRewardError
 
+PythonEngine = Literal["auto", "child", "wasm"]
 ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral"]
 
 
@@ -24,6 +25,10 @@ class EnvsConfig(Config, section="envs"):
     tool_format: ToolFormat = "auto"
     """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,
     also Qwen's) or a list (smollm), bare JSON (llama), or a list behind [TOOL_CALLS] (mistral).
+    """
+    python_engine: PythonEngine = "auto"
+    """Engine of the tool python: a process that Landlock and seccomp lock in (child), CPython as WebAssembly, which
+    needs the extra wasm and whose results repeat bit for bit (wasm), or child where it holds and wasm elsewhere (auto).
     """
     max_turns: PositiveInt = 8
     """Largest number of turns that the model has in an episode."""
@@ -77,6 +82,9 @@ class EnvsConfig(Config, section="envs"):
         if self.tool_format != "auto" and not calls:
             what = f"envs.tool_format is {self.tool_format}, and there are no tools"
             yield Problem("tool_format", what, "auto, or envs.tools")
+        if self.python_engine != "auto" and "python" not in self.tools:
+            what = f"envs.python_engine is {self.python_engine}, and the tool python is not in envs.tools"
+            yield Problem("python_engine", what, "auto, or python in envs.tools")
 
 
 CHANGES = {"max_turns": 8, "max_turn_tokens": None, "history": "sampled", "on_error": "raise", "value": 0.0}

