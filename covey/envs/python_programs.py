@@ -89,8 +89,9 @@ def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = 
             files of this user and use the network.
     """
     with _places, tempfile.TemporaryDirectory(prefix="covey-python-") as folder:
-        # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time.
-        command = [sys.executable, "-P", "-s", "-S", str(CHILD), folder]
+        # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time. Unbuffered, so that
+        # what was printed stands before the exception, and is there when a limit ends the program.
+        command = [sys.executable, "-P", "-s", "-S", "-u", str(CHILD), folder]
         numbers = [str(number) for number in (limits.cpu_seconds, limits.memory, limits.file)]
         words = [*numbers, *(["limits"] if only_limits else [])]
         ended = _run(lambda tell: [*command, str(tell), *words], program, limits, folder)

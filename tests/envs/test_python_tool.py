@@ -71,7 +71,7 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "limits", "failure"),
     [
-        ("while True: pass", Limits(seconds=60, cpu_seconds=1), "more than 1 s of computing time"),
+        ("print('before')\nwhile True: pass", Limits(seconds=60, cpu_seconds=1), "more than 1 s of computing time"),
         ("import os, time\nos.close(1); os.close(2); time.sleep(60)", Limits(seconds=0.5), "longer than 0.5 s"),
         ("while True: print('x' * 1000)", Limits(), "printed more than 65,536 bytes"),  # it would be 1 GB in a second
         ("i = 0\nwhile True:\n    i += 1; open(str(i), 'w')", Limits(), "wrote more than 33,554,432 bytes"),
@@ -82,12 +82,13 @@ def test_a_program_that_does_not_end_is_ended(program: str, limits: Limits, fail
     outcome = run_program(program, limits)
     assert failure in outcome.failure
     assert len(outcome.output) <= limits.output
+    assert ("before" in outcome.output) == ("before" in program)
 
 
 def test_the_model_gets_what_its_program_printed_or_why_it_failed() -> None:
     assert python("import math\nprint(math.comb(20, 10), {'a', 'b'} == {'b', 'a'})") == "184756 True"
     with pytest.raises(ProgramError, match=r"exit code 1(.|\n)*line 2(.|\n)*ZeroDivisionError: division by zero\Z"):
-        python("a = 0\nprint(1 / a)")
+        python("a = 0; print('so far ' * 100)\nprint(1 / a)")
 
 
 def test_a_run_begins_only_where_all_protections_hold(
