@@ -1,9 +1,9 @@
 """The loop over layers, in which each iteration needs the weights of one layer.
 
-On accelerators the loop scans over the layers' stacked weights, and does not grow with the number of layers. On TPUs a
-learner stores weights like this (`layer_stack`); those of a list are copied once per call. A conditional with a branch
-for each layer would copy them in each iteration, forward and backward, takes minutes to compile, and on a GPU the host
-may have to choose the branch.
+On accelerators the loop scans over the layers' stacked weights, and does not grow with the number of layers. A learner
+stores weights like this (`layer_stack`); those of a list are copied once per call. A conditional with a branch for each
+layer would copy them in each iteration, forward and backward, takes minutes to compile, and on a GPU the host may have
+to choose the branch.
 
 On a CPU, where memory is what a run lacks, the loop selects each layer's weights from the separate arrays that decoding
 needs. Differentiated naively, each iteration would add a gradient for every layer, all zeros but one; instead the

@@ -1,9 +1,9 @@
 """Layers of a decoder as stacks: one array for each weight of like layers that follow one another, [n, ...] over them.
 
-Programs for TPUs scan over stacks and take them as they are; decoding alone, which is unrolled, takes a list, made for
-each rollout. On a CPU layers stay a list, whose arrays the loop of `layer_loop` selects, and so far on GPUs. In files
-they are a list everywhere: checkpoints, exports and adapters have a tensor per layer, and a learner converts where it
-takes a model (`stack_models`) and where it gives one away (`unstack_layers`).
+Programs for accelerators scan over stacks and take them as they are; decoding alone, which is unrolled, takes a list,
+made for each rollout. On a CPU layers stay a list, whose arrays the loop of `layer_loop` selects. In files they are a
+list everywhere: checkpoints, exports and adapters have a tensor per layer, and a learner converts where it takes a
+model (`stack_models`) and where it gives one away (`unstack_layers`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,9 @@ Model = TypeVar("Model", bound=nnx.Module)
 Tree = TypeVar("Tree")
 Path = tuple[Any, ...]
 
-PLATFORMS = ("tpu",)
-"""Platforms on which a learner keeps layers in stacks."""
-
 
 def stack_layers(model: Model) -> Model:
-    """Return `model` with stacks of its layers where it is built for one of `PLATFORMS`, else `model` itself.
+    """Return `model` with stacks of its layers where it is built for an accelerator, else `model` itself.
 
     Args:
         model: of arrays or of shapes, on its devices.
@@ -154,7 +151,7 @@ def _decoders(model: nnx.Module) -> Iterator[tuple[Path, Decoder]]:
 
 
 def _takes_stacks(decoder: Decoder) -> bool:
-    return decoder.platform in PLATFORMS and not decoder.stacked
+    return decoder.platform != "cpu" and not decoder.stacked
 
 
 def _stack_decoder(decoder: Decoder, join: Any) -> None:

@@ -58,7 +58,7 @@ class RLCluster(Keywords):
         environments: runs the environment in which the model acts, whose reward is one more reward function; None for
             completions of one turn.
 
-    A source in place of a model is loaded as by `RLCluster.load`. On TPUs the cluster copies the layers of the
+    A source in place of a model is loaded as by `RLCluster.load`. On accelerators the cluster copies the layers of the
     models given into stacks (`models.layer_stack`): drop other references to them, or their memory stays in use.
 
     Attributes:
@@ -314,7 +314,7 @@ class RLCluster(Keywords):
 
     @property
     def actor(self) -> Decoder:
-        """Actor with its current weights, its layers a list; on TPUs their arrays are copies."""
+        """Actor with its current weights, its layers a list; on accelerators their arrays are copies."""
         return unstack_layers(self._current_actor)
 
     @property

@@ -215,7 +215,8 @@ def _conversion(model: Decoder, few_programs: bool) -> tuple[Any, Callable[[Any]
     """Return the graph of the model that samples, and the function that makes its parameters of those of `model`.
 
     It has a list of layers. A step of decoding reads all weights once, as fast as memory gives them only from arrays of
-    their own: from stacks, on TPUs, it takes more than twice as long. The list is freed behind the rollout.
+    their own: from stacks a TPU takes more than twice as long, and a GPU first copies kernels of the MLPs. The list is
+    freed behind the rollout.
     """
     graph, params = nnx.split(model)
     dtype = sampling_type(model)

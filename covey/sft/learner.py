@@ -48,8 +48,8 @@ class SFTLearner(Keywords):
 
     Args:
         model: the model, with or without adapters, or a source that `models.loading.weights.load` accepts. The
-            learner takes over its trainable arrays; read the result from `learner.model`. On TPUs its layers are
-            copied into stacks (`models.layer_stack`): drop other references to it, or their memory stays in use.
+            learner takes over its trainable arrays; read the result from `learner.model`. On accelerators its layers
+            are copied into stacks (`models.layer_stack`): drop other references to it, or their memory stays in use.
         tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
         mesh: the devices; by default the one that holds the model, or in several processes one of each, along `data`.
@@ -150,12 +150,12 @@ class SFTLearner(Keywords):
 
     @property
     def model(self) -> Decoder:
-        """The model with its current weights, its layers a list; on TPUs their arrays are copies."""
+        """The model with its current weights, its layers a list; on accelerators their arrays are copies."""
         return unstack_layers(self.program_model)
 
     @property
     def program_model(self) -> Decoder:
-        """The model with its current weights as programs take it: on TPUs with stacks of layers."""
+        """The model with its current weights as programs take it: on accelerators with stacks of layers."""
         if self.trainer is None:
             return self._model
         graph: Any = self.trainer.graph

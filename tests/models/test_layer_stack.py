@@ -49,6 +49,7 @@ def test_runs_of_like_layers_become_stacks_and_come_back() -> None:
     assert nnx.split(back)[0] == nnx.split(model)[0]
     same(arrays(back), arrays(model))
     assert stack_layers(stacked) is stacked
+    assert stack_layers(build_for_devices(model, "cuda")).stacked == (1, 3)
     on_cpu = build_for_devices(model, "cpu")
     assert stack_layers(on_cpu) is on_cpu
     with pytest.raises(AssertionError, match="unstack_layers"):

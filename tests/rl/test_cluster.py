@@ -483,11 +483,10 @@ def momentum_cluster(make: Callable, lora: int) -> RLCluster:
 def test_stacks_of_layers_train_as_a_list_does(
     decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch, lora: int
 ) -> None:
-    """As on TPUs, but with programs that a CPU runs; and what leaves the cluster has its layers one by one."""
+    """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one."""
     rows, lengths, inputs = step
     listed = momentum_cluster(decoder, lora)
     monkeypatch.setattr("covey.parallel.placement.platform_of", lambda place: "gpu")
-    monkeypatch.setattr("covey.models.layer_stack.PLATFORMS", ("gpu",))
     stacked = momentum_cluster(decoder, lora)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]

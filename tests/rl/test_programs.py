@@ -200,13 +200,13 @@ def test_the_platform_reaches_the_layers() -> None:
     assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
 
 
-def test_programs_for_tpus_do_not_grow_with_depth() -> None:
+def test_programs_for_accelerators_do_not_grow_with_depth() -> None:
     """The learner's programs neither stack the layers' weights nor divide their gradients or moments."""
 
-    def lengths(layers: int, lora: int, quantize: str) -> list[int]:
+    def lengths(layers: int, platform: str, lora: int, quantize: str) -> list[int]:
         config = replace(SHAPE, num_layers=layers, windows=(None, 6) * (layers // 2))
-        made = programs(policy(lora, quantize, config=config), (2, 2), platform="tpu")
-        return [len(one.lower("tpu").as_text().splitlines()) for one in (made.gradients(2, 128), made.apply())]
+        made = programs(policy(lora, quantize, config=config), (2, 2), platform=platform)
+        return [len(one.lower(platform).as_text().splitlines()) for one in (made.gradients(2, 128), made.apply())]
 
-    for kind in ((4, "nf4"), (0, "none")):
+    for kind in (("tpu", 4, "nf4"), ("cuda", 0, "none")):
         assert lengths(2, *kind) == lengths(6, *kind)
