@@ -1,9 +1,12 @@
 """Tool calls in the text of a model: how each family writes them, and how it is told which tools there are.
 
-    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen 2.5 and 3
-    smollm   <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>   SmolLM2
-    llama    {"name": "add", "parameters": {"a": 1}}                           Llama 3.1 and 3.2
-    mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]              Mistral 7B v0.3, Nemo
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen 2.5 and 3
+    smollm        <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>   SmolLM2
+    llama         {"name": "add", "parameters": {"a": 1}}                           Llama 3.1 and 3.2
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]              Mistral 7B v0.3, Nemo
+    mistral_args  [TOOL_CALLS]add[ARGS]{"a": 1}                                     Mistral Small 3.2, Ministral 3
+    qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+                                                                                    Qwen3-Coder, Qwen 3.5, Nemotron 3
 
 A chat template that lists the tools says which of them its model knows. For one that has no place for tools the system
 message lists them, as the family's own documentation does. The text of a model is not trusted.
@@ -29,12 +32,14 @@ class Call:
         arguments: its arguments by name, as they stand in the JSON.
         id: what the result is named by, where the format does that.
         error: why it cannot be executed; empty if it can.
+        as_text: whether the arguments are texts, which are read by the types that the tool has for them.
     """
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     error: str = ""
+    as_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,33 @@ def lists_tools(template: str) -> bool:
 
 
 def _tagged(text: str) -> list[Call]:
-    """Read what stands between `<tool_call>` and `</tool_call>`, or the end of the turn: a call, or a list of calls."""
-    return [
-        call for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL) for call in _read(body)
-    ]
+    """Read what stands between `<tool_call>` and `</tool_call>`: a call, or a list of calls."""
+    return [call for body in _between_tags(text) for call in _read(body)]
+
+
+def _between_tags(text: str) -> list[str]:
+    """Return what stands between each `<tool_call>` and `</tool_call>`, or the end of the turn."""
+    return re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+
+
+def _elements(text: str) -> list[Call]:
+    """Read what stands there as a function with its parameters. It looks like XML, but nothing in it is escaped."""
+    return [_element(body.strip()) for body in _between_tags(text)]
+
+
+def _element(body: str) -> Call:
+    """Read `<function=NAME>`, and each `<parameter=KEY>` with its value, which may have lines of its own."""
+    head, *parameters = body.removesuffix("</function>").split("<parameter=")
+    name = re.fullmatch(r"<function=([^<>\s]+)>\s*", head)
+    if name is None or not body.endswith("</function>"):
+        return Call(error="a call is <function=NAME>, its parameters, and </function>")
+    arguments = {}
+    for parameter in parameters:
+        found = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
+        if found is None:
+            return Call(name[1], error="a parameter is <parameter=KEY>, its value, and </parameter>")
+        arguments[found[1]] = found[2]
+    return Call(name[1], arguments, as_text=True)
 
 
 def _bare(text: str) -> list[Call]:
@@ -106,15 +134,43 @@ def _listed(text: str) -> list[Call]:
     return _read(body.removesuffix("</s>")) if marked else []
 
 
+def _marked(text: str) -> list[Call]:
+    """Read what stands behind each `[TOOL_CALLS]`: a name, perhaps an id, and the arguments."""
+    return [_named(body) for body in text.removesuffix("</s>").split("[TOOL_CALLS]")[1:]]
+
+
+def _named(text: str) -> Call:
+    head, marked, body = text.partition("[ARGS]")
+    name, _, identifier = head.strip().partition("[CALL_ID]")
+    if not (name and marked):
+        return Call(error="a call is [TOOL_CALLS], the name of a tool, [ARGS], and a JSON object")
+    try:
+        return _call({"name": name, "id": identifier, "arguments": read_json(body)})
+    except ValueError as error:
+        return Call(name, error=f"the arguments are {error}")
+
+
 def _read(text: str) -> list[Call]:
     """Read one call, or a list of calls, from JSON."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        return [Call(error=f"the call is not valid JSON: {error.msg} at character {error.pos + 1}")]
-    except (ValueError, RecursionError):  # NaN, a number of thousands of digits, brackets a thousand deep
-        return [Call(error="the call is not valid JSON")]
+        value = read_json(text)
+    except ValueError as error:
+        return [Call(error=f"the call is {error}")]
     return [_call(one) for one in value] if isinstance(value, list) else [_call(value)]
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text that a model wrote.
+
+    Raises:
+        ValueError: it is none; the message begins with "not valid JSON".
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError):  # NaN, a number of thousands of digits, brackets a thousand deep
+        raise ValueError("not valid JSON") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -172,10 +228,14 @@ FORMATS: dict[str, CallFormat] = {
     "smollm": CallFormat("smollm", _tagged, _smollm_system),
     "llama": CallFormat("llama", _bare, _llama_system),
     "mistral": CallFormat("mistral", _listed, None, turn_has_calls=True),
+    "mistral_args": CallFormat("mistral_args", _marked, None, turn_has_calls=True),
+    "qwen3_coder": CallFormat("qwen3_coder", _elements, None),
 }
 
 TEMPLATES: Sequence[tuple[str, str]] = (
-    (r"\[TOOL_CALLS\](?!.*\[ARGS\])", "mistral"),
+    (r"\[TOOL_CALLS\].*\[ARGS\]", "mistral_args"),
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"\btools\b.*<tool_call>.*<function=.*<parameter=", "qwen3_coder"),
     (r"\btools\b.*<tool_call>(?!.*(<function=|<arg_key>))", "hermes"),
     (r'Respond in the format \{"name": function name, "parameters": ', "llama"),
     (r"\A(?!.*\btools\b).*named SmolLM", "smollm"),

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.envs.calling import call
-from covey.envs.calls import Call, CallFormat, lists_tools
+from covey.envs.calls import Call, CallFormat, lists_tools, read_json
 from covey.envs.protocol import Step
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey.errors import DataError, EpisodeError, RecipeError
@@ -31,6 +32,8 @@ MAX_CALLS = 16
 """Maximum number of calls of one turn that are executed."""
 MAX_ERROR = 300
 """Maximum characters of an error message to the model."""
+WORDS = {"True": True, "False": False, "None": None}
+"""Values as chat templates write them where they write arguments as text."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -71,8 +74,12 @@ class Tool:
         own = getattr(function, "has_own_limits", False) is True
         return cls(function_name(function), function, json_schema(function), arguments, own)
 
-    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, given: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
         """Return the arguments of a call as the function takes them.
+
+        Args:
+            given: arguments by name.
+            as_text: whether they are texts, which are read by their types.
 
         Raises:
             CallError: one is missing, unknown, or not of its type.
@@ -81,7 +88,16 @@ class Tool:
             raise CallError(f"{self.name} has no argument {unknown[0]!r:.80}; it has: {', '.join(self.arguments)}")
         if missing := [name for name, (_, needed) in self.arguments.items() if needed and name not in given]:
             raise CallError(f"{self.name} needs the argument {missing[0]!r}")
-        return {name: self._converted(name, value) for name, value in given.items()}
+        convert = self._read if as_text else self._converted
+        return {name: convert(name, value) for name, value in given.items()}
+
+    def _read(self, name: str, text: str) -> Any:
+        """Return a text as the type of the argument: as JSON where the type takes what that says, else as it is."""
+        with suppress(ValueError, CallError):
+            value = WORDS[text] if text in WORDS else read_json(text)
+            if not isinstance(value, str):
+                return self._converted(name, value)
+        return self._converted(name, text)
 
     def _converted(self, name: str, value: Any) -> Any:
         """Return a JSON value as the type of the argument; numbers stay numbers, and texts texts."""
@@ -214,7 +230,10 @@ class ToolEnvironment:
             raise CallError(one.error)
         if (tool := self._tools.tools.get(one.name)) is None:
             raise CallError(f"there is no tool {one.name!r:.80}; there are: {', '.join(self._tools.tools)}")
-        arguments, seconds = tool.check(one.arguments), None if tool.has_own_limits else self._tools.seconds
+        arguments, seconds = (
+            tool.check(one.arguments, as_text=one.as_text),
+            None if tool.has_own_limits else self._tools.seconds,
+        )
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await call(partial(tool.function, **arguments), ())

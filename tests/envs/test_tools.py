@@ -149,6 +149,8 @@ def test_real_templates_say_how_calls_are_written() -> None:
         "Qwen-Qwen2.5-7B-Instruct": "hermes",
         "Qwen-Qwen3-0.6B": "hermes",
         "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+        "mistralai-Ministral-3-14B-Reasoning-2512": "mistral_args",
+        "Qwen3-Coder": "qwen3_coder",
         # These two have no variable `tools`, so a system message lists them.
         "HuggingFaceTB-SmolLM3-3B": "smollm",
         "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "hermes",
@@ -240,6 +242,18 @@ def test_arguments_are_checked_and_converted() -> None:
         ("llama", '{"answer": 5}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefgh9"}]</s>', [("f", {"a": 1})]),
         ("mistral", '[{"name": "f", "arguments": {}}]', []),
+        ("mistral_args", 'so [TOOL_CALLS]f[ARGS]{"a": "[ARGS]"}</s>', [("f", {"a": "[ARGS]"})]),
+        ("mistral_args", "[TOOL_CALLS]f[CALL_ID]abcdefgh9[ARGS]{}[TOOL_CALLS] g [ARGS] {}", [("f", {}), ("g", {})]),
+        ("mistral_args", 'f[ARGS]{"a": 1}', []),
+        ("qwen3_coder", "<function=f></function>", []),
+        ("qwen3_coder", "so <tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=a>\n 1\n\n</parameter>"
+            "<parameter=b><x></parameter></function></tool_call>"
+            "<tool_call>\n<function=g>\n<parameter=c>\n</parameter>\n</parameter>\n</function>",
+            [("f", {"a": " 1\n", "b": "<x>"}), ("g", {"c": "</parameter>"})],
+        ),
     ],
 )
 def test_a_family_writes_calls_in_its_own_form(form: str, text: str, found: list[Any]) -> None:
@@ -257,12 +271,76 @@ def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
     assert [bool(call.error) for call in FORMATS["hermes"].parse(f"<tool_call>{text}</tool_call>")] == [True]
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        *(("mistral_args", f"[TOOL_CALLS]{text}") for text in (
+            "", "f", "[ARGS]{}", '[{"name": "f", "arguments": {}}]', "f[ARGS]", "f[ARGS]5", 'f[ARGS]{"a": NaN}',
+            'f[ARGS]{"a": ' + "9" * 5000 + "}", "f[ARGS]" + "[" * 100_000, "f[ARGS]{} and",
+        )),
+        *(("qwen3_coder", f"<tool_call>{text}</tool_call>") for text in (
+            "", '{"name": "f"}', "<function=></function>", "<function=f>", "<function=f>x</function>",
+            "<function=f><parameter=a>1</function>", "<function=f><parameter=a>1</parameter>x</function>",
+            "<function=f><parameter=>1</parameter></function>", "<function=f><parameter=a>" * 10_000,
+            "<function=f><parameter=a>" + "</parameter>" * 10_000 + "x</function>",
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_in_other_forms_becomes_an_error_too(form: str, text: str) -> None:
+    assert [bool(call.error) for call in FORMATS[form].parse(text)] == [True]
+
+
+def test_arguments_that_are_texts_are_read_by_their_types() -> None:
+    given = {
+        "a": "[1, 2]", "b": "[]", "c": '{"x": [1.5]}', "d": '[1, "x"]', "e": "None", "f": "null", "g": "7",
+        "h": '["no"', "i": "True", "j": "{}", "k": "2.5",
+    }  # fmt: skip
+    assert Tool.of(NESTED).check(given, as_text=True) == {
+        "a": [1, 2], "b": [], "c": {"x": [1.5]}, "d": (1, "x"), "e": None, "f": None, "g": 7,
+        "h": '["no"', "i": True, "j": {}, "k": 2.5,
+    }  # fmt: skip
+    for text in ("7", "true", '"quoted"', "None", "[1]", "", "NaN", " x\n"):
+        assert Tool.of(PLAIN).check({"a": "1", "c": text}, as_text=True) == {"a": 1, "c": text}
+    wrong: list[tuple[Any, dict[str, str], str]] = [
+        (PLAIN, {"a": "one"}, "argument 'a' of plain is wrong: Input should be a valid integer"),
+        (PLAIN, {"a": "__import__('os')"}, "'a' of plain is wrong"),
+        (PLAIN, {"a": "1", "b": "1e999"}, "'b' of plain is wrong"),
+        (PLAIN, {"a": "[" * 100_000}, "'a' of plain is wrong"),
+        (PLAIN, {"a": "1", "d": "yes"}, "'d' of plain is wrong"),
+        (NESTED, {"a": "1, 2", "b": "[]", "c": "{}", "d": '[1, "x"]'}, "'a' of nested is wrong"),
+        (CHOSEN, {"drink": "tea", "size": "huge", "number": "2", "colour": "red"}, "'size' of chosen is wrong"),
+    ]
+    for function, arguments, what in wrong:
+        with pytest.raises(CallError, match=what):
+            Tool.of(function).check(arguments, as_text=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "mistralai-Mistral-Nemo-Instruct-2407",
+             "mistralai-Ministral-3-14B-Reasoning-2512", "Qwen3-Coder"],
+)  # fmt: skip
+def test_calls_are_read_as_real_templates_write_them(name: str) -> None:
+    arguments = {
+        "plain": {"a": 1, "b": -2.5, "c": 'so\n "it" <is> 5', "d": True},
+        "nested": {"a": [1, 2], "b": ["x", None], "c": {"é": [0.5]}, "d": [1, "x"], "e": None, "g": "7a"},
+    }
+    calls = [{"id": "abcdefgh9", "function": {"name": f, "arguments": given}} for f, given in arguments.items()]
+    chat = [*ASK, {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}]
+    tokenizer, tools = tokenizer_of(TEMPLATES[name]), {f.__name__: Tool.of(f) for f in (PLAIN, NESTED)}
+    prompt, text = (tokenizer.render(messages, tools=[t.schema for t in tools.values()]) for messages in (ASK, chat))
+    assert text.startswith(prompt)
+    found = choose_format("auto", TEMPLATES[name]).parse(text[len(prompt) :].rpartition("<|im_end|>")[0])
+    assert [call.error for call in found] == ["", ""]
+    read = {call.name: tools[call.name].check(call.arguments, as_text=call.as_text) for call in found}
+    assert read == {f: tools[f].check(given) for f, given in arguments.items()}
+
+
 def test_the_chat_template_says_how_calls_are_written() -> None:
     templates = {"hermes": QWEN, "llama": LLAMA, "mistral": MISTRAL, "smollm": SMOLLM}
     assert [choose_format("auto", template).name for template in templates.values()] == list(templates)
     assert choose_format("auto", "{{ messages[0].content }}").name == "hermes"
     assert choose_format("llama", QWEN).name == "llama"
-    for template in ("{{ tools }}<tool_call><function=f>", "{{ tools }}", "{{ tools }}[TOOL_CALLS]f[ARGS]{}"):
+    for template in ("{{ tools }}<tool_call><function=f>", "{{ tools }}", "{{ tools }}<tool_call>f<arg_key>a"):
         with pytest.raises(RecipeError, match="in a form that is not known here"):
             choose_format("auto", template)
     with pytest.raises(RecipeError, match="no chat template"):
@@ -296,6 +374,16 @@ def test_a_family_sees_results_as_its_template_writes_them() -> None:
     for _ in range(2):  # roles alternate, though turns with calls follow each other
         assert mistral.says(said) == '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefgh9"}[/TOOL_RESULTS]'
     assert "call00003" in str(mistral.says(said.replace('"abcdefgh9"', '"no"')))
+    newer = Play(TEMPLATES["mistralai-Ministral-3-14B-Reasoning-2512"])
+    assert f"[AVAILABLE_TOOLS]{json.dumps([json_schema(add), json_schema(shout)])}" in newer.asked()
+    for _ in range(2):
+        assert newer.says('[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}') == "[TOOL_RESULTS]5[/TOOL_RESULTS]"
+    coder = Play(TEMPLATES["Qwen3-Coder"])
+    assert "<function>\n<name>add</name>\n<description>Add two numbers.</description>" in coder.asked()
+    said = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>"
+    for call, answer in ((said, "5"), (said.replace("3", "x"), "Error: the argument 'b' of add is wrong")):
+        assert str(coder.says(f"{call}\n</tool_call>")).startswith(f"\n<|im_start|>user\n<tool_response>\n{answer}")
+    assert coder.says("It is 5.") is None
 
 
 def test_a_rewritten_history_still_lists_the_tools() -> None:

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 HERE = Path(__file__).parent
 TEMPLATES = (
     "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "GLM-4.6", "HuggingFaceTB-SmolLM3-3B",
-    "mistralai-Mistral-Nemo-Instruct-2407",
+    "mistralai-Mistral-Nemo-Instruct-2407", "mistralai-Ministral-3-14B-Reasoning-2512", "Qwen3-Coder",
 )  # fmt: skip
 
 if __name__ == "__main__":

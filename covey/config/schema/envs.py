@@ -7,7 +7,7 @@ from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Positive
 from covey.config.reward_safety import OnRewardError
 
 PythonEngine = Literal["auto", "child", "wasm"]
-ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral"]
+ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral", "mistral_args", "qwen3_coder"]
 
 
 class EnvsConfig(Config, section="envs"):
@@ -24,7 +24,8 @@ class EnvsConfig(Config, section="envs"):
     """
     tool_format: ToolFormat = "auto"
     """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,
-    also Qwen's) or a list (smollm), bare JSON (llama), or a list behind [TOOL_CALLS] (mistral).
+    also Qwen's) or a list (smollm), bare JSON (llama), a list behind [TOOL_CALLS] (mistral), a name and [ARGS] behind
+    it (mistral_args), or <tool_call> with <function=NAME> and <parameter=KEY> (qwen3_coder).
     """
     python_engine: PythonEngine = "auto"
     """Engine of the tool python: a process that Landlock and seccomp lock in (child), CPython as WebAssembly, which
