@@ -3,7 +3,8 @@
     python -P -s -S -u python_child.py FOLDER TELL CPU_SECONDS MEMORY_BYTES FILE_BYTES [limits]
 
 TELL is a file descriptor to which it writes the names of the protections that hold. Without the word `limits` it
-refuses the program unless all of them hold. It imports the standard library alone.
+refuses the program unless all of them hold. It ends with the thread that started it. It imports the standard library
+alone.
 
     limits     CPU seconds, memory, size of a file, open files, core files, processes (which do not count for root)
     landlock   no file but the standard library can be read, none outside FOLDER be written; no TCP, no signals out
@@ -15,6 +16,7 @@ import errno
 import os
 import platform
 import resource
+import signal
 import struct
 import sys
 import traceback
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Landlock's system calls, the same on every architecture."""
 SET_NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER_MODE = 38, 22, 2
+SET_SIGNAL_OF_PARENTS_END = 1
 LOAD, JUMP_EQUAL, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
 """Instructions of classic BPF."""
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
@@ -121,6 +124,8 @@ def main(folder: str, tell: int, cpu: int, memory: int, file: int, only_limits: 
     set_limits(cpu, memory, file)
     library = [sys.base_prefix, os.path.dirname(os.__file__), "/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache"]
     on_linux = sys.platform == "linux"
+    if on_linux:
+        libc.prctl(SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL)
     os.chdir(folder)
     locked = {
         "landlock": on_linux and lock_files(libc, [*library, "/dev/null", "/dev/urandom"], [folder]),

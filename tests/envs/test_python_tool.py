@@ -4,14 +4,23 @@ import errno
 import logging
 import os
 import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
 import pytest
 
 from covey.envs import EnvironmentRunner, python_child, python_tool, python_wasm
 from covey.envs.python_programs import PROTECTIONS, Limits, run_program
 from covey.envs.python_tool import ProgramError, python
 from covey.errors import RecipeError
+
+T = TypeVar("T")
 
 HOSTILE = """
 import os, socket, subprocess, signal, tempfile
@@ -83,6 +92,31 @@ def test_a_program_that_does_not_end_is_ended(program: str, limits: Limits, fail
     assert failure in outcome.failure
     assert len(outcome.output) <= limits.output
     assert ("before" in outcome.output) == ("before" in program)
+
+
+def test_no_program_outlives_a_killed_run() -> None:
+    limits = "from covey.envs.python_programs import Limits, run_program\nrun_program('import time; time.sleep(600)', "
+    run = subprocess.Popen([sys.executable, "-c", f"{limits}Limits(600))"])
+    try:
+        locked = until(lambda: [p for p in psutil.Process(run.pid).children() if "Seccomp:\t2" in status(p.pid)])
+    finally:
+        run.kill()
+        run.wait()
+    assert until(lambda: "State:\tZ" in (left := status(locked[0].pid)) or not left)
+
+
+def status(process: int) -> str:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{process}/status").read_text()
+    return ""
+
+
+def until(found: Callable[[], T]) -> T:
+    end = time.monotonic() + 60
+    while not (result := found()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return result
 
 
 def test_the_model_gets_what_its_program_printed_or_why_it_failed() -> None:
