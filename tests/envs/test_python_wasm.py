@@ -11,7 +11,7 @@ import pytest
 
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, python_tool, python_wasm
-from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, run_in_wasm
+from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
 from covey.envs.registry import resolve_tool
 from covey.envs.tools import ToolEnvironment
 from covey.errors import RecipeError
@@ -196,6 +196,9 @@ def test_the_engine_is_chosen_by_what_the_system_has(monkeypatch: pytest.MonkeyP
     assert python_tool.choose_engine() == "child"
     monkeypatch.setattr(python_tool, "protections", lambda: ("limits", "seccomp"))
     assert python_tool.choose_engine() == "wasm"
+    with monkeypatch.context() as patch:
+        patch.setattr(python_tool, "run_in_wasm", lambda program: Outcome(f"ran {program}", ""))
+        assert python_tool.python("it") == "ran it"
     with pytest.raises(RecipeError, match=r"engine child has no landlock(.|\n)*envs\.python_engine: wasm"):
         python_tool.begin_with_child()
     monkeypatch.setattr(python_wasm, "PACKAGES", ("no_such_package",))
