@@ -67,8 +67,12 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def mesh_from_config(config: MeshConfig) -> Mesh | None:
+def mesh_from_config(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
     """Make the mesh that a recipe sets, over the first devices of each process; `default_mesh` if it sets none.
+
+    Args:
+        config: sizes of the axes.
+        devices: devices to choose from; all of all processes if not set.
 
     Raises:
         RecipeError: there are fewer devices, or the processes would have different numbers of them.
@@ -77,24 +81,32 @@ def mesh_from_config(config: MeshConfig) -> Mesh | None:
     if sizes["data"] == 1:
         del sizes["data"]
     count = math.prod(sizes.values())
-    return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count)) if count > 1 else default_mesh()
+    if count == 1:
+        return default_mesh()
+    return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count, _by_process(devices)))
 
 
-def rollout_mesh_from_config(config: RoleMeshConfig, actor: Mesh | None) -> Mesh | None:
+def rollout_mesh_from_config(
+    config: RoleMeshConfig, actor: Mesh | None, devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
     """Make the mesh of the rollout that a recipe sets, over devices that `actor` leaves, the first ones of each
     process; None if the recipe sets none.
+
+    Args:
+        config: sizes of the axes.
+        actor: mesh of the actor; None for the first device.
+        devices: devices to choose from; all of all processes if not set.
 
     Raises:
         RecipeError: there are too few devices, or a copy of the weights would lie over several processes.
     """
-    given = {axis: getattr(config, axis) for axis in MESH_AXES}
-    if not any(given.values()):
+    count = config.size
+    if not count:
         return None
-    sizes = {axis: size or 1 for axis, size in given.items()}
-    count = math.prod(sizes.values())
-    used = set(jax.local_devices()[:1] if actor is None else actor.devices.flat)
-    free = [[d for d in devices if d not in used] for devices in _devices_of_processes()]
-    each = _equal_share(count, "role_to_mesh.rollout")
+    processes = _by_process(devices)
+    used = set(processes[0][:1] if actor is None else actor.devices.flat)
+    free = [[d for d in own if d not in used] for own in processes]
+    each = _equal_share(count, len(processes), "role_to_mesh.rollout")
     if each > min(map(len, free)):
         places = "" if len(free) == 1 else f" of each of {len(free)} processes"
         raise RecipeError(
@@ -103,7 +115,8 @@ def rollout_mesh_from_config(config: RoleMeshConfig, actor: Mesh | None) -> Mesh
             fix="smaller meshes; or leave role_to_mesh.rollout out, and the rollout uses those of model.mesh",
             where="role_to_mesh.rollout",
         )
-    mesh = make_mesh(tuple(sizes.values()), MESH_AXES, [d for devices in free for d in devices[:each]])
+    sizes = tuple(getattr(config, axis) or 1 for axis in MESH_AXES)
+    mesh = make_mesh(sizes, MESH_AXES, [d for own in free for d in own[:each]])
     if spans_processes(mesh):
         refuse_divided_copies(mesh, "rollout")
     return mesh
@@ -132,7 +145,7 @@ def default_mesh() -> Mesh | None:
     each, along `data`.
     """
     count = jax.process_count()
-    return make_mesh((count,), ("data",), _first_devices(count)) if count > 1 else None
+    return make_mesh((count,), ("data",), _first_devices(count, _by_process())) if count > 1 else None
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
@@ -214,26 +227,27 @@ def refuse_mesh_of_each_process(mesh: Mesh, actor: Mesh | None, role: str) -> No
         )
 
 
-def _first_devices(count: int) -> list[jax.Device]:
+def _first_devices(count: int, processes: Sequence[Sequence[jax.Device]]) -> list[jax.Device]:
     """Return `count` devices, the first ones of each process, in the order of the processes."""
-    each = _equal_share(count, "mesh")
-    return [device for devices in _devices_of_processes() for device in devices[:each]]
+    each = _equal_share(count, len(processes), "mesh")
+    return [device for own in processes for device in own[:each]]
 
 
-def _equal_share(count: int, where: str) -> int:
-    each, rest = divmod(count, int(jax.process_count()))
+def _equal_share(count: int, processes: int, where: str) -> int:
+    each, rest = divmod(count, processes)
     if rest:
         raise RecipeError(
-            f"a mesh of {count} devices over {jax.process_count()} processes",
+            f"a mesh of {count} devices over {processes} processes",
             want="equally many devices of each process: a mesh counts those of all",
             where=where,
         )
     return each
 
 
-def _devices_of_processes() -> list[list[jax.Device]]:
-    found = jax.local_devices() if jax.process_count() == 1 else jax.devices()
-    return [[d for d in found if d.process_index == process] for process in range(jax.process_count())]
+def _by_process(devices: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
+    """Return devices by process; those of JAX if not set."""
+    found = jax.devices() if devices is None else devices
+    return [[d for d in found if d.process_index == process] for process in sorted({d.process_index for d in found})]
 
 
 def platform_of(place: Mesh | Sharding) -> str:

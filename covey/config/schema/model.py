@@ -1,5 +1,6 @@
 """Settings of the section `model`: the checkpoint, its adapters and its devices."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
@@ -60,6 +61,12 @@ class RoleMeshConfig(Config, section="role_to_mesh.rollout"):
     """Number of parts into which the weights are split; 0 is 1 if another axis is set."""
     tp: NonNegativeInt = 0
     """Number of parts into which each matrix product is split; 0 is 1 if another axis is set."""
+
+    @property
+    def size(self) -> int:
+        """Number of devices; 0 for none of its own."""
+        axes = self.data, self.fsdp, self.tp
+        return math.prod(size or 1 for size in axes) if any(axes) else 0
 
 
 class RoleMeshes(Config, section="role_to_mesh"):
