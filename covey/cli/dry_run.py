@@ -58,18 +58,23 @@ def dry_run(
         from covey.run.preview import preview_to_json
 
         listed = [one._asdict() for one in resolved]
-        held = {"bytes": memory, "what": LIMITS, "left_out": left_out}
+        held = {"bytes": memory["actor"], "what": LIMITS, "left_out": left_out}
+        held |= {"bytes_of_rollout": memory["rollout"]} if "rollout" in memory else {}
         echo(json.dumps({"settings": listed, **preview_to_json(found), "memory": held, "out": str(out)}))
         return
     _print_settings(resolved)
     _print_prompt(found)
     _print_size(loaded, found)
     _print_memory(memory, left_out, source)
-    _print_files(out, found, loaded, memory)
+    _print_files(out, found, loaded, memory["actor"])
 
 
-def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple[dict[str, int], Sequence[str], "Preview"]:
-    """Return the bytes of the arrays of one device by part, what is not counted among them, and the preview."""
+def _look_ahead(
+    loaded: recipe.Recipe | recipe.SFTRecipe,
+) -> tuple[dict[str, dict[str, int]], Sequence[str], "Preview"]:
+    """Return the bytes of the arrays of one device by part, for the devices of the actor and for those of the rollout
+    alone, if it has some; what is not counted among them; and the preview.
+    """
     from covey.plan.command import prepare_environment  # late, here and below: JAX comes after its environment
     from covey.plan.machines import parse_target
 
@@ -81,10 +86,7 @@ def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple[dict[str, int
 
     found = preview(loaded)
     residents, left_out = held_arrays(loaded, target)
-    parts = dict(residents.always)
-    for held in residents.during.values():
-        parts |= {part: max(size, parts.get(part, 0)) for part, size in held.items()}
-    return parts, left_out, found
+    return {role: held.most() for role, held in residents._asdict().items() if held}, left_out, found
 
 
 def _print_settings(resolved: Sequence[ResolvedSetting]) -> None:
@@ -122,10 +124,12 @@ def _print_size(loaded: recipe.Recipe | recipe.SFTRecipe, found: "Preview") -> N
     )
 
 
-def _print_memory(memory: dict[str, int], left_out: Sequence[str], source: str) -> None:
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in memory.items())
-    without = f"; without {' and '.join(left_out)}" if left_out else ""
-    echo(f"memory    {_size(sum(memory.values()))} a device at most: {parts}{without}")
+def _print_memory(memory: dict[str, dict[str, int]], left_out: Sequence[str], source: str) -> None:
+    for role, held in memory.items():
+        parts = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
+        device = f"a device of the {role}" if len(memory) > 1 else "a device"
+        without = f"; without {' and '.join(left_out)}" if left_out and role == list(memory)[-1] else ""
+        echo(f"{'memory' if role == 'actor' else '':<10}{_size(sum(held.values()))} {device} at most: {parts}{without}")
     echo(f"          {LIMITS}: covey plan {source} compiles them and gives the peak")
 
 

@@ -65,8 +65,10 @@ def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
     return 2 * (work.projections + work.head) + 3 * (work.adapters + work.attention) - unasked
 
 
-def decoding(c: ModelConfig, fed: Sequence[Span], batch: int, rank: int = 0, itemsize: int = 4) -> tuple[float, float]:
-    """Return the flops and the bytes read to decode token after token, `batch` at a time.
+def decoding(
+    c: ModelConfig, fed: Sequence[Span], batch: float, rank: int = 0, itemsize: int = 4
+) -> tuple[float, float]:
+    """Return the flops and the bytes read to decode token after token, `batch` at a time with a copy of the weights.
 
     A step reads all weights once, and of the cache what its tokens may see.
     """

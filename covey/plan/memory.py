@@ -1,22 +1,25 @@
 """Memory of a run on one device, by part, and the peak of each of its programs.
 
 Between programs a device holds the weights, the optimizer's state and, while it samples, the KV cache. A program adds
-its other arguments, its results and its temporary memory, of which the compiler knows.
+its other arguments, its results and its temporary memory, of which the compiler knows. A rollout with devices of its
+own divides the devices into two groups, each with its own parts and its own programs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from covey.parallel.programs import Program
-from covey.parallel.reshard import flatten, mesh_of
+from covey.parallel.reshard import flatten
 from covey.plan.compiled import CompiledProgram
 
 SAMPLING = ("prefill", "insert", "admit", "decode")
 """Names of the programs that run while the KV cache exists; an accelerator has `admit` instead of `insert`."""
+SYNC = "sync"
+"""Name of the transfer of new weights to the rollout; it is no program."""
 FURTHER_PROGRAMS = "further programs"
 """Name of the memory of programs that a run compiles and a plan does not."""
 
@@ -27,7 +30,8 @@ class Residents:
 
     Attributes:
         always: by part, those held through the whole run.
-        during: program → part → bytes held while it runs, and not always. They are its arguments, or its neighbours'.
+        during: program, or `SYNC` → part → bytes held while it runs, and not always. They are its arguments, or its
+            neighbours'.
     """
 
     always: Mapping[str, int]
@@ -35,8 +39,19 @@ class Residents:
 
     def peak(self, program: CompiledProgram) -> int:
         """Return the most bytes of one device while `program` is compiled and runs."""
-        held = sum(self.always.values()) + sum(self.during.get(program.name, {}).values())
+        held = self.held(program.name)
         return max(held + program.results + program.temporary, held + program.compiling, program.refused)
+
+    def held(self, name: str) -> int:
+        """Return the bytes of the arrays while the program `name` runs."""
+        return sum(self.always.values()) + sum(self.during.get(name, {}).values())
+
+    def most(self) -> dict[str, int]:
+        """Return the most bytes of each part."""
+        parts = dict(self.always)
+        for held in self.during.values():
+            parts |= {part: max(size, parts.get(part, 0)) for part, size in held.items()}
+        return parts
 
     def with_programs(self, size: int) -> "Residents":
         """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
@@ -45,23 +60,68 @@ class Residents:
         return replace(self, during=during)
 
 
-def residents_of(weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None) -> Residents:
-    """Return the arrays that a device holds.
+class RunResidents(NamedTuple):
+    """Arrays of a device of the actor, and of one of the rollout's own devices if it has some."""
+
+    actor: Residents
+    rollout: Residents | None = None
+
+    def of(self, program: str) -> Residents:
+        """Return the arrays of a device on which `program`, or `SYNC`, runs."""
+        return self.rollout if self.rollout and program in (*SAMPLING, SYNC) else self.actor
+
+    @property
+    def floor(self) -> int:
+        """Most bytes that a device holds through the whole run."""
+        return max(sum(one.always.values()) for one in self if one)
+
+    def peaks(self, programs: Iterable[CompiledProgram]) -> dict[str, int]:
+        """Return the most bytes of a device by program, and of the transfer of weights to the rollout."""
+        found: dict[str, int] = {}
+        for program in programs:
+            found[program.name] = max(self.of(program.name).peak(program), found.get(program.name, 0))
+        return found | ({SYNC: self.of(SYNC).held(SYNC)} if SYNC in self.of(SYNC).during else {})
+
+    def with_programs(self, size: int) -> "RunResidents":
+        """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
+        return RunResidents(self.actor.with_programs(size), self.rollout and self.rollout.with_programs(size))
+
+
+def run_residents(
+    weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None, synced: Any = None
+) -> RunResidents:
+    """Return the arrays of the devices of a run.
 
     Args:
         weights: shapes of the state of the model that is trained, on its devices.
         programs: those of the run.
         reference: whether a frozen copy of the weights is held beside them.
-        rollout: shapes of the rollout's weights, on its devices. Where these are not those of `weights`, as in each of
-            several processes, they are a copy.
+        rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
+        synced: shapes of those that it gets after each update: they arrive while it still holds the ones before.
     """
+    actor = _training(weights, programs, reference)
+    if rollout is None:
+        return RunResidents(_with(actor, {}, _sampling(programs, weights)))
+    sampling = _sampling(programs, rollout) | {SYNC: {"new weights of the rollout": nbytes(synced)}}
+    if _devices(rollout).isdisjoint(_devices(weights)):
+        return RunResidents(actor, Residents({"weights": nbytes(rollout)}, sampling))
+    return RunResidents(_with(actor, {"weights of the rollout": nbytes(rollout)}, sampling))
+
+
+def _with(held: Residents, always: Mapping[str, int], during: Mapping[str, Mapping[str, int]]) -> Residents:
+    return Residents({**held.always, **always}, {**held.during, **during})
+
+
+def _devices(state: Any) -> set[jax.Device]:
+    return set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(state)))
+
+
+def _training(weights: Any, programs: Sequence[Program], reference: bool) -> Residents:
     by_name = {program.name: program for program in programs}
     _, frozen, sums, batch, _ = by_name["gradients"].args
     always = {"weights": nbytes(weights), "optimizer": nbytes(by_name["apply"].args[1])}
     if reference:
         always["reference"] = nbytes(weights)
-    if rollout is not None and mesh_of(rollout) != mesh_of(weights):
-        always["weights of the rollout"] = nbytes(rollout)
     during = {
         "gradients": {"gradients": nbytes(sums), "rows": nbytes(batch), "rounded weights": _other(frozen, weights)},
         "apply": {"gradients": nbytes(sums)},
@@ -70,12 +130,22 @@ def residents_of(weights: Any, programs: Sequence[Program], reference: bool, rol
         if name in by_name:
             rounded, rows = by_name[name].args
             during[name] = {"rows": nbytes(rows), "rounded weights": _other(rounded, weights)}
-    if "decode" in by_name:
-        rounded, cache, *_ = by_name["decode"].args
-        prefix = nbytes(jax.eval_shape(by_name["prefill"].function, *by_name["prefill"].args), like=cache)
-        held = {"KV cache": nbytes(cache), "weights to sample with": _other(rounded, weights)}
-        during |= {name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING}
-    return Residents(always, {name: {part: n for part, n in held.items() if n} for name, held in during.items()})
+    return Residents(always, _without_empty(during))
+
+
+def _sampling(programs: Sequence[Program], weights: Any) -> dict[str, dict[str, int]]:
+    """Return what is held while a run samples with `weights`, by program."""
+    by_name = {program.name: program for program in programs}
+    if "decode" not in by_name:
+        return {}
+    rounded, cache, *_ = by_name["decode"].args
+    prefix = nbytes(jax.eval_shape(by_name["prefill"].function, *by_name["prefill"].args), like=cache)
+    held = {"KV cache": nbytes(cache), "weights to sample with": _other(rounded, weights)}
+    return _without_empty({name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING})
+
+
+def _without_empty(during: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    return {name: {part: n for part, n in held.items() if n} for name, held in during.items()}
 
 
 def nbytes(tree: Any, like: Any = None) -> int:

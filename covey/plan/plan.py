@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import psutil
 from flax import nnx
-from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.config.schema import RoleMeshes
+from covey.errors import RecipeError
 from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
@@ -27,13 +26,14 @@ from covey.plan.compiled import CompiledProgram, compile_program
 from covey.plan.inventory import Entry, has_token_values, inventory
 from covey.plan.knobs import Turn, search
 from covey.plan.machines import MACHINES, Machine, Target
-from covey.plan.memory import FURTHER_PROGRAMS, Residents, nbytes, residents_of
+from covey.plan.memory import FURTHER_PROGRAMS, Residents, RunResidents, nbytes, run_residents
 from covey.plan.peaks import peaks
 from covey.plan.resident import resident
 from covey.plan.roofline import PhaseTime, Rates, phase_time
-from covey.plan.topologies import mesh_size, place_on
+from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
 from covey.rl.programs import RLPrograms
+from covey.rl.roles import Role
 from covey.run.programs import policy_programs, supervised_programs
 from covey.sft.programs import SFTPrograms
 
@@ -56,9 +56,10 @@ class Plan:
         recipe: its name.
         target: devices that it is planned for.
         mesh: number of devices along each axis.
+        rollout_mesh: the same of the rollout's own devices; empty if it has none.
         machine: one of the devices.
         lengths: expected ones, on which seconds depend.
-        residents: arrays of one device by part.
+        residents: arrays of one device by part, for each group of devices.
         process: bytes of the process itself: Python, libraries and compiled programs. 0 on accelerators, whose memory
             holds none of it.
         programs: the largest that the settings provide for, compiled.
@@ -71,9 +72,10 @@ class Plan:
     recipe: str
     target: Target
     mesh: Mapping[str, int]
+    rollout_mesh: Mapping[str, int]
     machine: Machine
     lengths: Lengths
-    residents: Residents
+    residents: RunResidents
     process: int
     programs: Sequence[CompiledProgram]
     phases: Sequence[PhaseTime]
@@ -83,17 +85,17 @@ class Plan:
 
     @cached_property
     def peaks(self) -> dict[str, int]:
-        """Most bytes of a device by program."""
-        found: dict[str, int] = {}
-        for program in self.programs:
-            peak = self.process + self.residents.peak(program)
-            found[program.name] = max(peak, found.get(program.name, 0))
-        return found
+        """Most bytes of a device by program, and of the transfer of weights to a rollout with a copy of them."""
+        return {name: self.process + peak for name, peak in self.residents.peaks(self.programs).items()}
 
     @property
     def peak(self) -> int:
         """Most bytes of a device."""
         return max(self.peaks.values())
+
+    def peak_of(self, group: Residents) -> int:
+        """Return the most bytes of a device of one group."""
+        return max(peak for name, peak in self.peaks.items() if self.residents.of(name) is group)
 
     @property
     def fits(self) -> bool:
@@ -116,26 +118,29 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
         lengths: expected lengths; those of `expected_lengths` if not set.
 
     Raises:
-        CoveyError: the mesh does not fit the devices, their compiler is not installed, or the model is not there.
+        CoveyError: the meshes do not fit the devices, their compiler is not installed or refuses the devices of one of
+            two meshes, or the model is not there.
     """
     recipe = load(())
-    place = place_on(target, recipe.model.mesh)
+    places = place_on(target, recipe.model.mesh, rollout_config(recipe))
     tell("building the programs")
-    made = programs_of(recipe, place)
+    made = programs_of(recipe, places)
     largest = _programs_run(recipe, made)
     kept: list[Any] = []  # a run keeps its programs, which are part of its process
-    compiled = _compile(largest, target, isinstance(place, Mesh), tell, kept)
+    compiled = _compile(largest, target, places.several, tell, kept, places.rollout is not None)
     residents = _residents(recipe, made).with_programs(_further_programs(made, compiled))
     process = resident() if target.platform == "cpu" else 0
     kept.clear()
     tell("counting")
-    machine = _machine_of(target, _compute_dtype(recipe, target), mesh_size(recipe.model.mesh))
+    count = mesh_size(recipe.model.mesh) + rollout_config(recipe).size
+    machine = _machine_of(target, _compute_dtype(recipe, target), count)
     lengths = lengths or expected_lengths(recipe)
     times = _phase_times(recipe, made, residents, compiled, machine, target, lengths)
     plan = Plan(
         recipe.name,
         target,
         {axis: getattr(recipe.model.mesh, axis) for axis in MESH_AXES},
+        {} if places.rollout is None else dict(places.rollout.shape),
         machine,
         lengths,
         residents,
@@ -145,30 +150,31 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
         inventory(recipe, made) if isinstance(recipe, Recipe) and isinstance(made, RLPrograms) else (),
         left_out=_left_out(recipe, compiled),
     )
-    return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, place, tell))
+    return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, places, tell))
 
 
-def held_arrays(recipe: Recipe | SFTRecipe, target: Target) -> tuple[Residents, Sequence[str]]:
-    """Return the arrays that a device holds in a run of `recipe`, and what is not counted. No program is compiled, so
-    that the temporary memory of the programs, which comes on top, is not known.
+def held_arrays(recipe: Recipe | SFTRecipe, target: Target) -> tuple[RunResidents, Sequence[str]]:
+    """Return the arrays that a device of each group holds in a run of `recipe`, and what is not counted. No program is
+    compiled, so that the temporary memory of the programs, which comes on top, is not known.
 
     Raises:
         CoveyError: as for `make_plan`.
     """
-    made = programs_of(recipe, place_on(target, recipe.model.mesh))
+    made = programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe)))
     return _residents(recipe, made), _left_out(recipe, ())
 
 
-def programs_of(recipe: Recipe | SFTRecipe, place: Mesh | jax.Device) -> RLPrograms | SFTPrograms:
+def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RLPrograms | SFTPrograms:
     """Return the programs of a recipe on these devices."""
     if isinstance(recipe, SFTRecipe):
-        return supervised_programs(recipe, place, TOTAL_STEPS)
-    return policy_programs(recipe, place, TOTAL_STEPS)
+        return supervised_programs(recipe, places.actor, TOTAL_STEPS)
+    return policy_programs(recipe, places.actor, TOTAL_STEPS, places.rollout)
 
 
-def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Residents:
-    rollout = made.rollout if isinstance(made, RLPrograms) else None
-    return residents_of(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe), rollout)
+def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> RunResidents:
+    copied = isinstance(made, RLPrograms) and made.synced is not None
+    copy = (made.rollout, made.synced) if isinstance(made, RLPrograms) and copied else (None, None)
+    return run_residents(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe), *copy)
 
 
 def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[CompiledProgram]) -> int:
@@ -192,32 +198,48 @@ def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) ->
 
 
 def _compile(
-    programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell, kept: list[Any]
+    programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell, kept: list[Any], apart: bool = False
 ) -> list[CompiledProgram]:
     compiled = []
     for number, program in enumerate(programs, start=1):
         tell(f"compiling {program.name} ({number} of {len(programs)})")
         on_host = target.platform == "cpu"
-        compiled.append(compile_program(program, on_mesh or not on_host, on_host, kept if on_host else None))
+        try:
+            compiled.append(compile_program(program, on_mesh or not on_host, on_host, kept if on_host else None))
+        except jax.errors.JaxRuntimeError as error:
+            if not apart:
+                raise
+            raise _refused_devices(program, target, str(error)) from error
     return compiled
 
 
-def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, place: Mesh | jax.Device, tell: Tell) -> list[Turn]:
+def _refused_devices(program: Program, target: Target, reason: str) -> RecipeError:
+    """Return the error for a program that the compiler refuses for the devices of one of two meshes."""
+    return RecipeError(
+        f"the compiler for {target.name} refuses {program.name}: {reason.splitlines()[0][:200]}",
+        want="on TPUs, meshes that are each a block of chips: of each host the first ones are the actor's, the others "
+        "the rollout's",
+        fix="a slice of one host, or no role_to_mesh.rollout",
+        where="role_to_mesh",
+    )
+
+
+def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, tell: Tell) -> list[Turn]:
     worst = max(plan.peaks, key=plan.peaks.__getitem__)
     above = {name for name, peak in plan.peaks.items() if peak > plan.machine.memory}
-    further = plan.residents.during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
+    further = plan.residents.of("decode").during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
 
     def peak_with(settings: Sequence[str]) -> int:
         changed = load(settings)
-        made = programs_of(changed, place)
+        made = programs_of(changed, places)
         largest = _programs_run(changed, made)
         residents = _residents(changed, made).with_programs(further)
         tell(f"trying {' '.join(settings)}")
-        floor = plan.process + sum(residents.always.values())
+        floor = plan.process + residents.floor
         if floor > plan.machine.memory:  # no program can fit
             return floor
         again = [compile_program(one, read_text=False) for one in largest if one.name in above]
-        return max(plan.process + residents.peak(one) for one in again)
+        return plan.process + max(residents.peaks(again).values())
 
     return search(recipe, worst, plan.machine.memory, peak_with)
 
@@ -225,27 +247,41 @@ def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, place: Mesh | ja
 def _phase_times(
     recipe: Recipe | SFTRecipe,
     made: RLPrograms | SFTPrograms,
-    residents: Residents,
+    residents: RunResidents,
     compiled: Sequence[CompiledProgram],
     machine: Machine,
     target: Target,
     lengths: Lengths,
 ) -> list[PhaseTime]:
-    count = mesh_size(recipe.model.mesh)
+    count, own, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
     trainable = nbytes(split_trainable(made.model)[1])
     # The update reads and writes weights and moments, and reads the gradients.
-    moved = 2 * trainable + 2 * residents.always["optimizer"] + residents.during["apply"]["gradients"]
+    moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
     itemsize = jnp.dtype(recipe.model.dtype).itemsize
-    sizes = Sizes(residents.always["weights"] * count, moved * count, itemsize)
+    sampled, copies = _sampled_weights(made)
+    sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, sampled, copies)
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
     compile_cost = 0.0 if target.platform == "cpu" else math.inf  # there every row has the default length
     processes = made.num_processes if isinstance(made, RLPrograms) else 1
     phases = step_phases(recipe, made.model.config, lengths, sizes, shards, compile_cost, processes)
-    there = 1 if target.platform == "cpu" else count  # virtual devices share one processor
-    flops = machine.flops[_compute_dtype(recipe, target)]
-    rates = Rates(flops * there, machine.bandwidth * there, machine.link, there)
+    flops, on_cpu = machine.flops[_compute_dtype(recipe, target)], target.platform == "cpu"
+
+    def rates(phase: str) -> Rates:
+        devices = own if own and phase == "rollout" else count
+        there = 1 if on_cpu else devices  # virtual devices share one processor
+        return Rates(flops * there, machine.bandwidth * there, machine.link, there)
+
     by_name = {program.name: program for program in compiled}
-    return [phase_time(phase, by_name, machine, rates) for phase in phases]
+    return [phase_time(phase, by_name, machine, rates(phase.name)) for phase in phases]
+
+
+def _sampled_weights(made: RLPrograms | SFTPrograms) -> tuple[float | None, int]:
+    """Return the bytes of the weights on the devices with which one process samples, and the number of copies there."""
+    if isinstance(made, SFTPrograms):
+        return None, 1
+    mesh = made.config.mesh(Role.ROLLOUT)
+    size, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
+    return float(nbytes(made.rollout) * size), copies
 
 
 def _compute_dtype(recipe: Recipe | SFTRecipe, target: Target) -> str:
@@ -278,6 +314,10 @@ def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -
         return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
     envs = ["programs that append an environment's responses"] if recipe.envs.environment or recipe.envs.tools else []
     critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
-    apart = recipe.role_to_mesh != RoleMeshes()
-    rollout = ["the rollout's own devices (role_to_mesh): it is planned on those of model.mesh"] if apart else []
-    return unread + envs + critic + rollout + (["the reward model"] if recipe.reward_model else [])
+    overlap = ["the time that sampling takes beside training, on devices of its own"] if _overlaps(recipe) else []
+    return unread + envs + critic + overlap + (["the reward model"] if recipe.reward_model else [])
+
+
+def _overlaps(recipe: Recipe) -> bool:
+    """Return whether a run samples a part of its step while it trains on another."""
+    return bool(recipe.role_to_mesh.rollout.size) and recipe.training.queueing != "sync"

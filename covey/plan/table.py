@@ -1,6 +1,6 @@
 """A plan as a table for the terminal, and as JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from covey.plan.compiled import CompiledProgram
 from covey.plan.inventory import Entry
+from covey.plan.memory import Residents
 from covey.plan.plan import Plan
 
 SCHEMA = 1
@@ -16,11 +17,7 @@ SCHEMA = 1
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan in JSON's types: bytes, flops and seconds, all but totals of one device."""
-    machine, residents = plan.machine, plan.residents
-    parts: dict[str, int] = {"process": plan.process, **residents.always}
-    for held in residents.during.values():
-        for part, size in held.items():
-            parts[part] = max(size, parts.get(part, 0))
+    machine, groups = plan.machine, _groups(plan)
     return {
         "schema": SCHEMA,
         "recipe": plan.recipe,
@@ -36,10 +33,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "share_of_roofline": machine.share,
         },
         "memory": {
-            "parts": {name: size for name, size in parts.items() if size},
+            "parts": groups[0]["parts"],
             "peak": plan.peak,
             "left": round(machine.memory - plan.peak),
         },
+        "devices": groups,
         "fits": plan.fits,
         "programs": [_program(plan, program) for program in plan.programs],
         "inventory": [
@@ -64,6 +62,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """Return mesh and memory of each group of devices: those of the actor, then those of the rollout alone."""
+    meshes = {"actor": plan.mesh, "rollout": plan.rollout_mesh}
+    return [
+        {"role": role, "mesh": dict(meshes[role]), "parts": _parts(plan.process, held), "peak": peak,
+         "left": round(plan.machine.memory - peak)}
+        for role, held in plan.residents._asdict().items()
+        if held and (peak := plan.peak_of(held))
+    ]  # fmt: skip
+
+
+def _parts(process: int, held: Residents) -> dict[str, int]:
+    return {part: size for part, size in {"process": process, **held.most()}.items() if size}
+
+
 def _measured(plan: Plan, entry: Entry) -> float | None:
     """Return the seconds that a program of a run took to compile for this plan, which compiles the largest ones."""
     name = "score" if entry.name == "score of the reference" else entry.name
@@ -79,7 +92,7 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
         "temporary": program.temporary,
         "refused": program.refused,
         "compiling": program.compiling,
-        "peak": plan.process + plan.residents.peak(program),
+        "peak": plan.process + plan.residents.of(program.name).peak(program),
         "kernels": sum(program.kernels),
         "collectives": [
             {
@@ -98,8 +111,8 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
     found = as_json(plan)
-    mesh = " × ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
-    console.print(f"[bold]{plan.recipe}[/] on {plan.target.name} ({mesh})")
+    own = f"; rollout {_mesh(plan.rollout_mesh)}" if plan.rollout_mesh else ""
+    console.print(f"[bold]{plan.recipe}[/] on {plan.target.name} ({_mesh(plan.mesh)}{own})")
     _show_memory(found, console)
     _show_inventory(found, console)
     _show_phases(found, console)
@@ -108,11 +121,24 @@ def show(plan: Plan, console: Console) -> None:
     _show_verdict(plan, console)
 
 
+def _mesh(sizes: Mapping[str, int]) -> str:
+    """Return a mesh in words.
+
+    >>> _mesh({"data": 2, "fsdp": 1, "tp": 4})
+    'data 2 × tp 4'
+    """
+    return " × ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+
 def _show_memory(found: dict[str, Any], console: Console) -> None:
-    parts = _table("memory of a device", "GB")
-    for part, size in found["memory"]["parts"].items():
-        parts.add_row(part, _gb(size))
-    console.print(parts)
+    for group in found["devices"]:
+        of = f" of the {group['role']}" if len(found["devices"]) > 1 else ""
+        parts = _table(f"memory of a device{of}", "GB")
+        for part, size in group["parts"].items():
+            parts.add_row(part, _gb(size))
+        if of:
+            parts.add_row("peak", _gb(group["peak"]))
+        console.print(parts)
     programs = _table("program", "temporary GB", "results GB", "peak GB", "compiled in s")
     for one in _largest_by_name(found["programs"]):
         sizes = [_gb(one[key]) for key in ("temporary", "results", "peak")]

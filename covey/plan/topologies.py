@@ -5,16 +5,17 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
-from covey.config.schema import MeshConfig
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import CoveyError, RecipeError
 from covey.extras import install_command
-from covey.parallel.mesh import MESH_AXES, make_mesh
+from covey.parallel.mesh import MESH_AXES, mesh_from_config, platform_of, rollout_mesh_from_config
 from covey.plan.machines import Target
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -35,42 +36,81 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """Description of an H100 for XLA's compiler."""
 
 
+class Places(NamedTuple):
+    """Devices of a recipe: the mesh or the only device of the actor, and the rollout's own mesh if it has one."""
+
+    actor: Mesh | jax.Device
+    rollout: Mesh | None = None
+
+    @property
+    def platform(self) -> str:
+        """Platform for which programs are built."""
+        return platform_of(self.actor if isinstance(self.actor, Mesh) else SingleDeviceSharding(self.actor))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several devices."""
+        return isinstance(self.actor, Mesh) or self.rollout is not None
+
+
 def mesh_size(config: MeshConfig) -> int:
     """Return the number of devices of a recipe's mesh."""
     return math.prod(getattr(config, axis) for axis in MESH_AXES)
 
 
-def check_mesh(config: MeshConfig, target: Target) -> None:
-    """Refuse a mesh that does not use every device of `target` once.
+def rollout_config(recipe: Recipe | SFTRecipe) -> RoleMeshConfig:
+    """Return the mesh that a recipe sets for the rollout alone; its size is 0 if it sets none."""
+    return recipe.role_to_mesh.rollout if isinstance(recipe, Recipe) else RoleMeshConfig()
+
+
+def check_mesh(config: MeshConfig, rollout: RoleMeshConfig, target: Target) -> None:
+    """Refuse meshes that do not use every device of `target` once.
 
     Raises:
-        RecipeError: it does not.
+        RecipeError: they do not.
     """
-    if target.count not in (None, mesh_size(config)):
-        sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
+    wanted = mesh_size(config) + rollout.size
+    if target.count in (None, wanted):
+        return
+    if rollout.size:
         raise RecipeError(
-            f"{target.name} has {target.count} devices, and the recipe's mesh has {sizes} = {mesh_size(config)}",
-            want=f"a mesh whose axes multiply to {target.count}",
-            fix=f"for example --mesh.data 1 --mesh.fsdp {target.count} --mesh.tp 1",
-            where="model.mesh",
+            f"{target.name} has {target.count} devices, and the recipe's meshes have {wanted}: model.mesh "
+            f"{_format(config)} = {mesh_size(config)}, role_to_mesh.rollout {_format(rollout)} = {rollout.size}",
+            want=f"meshes with {target.count} devices together",
+            where="role_to_mesh",
         )
+    raise RecipeError(
+        f"{target.name} has {target.count} devices, and the recipe's mesh has {_format(config)} = {mesh_size(config)}",
+        want=f"a mesh whose axes multiply to {target.count}",
+        fix=f"for example --mesh.data 1 --mesh.fsdp {target.count} --mesh.tp 1",
+        where="model.mesh",
+    )
 
 
-def place_on(target: Target, config: MeshConfig) -> Mesh | jax.Device:
-    """Return the mesh of a recipe over the devices of `target`, or its only device.
+def _format(config: MeshConfig | RoleMeshConfig) -> str:
+    return " × ".join(f"{axis} {getattr(config, axis) or 1}" for axis in MESH_AXES)
+
+
+def place_on(target: Target, config: MeshConfig, rollout: RoleMeshConfig | None = None) -> Places:
+    """Return the meshes of a recipe over the devices of `target`, of each process the first ones for the actor, as in a
+    run.
+
+    Args:
+        target: the devices.
+        config: mesh of the actor.
+        rollout: the rollout's own mesh.
 
     Raises:
-        RecipeError: the mesh does not use every device once.
+        RecipeError: the meshes do not use every device once, or a process would not have devices of both.
         CoveyError: the compiler for these devices is not installed.
     """
-    check_mesh(config, target)
+    rollout = rollout or RoleMeshConfig()
+    check_mesh(config, rollout, target)
     count = mesh_size(config)
-    devices = _devices(target, count)
-    if count == 1:
-        device: jax.Device = devices[0]
-        return device
-    sizes = {axis: getattr(config, axis) for axis in MESH_AXES if axis != "data" or config.data > 1}
-    return make_mesh(tuple(sizes.values()), tuple(sizes), devices)
+    devices = _devices(target, count + rollout.size)
+    mesh = mesh_from_config(config, devices) if count > 1 else None
+    own = rollout_mesh_from_config(rollout, mesh, devices)
+    return Places(mesh or devices[0], own)
 
 
 def _devices(target: Target, count: int) -> Sequence[Any]:

@@ -75,11 +75,22 @@ class Phase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes over all devices: what a pass reads of the weights, what the optimizer reads and writes."""
+    """Sizes in bytes.
+
+    Attributes:
+        weights: what a pass reads of the weights on all devices.
+        optimizer_pass: what the optimizer reads and writes there.
+        cache_itemsize: bytes of a number in the KV cache.
+        sampled: what a prefill reads of the weights on the devices with which one process samples; `weights` if not
+            set.
+        copies: number of copies of the weights there, each for an equal part of the slots.
+    """
 
     weights: float
     optimizer_pass: float
     cache_itemsize: int
+    sampled: float | None = None
+    copies: int = 1
 
 
 def expected_lengths(recipe: Recipe | SFTRecipe) -> Lengths:
@@ -138,12 +149,13 @@ def _rollout(recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes
     scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout, fixed=few)
     slots, rank = min(len(scheduler.slots), prompts * samples), recipe.model.lora.rank
     fed = [(lengths.prompt, max(lengths.completion - 1, 0))] * (prompts * samples)
-    flops, read = counting.decoding(config, fed, slots, rank, sizes.cache_itemsize)
+    flops, read = counting.decoding(config, fed, slots / sizes.copies, rank, sizes.cache_itemsize)
     prefills = math.ceil(prompts / scheduler.prefill_shape[0])
     turns = math.ceil(prompts * samples / slots) * max(lengths.completion - 1, 0)
     calls = {"prefill": Call(prefills), "decode": Call(math.ceil(turns / recipe.rollout.decode_chunk), turns)}
     flops += counting.prefill(config, [lengths.prompt] * prompts, rank)
-    return Phase("rollout", processes * flops, processes * (read + prefills * sizes.weights), calls)
+    weights = sizes.weights if sizes.sampled is None else sizes.sampled
+    return Phase("rollout", processes * flops, processes * (read + prefills * weights), calls)
 
 
 def _groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:

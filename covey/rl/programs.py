@@ -17,6 +17,7 @@ from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
 from covey.models.layer_stack import stack_layers, unstack_layers
+from covey.models.lora import split_trainable
 from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
@@ -123,6 +124,7 @@ class RLPrograms:
     Attributes:
         model: the actor in shapes, on its devices.
         rollout: shapes of the rollout's weights, on its devices.
+        synced: shapes of those that it gets after each update, if its devices are not the actor's.
         few: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
         rounds: whether a rollout first makes copies of weights: in another type, or out of stacks of layers.
     """
@@ -152,6 +154,8 @@ class RLPrograms:
         self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
         rollout, self.few = placed(Role.ROLLOUT), few_programs(self.model.platform)
         self.rollout = nnx.state(rollout)
+        apart = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
+        self.synced = split_trainable(rollout)[1] if apart else None
         graph, params = nnx.split(unstack_layers(with_rounded_head(rollout)))
         self._rollout = round_for_sampling(params, sampling_type(rollout))
         both = zip(jax.tree.leaves(params), jax.tree.leaves(self._rollout), strict=True)

@@ -28,11 +28,14 @@ from covey.sft.programs import SFTPrograms
 from covey.text.tokenizer import Tokenizer
 
 
-def policy_programs(recipe: Recipe, place: Mesh | jax.Device, total_steps: int) -> RLPrograms:
+def policy_programs(
+    recipe: Recipe, place: Mesh | jax.Device, total_steps: int, rollout: Mesh | None = None
+) -> RLPrograms:
     """Return the programs of the policy of `recipe`, for a mesh or a device that need not be there.
 
     Args:
         total_steps: optimizer updates of the whole run, from which the schedule follows.
+        rollout: the rollout's own mesh, if it has one.
 
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
@@ -41,9 +44,10 @@ def policy_programs(recipe: Recipe, place: Mesh | jax.Device, total_steps: int) 
     platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
     model, tokenizer = abstract_source(recipe.model, recipe.seed, platform)
     tool = make_tool(tokenizer, recipe.rollout)
+    meshes = {role: one for role, one in ((Role.ACTOR, mesh), (Role.ROLLOUT, rollout)) if one is not None}
     return RLPrograms(
         model,
-        ClusterConfig({} if mesh is None else {Role.ACTOR: mesh}, recipe.training, recipe.rollout),
+        ClusterConfig(meshes, recipe.training, recipe.rollout),
         recipe.grpo,
         total_steps=total_steps,
         stop_ids=tokenizer.stop_ids,

@@ -27,7 +27,7 @@ def dry_run(capsys: Any, *words: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
     Path("mine.yaml").write_text("rewards: [first_letter]\ngrpo:\n  algorithm: dapo\n  epsilon: null\nseed: 3\n")
-    found = dry_run(capsys, "train", "mine.yaml", *SETTINGS, "--grpo.beta=0.5")
+    found = dry_run(capsys, "train", "mine.yaml", *SETTINGS, "--grpo.beta=0.5", "--role_to_mesh.rollout.data=2")
     origins = {one["name"]: (one["value"], one["origin"]) for one in found["settings"]}
     assert origins["seed"] == (3, "mine.yaml:5")
     assert origins["grpo.algorithm"] == ("dapo", "mine.yaml:3")
@@ -36,6 +36,8 @@ def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
     assert origins["grpo.epsilon"] == (0.2, "default")
     assert origins["training.num_epochs"] == (1, "default")
     assert "rollout.seed" not in origins
+    actor, rollout = (found["memory"][name] for name in ("bytes", "bytes_of_rollout"))
+    assert ("KV cache" in actor, "KV cache" in rollout, "optimizer" in rollout) == (False, True, False)
     assert [path.name for path in here.iterdir()] == ["mine.yaml"]
 
 

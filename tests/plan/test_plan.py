@@ -17,14 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from covey.config import recipe
+from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import make_mesh
 from covey.parallel.programs import abstract
 from covey.plan import here, peaks, plan, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
+from covey.plan.counting import weights_in_products
 from covey.plan.machines import MACHINES, parse_target
-from covey.plan.memory import Residents, nbytes, residents_of
+from covey.plan.memory import Residents, nbytes, run_residents
 from covey.plan.roofline import Rates, phase_time
+from covey.plan.topologies import Places
 from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases
 from covey.rl.programs import RLPrograms
 
@@ -54,25 +57,39 @@ def load(more: Sequence[str], mesh: Sequence[str] = ()) -> recipe.Recipe:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """With devices of its own for the rollout, whose programs are compiled for those."""
     told: list[str] = []
-    made = plan.make_plan(partial(load, mesh=["model.mesh.fsdp=2"]), parse_target("cpu"), told.append)
+    meshes = ["model.mesh.fsdp=2", "role_to_mesh.rollout.data=2"]
+    made = plan.make_plan(partial(load, mesh=meshes), parse_target("cpu"), told.append)
     found = json.loads(json.dumps(table.as_json(made)))
     assert "compiling gradients (2 of 6)" in told
     assert [one["name"] for one in found["programs"]] == ["score", "gradients", "apply", "prefill", "insert", "decode"]
     assert [one["name"] for one in found["phases"]] == ["rollout", "logps", "update"]
-    parts = found["memory"]["parts"]
-    expected = {"process", "weights", "optimizer", "reference", "gradients", "rows", "KV cache", "prompts"}
-    assert set(parts) - {"further programs"} == expected  # its size is measured, and may be 0
+    actor, rollout = found["devices"]
+    parts, sampling = actor["parts"], rollout["parts"]
+    assert found["memory"]["parts"] == parts
+    assert set(parts) == {"process", "weights", "optimizer", "reference", "gradients", "rows"}
+    expected = {"process", "weights", "new weights of the rollout", "KV cache", "prompts"}
+    assert set(sampling) - {"further programs"} == expected  # its size is measured, and may be 0
+    assert actor["mesh"]["fsdp"] == rollout["mesh"]["data"] == 2
+    assert parts["weights"] < sampling["weights"] == sampling["new weights of the rollout"]
+    peaks = {one["name"]: one["peak"] for one in found["programs"]}
+    held = sampling["process"] + 2 * sampling["weights"]
+    assert rollout["peak"] == max(held, *(peaks.pop(name) for name in ("prefill", "insert", "decode")))
+    assert actor["peak"] == max(peaks.values())
     assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.01)
     assert parts["reference"] == parts["weights"]
-    assert found["memory"]["peak"] == max(one["peak"] for one in found["programs"])
-    assert found["memory"]["peak"] > parts["process"] + parts["weights"] + parts["optimizer"]
+    assert found["memory"]["peak"] == max(actor["peak"], rollout["peak"])
+    assert actor["peak"] > parts["process"] + parts["weights"] + parts["optimizer"]
     assert any(one["collectives"] for one in found["programs"])
     assert found["fits"]
     assert found["tried"] == []
     table.show(made, Console(width=120))
     out = capsys.readouterr().out
     assert "fits: peak" in out
+    assert "(fsdp 2; rollout data 2)" in out
+    assert "memory of a device of the rollout" in out
+    assert "Not counted: the time that sampling takes beside training" in out
     assert "completions of 3" in out
     assert "40% of the roofline" in out
     small = replace(made, machine=replace(made.machine, memory=1.0), turns=())
@@ -90,19 +107,23 @@ def test_a_device_holds_its_shard() -> None:
 
 
 def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
-    """As in each of several processes; on the mesh of the trained weights it shares them."""
-    made = plan.programs_of(load([], ["model.mesh.fsdp=2", "model.mesh.tp=2"]), make_mesh((2, 2)))
+    """As in each of several processes, on a part of the actor's mesh; on that mesh it shares them."""
+    made = plan.programs_of(load([], ["model.mesh.fsdp=2", "model.mesh.tp=2"]), Places(make_mesh((2, 2))))
     assert isinstance(made, RLPrograms)
+    assert made.synced is None
     weights, programs = nnx.state(made.model), made.largest()
-    assert "weights of the rollout" not in residents_of(weights, programs, False, made.rollout).always
+    assert "weights of the rollout" not in run_residents(weights, programs, False).actor.always
     own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
-    held = residents_of(weights, programs, False, abstract(made.rollout, own)).always
-    assert held["weights of the rollout"] == nbytes(abstract(weights, own)) > held["weights"]
+    copy = abstract(made.rollout, own)
+    held = run_residents(weights, programs, False, copy, copy)
+    assert held.rollout is None
+    assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]
+    assert held.peaks([])["sync"] == sum(held.actor.always.values()) + nbytes(copy)
 
 
 def test_token_values_are_planned_where_a_run_computes_them() -> None:
     every = lambda n: load([f"training.token_values_every_n_steps={n}"])  # noqa: E731
-    made = plan.programs_of(every(1), jax.devices()[0])
+    made = plan.programs_of(every(1), Places(jax.devices()[0]))
     names = {n: [one.name for one in plan._programs_run(every(n), made)] for n in (0, 1, 10**6)}
     assert ["token values" in names[n] for n in (0, 1, 10**6)] == [False, True, False]
     assert made.largest()[1].args[1].tokens.shape == (1, 64)
@@ -114,6 +135,9 @@ def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
     assert two.flops == one.flops
     assert two.calls["decode"].turns == one.calls["decode"].turns / 2
     assert two.bytes - one.bytes == 1000  # of a prefill in each
+    # Two copies are read in seven steps of four slots, as two are of four, and in the prefill.
+    copies = step_phases(load([]), SHAPE, Lengths(16, 8), replace(sizes, sampled=2000.0, copies=2), 1)[0]
+    assert copies.bytes - one.bytes == 1000 + 14 * 4 * weights_in_products(SHAPE)
 
 
 def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
@@ -144,6 +168,19 @@ def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:
     assert (found.arguments, found.unread, found.collectives, found.cycles) == (4000, True, (), None)
     left = plan._left_out(load([]), [found])
     assert left == ["collectives of apply, whose text this jaxlib cannot read"]
+
+
+def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    monkeypatch.setattr(plan, "compile_program", refuse)
+    apply: Any = SimpleNamespace(name="apply")
+    words = "compiler for v5e:4x4 refuses apply: INTERNAL: RET_CHECK failure\n.*a block of chips"
+    with pytest.raises(RecipeError, match=words):
+        plan._compile([apply], parse_target("v5e:4x4"), True, lambda text: None, [], apart=True)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        plan._compile([apply], parse_target("v5e:4x4"), True, lambda text: None, [])
 
 
 def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:

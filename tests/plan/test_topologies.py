@@ -1,13 +1,12 @@
 """Devices that are not there: what is missing is named with the way to get it."""
 
 import importlib.util
-from typing import Any
 
 import jax
 import pytest
 from jax.sharding import Mesh
 
-from covey.config.schema import MeshConfig
+from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import CoveyError, RecipeError
 from covey.plan.machines import parse_target
 from covey.plan.topologies import place_on
@@ -32,7 +31,16 @@ def test_a_missing_compiler_is_named_with_the_way_to_get_it(
 
 
 def test_a_cpu_has_the_devices_that_the_mesh_asks_for() -> None:
-    mesh: Any = place_on(parse_target("cpu"), MeshConfig(fsdp=2, tp=2))
+    mesh = place_on(parse_target("cpu"), MeshConfig(fsdp=2, tp=2)).actor
     assert isinstance(mesh, Mesh)
     assert dict(mesh.shape) == {"fsdp": 2, "tp": 2}
-    assert place_on(parse_target("cpu"), MeshConfig()) == jax.devices("cpu")[0]
+    assert place_on(parse_target("cpu"), MeshConfig()) == (jax.devices("cpu")[0], None)
+
+
+def test_the_rollout_has_the_devices_that_the_actor_leaves() -> None:
+    own = place_on(parse_target("cpu"), MeshConfig(), RoleMeshConfig(data=3))
+    assert own.actor == jax.devices("cpu")[0]
+    assert own.rollout is not None
+    assert list(own.rollout.devices.flat) == jax.devices("cpu")[1:4]
+    with pytest.raises(RecipeError, match=r"v5e:2x4 has 8 devices, and the recipe's meshes have 6: .*rollout .* = 2"):
+        place_on(parse_target("v5e:2x4"), MeshConfig(fsdp=4), RoleMeshConfig(tp=2))
