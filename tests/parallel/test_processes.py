@@ -92,6 +92,16 @@ SUPERVISED = [
     "rollout.max_new_tokens=4",
     "rollout.temperature=1",
 ]
+EVALUATION = [
+    "--recipe=quickstart",
+    "--model.compute_dtype=float32",
+    "--model.mesh.fsdp=4",
+    "--evaluation.prompts=3",
+    "--evaluation.samples=2",
+    "--evaluation.pass_k=2",
+    "--rollout.max_new_tokens=4",
+    "--rollout.max_prompt_length=400",
+]
 FRAGILE = """
 import json, os
 me, calls = os.environ.get("JAX_PROCESS_ID", "alone"), 0
@@ -243,7 +253,9 @@ CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
 
 
 def commands(model: str) -> dict[str, Any]:
-    """Evaluate and export the run beside the model: figures, answers, exported files, and what the terminal got."""
+    """Evaluate the model, and evaluate and export the run beside it: figures, answers, exported files, and what the
+    terminal got.
+    """
     source, answers, shown = Path(model).with_name("run"), list[Any](), io.StringIO()
     out = source.with_name(f"exported-by-{distributed.count()}")
 
@@ -259,6 +271,7 @@ def commands(model: str) -> dict[str, Any]:
         figures = supervised.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
         with mock.patch.object(exporting, "_mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
             codes = [exported("hf"), exported("peft", "--format", "peft")]
+        codes.append(main(["eval", model, *EVALUATION]))
         codes.append(exported("gguf", "--format", "gguf") if distributed.count() > 1 else exported("from one device"))
     files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
     return {"figures": figures, "answers": answers, "codes": codes, "files": files, "shown": shown.getvalue()}
@@ -437,19 +450,20 @@ def test_two_processes_are_one(two: list[dict[str, Any]], model: str, case: str)
 
 
 @pytest.mark.slow
-def test_evaluation_and_export_of_a_supervised_run_are_those_of_one_process(
-    two: list[dict[str, Any]], model: str
-) -> None:
-    """The loss to 1e-6, answers exactly, and all files byte for byte; only adapters that one device has merged differ,
-    by one rounding. Process 0 alone tells it.
+def test_evaluation_and_export_are_those_of_one_process(two: list[dict[str, Any]], model: str) -> None:
+    """Accuracies, the loss to 1e-6, answers exactly, and all files byte for byte; only adapters that one device has
+    merged differ, by one rounding. Process 0 alone tells it.
     """
     one, (first, second) = commands(model), [found["commands"] for found in two]
+    shown = [[line for line in found["shown"].splitlines() if line.startswith(f"{model}: ")] for found in (one, first)]
+    assert shown[0] == shown[1]
+    assert "accuracy" in shown[0][0]
     assert abs(one["figures"]["loss"] - first["figures"]["loss"]) < 1e-6
     assert alike(one["figures"], first["figures"])
     assert first["figures"] == second["figures"]
     assert len(one["answers"]) == 3
     assert one["answers"] == first["answers"] == second["answers"]
-    assert (one["codes"], first["codes"], second["codes"]) == ([0, 0, 0], [0, 0, 2], [0, 0, 2])
+    assert (one["codes"], first["codes"], second["codes"]) == ([0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 2])
     joint, alone = (
         {name: file for name, file in found["files"].items() if not name.startswith("from one device")}
         for found in (first, one)
@@ -516,21 +530,6 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (straight, broken)]
     assert all(alike(summaries[0][when], summaries[1][when]) for when in ("before", "after"))
     assert close(*(state(folder, 3)["params"] for folder in (straight, broken)), 1e-4)
-
-
-@pytest.mark.slow
-def test_an_evaluation_is_divided_over_processes(tmp_path: Path, model: str) -> None:
-    """The same figures from one process with two devices and from two with two each."""
-    settings = {"prompts": 3, "samples": 2, "pass_k": 2}
-    evaluate = ["eval", model, "--recipe=quickstart", *(f"--evaluation.{k}={v}" for k, v in settings.items())]
-    evaluate += ["--model.compute_dtype=float32", "--rollout.max_new_tokens=4", "--rollout.max_prompt_length=400"]
-    several = ["launch", "local", "-n", "2", "--logs", str(tmp_path / "logs"), *evaluate, "--model.mesh.fsdp=4"]
-    (one,) = ended(launched(["-m", "covey", *evaluate, "--model.mesh.fsdp=2"], 1, tmp_path), [0], 400)
-    (both,) = ended(launched(["-m", "covey", *several], 1, tmp_path), [0], 400)
-    figures = [[line for line in shown.splitlines() if line.startswith(f"{model}:")] for shown in (one, both)]
-    assert figures[0] == figures[1]
-    assert "accuracy" in figures[0][0]
-    assert model not in (tmp_path / "logs" / "process-1.log").read_text()
 
 
 @pytest.mark.slow
