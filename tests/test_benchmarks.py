@@ -177,14 +177,14 @@ def test_memory_is_told_by_phase_and_by_part(capsys):
 def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monkeypatch, capsys, tmp_path):
     from benchmarks import common, curves
 
-    monkeypatch.setattr(curves, "FACTORS", (1, 2))
+    monkeypatch.setattr(curves, "FACTORS", (2,))
     monkeypatch.setattr(curves, "MAXIMA", (1, 2))
     monkeypatch.setattr(curves, "AXES", {name: curves.AXES[name] for name in ("prompt length",)})
     settings = common.Settings("smallest", True, 0, 1, smallest)
     found, maxima = curves.measure(settings), curves.longer_maxima(settings)
     curves.tell(found, maxima, settings)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [point["at"] for point in told["curves"]["prompt length"]] == [16, 32]
+    assert [point["at"] for point in told["curves"]["prompt length"]] == [32]
     assert all(point[part]["median"] > 0 for points in found.values() for point in points for part in curves.PARTS)
     assert told["checks"]["maxima_same_tokens"]
     pytest.importorskip("matplotlib")

@@ -12,9 +12,11 @@ import pytest
 from covey.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("--max-steps", "20", "--eval-every-n-steps", "0")
-"""The recipe's 80 steps end at 94 % (docs/recipes.md), so many at 82 %, from 69 %: in a third of the time."""
-REACHED, RISE = 0.77, 0.06
+TAUGHT = ("--max-steps", "56")
+"""Of the recipe's 68 steps: 47 % instead of 69 %."""
+SHORT = ("--max-steps", "16", "--eval-every-n-steps", "0")
+"""Of the recipe's 80 steps, which end at 94 % (docs/recipes.md): from there to 63 %."""
+REACHED, RISE = 0.56, 0.09
 """The standard error of an accuracy of 652 answers is 0.016: so much is no chance."""
 SOON_COMPILED = " ".join(
     ("--xla_backend_optimization_level=1", "--xla_llvm_disable_expensive_passes=true",
@@ -62,7 +64,7 @@ def test_no_older_run_is_taken_for_the_first_ones(
 @pytest.mark.slow
 def test_a_model_of_random_weights_is_taught_sums_and_improves_by_itself(tmp_path: Path) -> None:
     """On pairs that neither command shows it: untaught it knows none of them, taught some, improved most."""
-    for words in (("sft", "sft-tiny"), ("train", "arithmetic-tiny", *SHORT)):
+    for words in (("sft", "sft-tiny", *TAUGHT), ("train", "arithmetic-tiny", *SHORT)):
         done = covey(tmp_path, *words)
         assert done.returncode == 0, done.stderr
     taught, improved = (summary(tmp_path / "runs" / name) for name in ("sft-tiny", "arithmetic-tiny-1"))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
 SMALL = [
     "data.train_fraction=0.1", "training.prompts_per_step=4", "grpo.num_generations=2", "rollout.slots=8",
     "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256", "training.queueing=async", "model.lora.rank=4",
+    "rollout.max_prompt_length=32",
 ]  # fmt: skip
 
 
@@ -23,7 +25,7 @@ def test_a_run_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(soak, "caching", lambda folder: os.environ["JAX_COMPILATION_CACHE_DIR"])
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     words = ["--steps", "30", "--kills", "1", "--every", "5", "--linger", "0.3", "--folder", str(tmp_path)]
-    assert soak.main([*words, "--model", "scratch:arithmetic-tiny@0", *SMALL]) == 0
+    assert soak.main([*words, "--model", TINY, *SMALL]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["differences"] == []
     assert told["kills"] == 1

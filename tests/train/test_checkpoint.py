@@ -679,7 +679,8 @@ def megabytes(name):
     return int(status.split(name + ":")[1].split()[0]) / 2**10
 
 checkpoint.BYTES_IN_FLIGHT = 2**23
-state = {f"w{i}": jax.random.normal(jax.random.key(i), (2**19,)) for i in range(100)}
+drawn = jax.random.normal(jax.random.key(0), (2**19,))
+state = {f"w{i}": drawn * (i + 1) for i in range(100)}  # as little to be compressed as new draws, and soon made
 with checkpoint.Checkpointer(sys.argv[1]) as saves:
     saves.save(1, {"w": state["w0"]})
     saves.wait()
