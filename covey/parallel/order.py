@@ -4,7 +4,8 @@ Every process must launch the same programs over several processes in the same o
 two threads of one process launch some, the collectives take each other's data: results are wrong without an error, or
 all wait for ever. So before a phase that launches such programs, each process writes a digest of program, step and
 phase into the shared store (`parallel.store`) and compares it with that of process 0, which compares it with that of
-each other process. A process that differs is refused before it launches anything.
+each other process. If one differs, all are refused before they launch anything; else process 0 lets all of them start,
+so that none waits for a late one inside of a collective, which on CPUs gives up after 30 seconds.
 
     with order.phase("update", step):
         ...  # launches programs over all processes
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0
 """Seconds that a process waits for another one before it says so."""
+START, REFUSED = "start", "refused"
+"""Key of what process 0 has found, and its value unless all may start."""
 
 
 class OrderError(CoveyError):
@@ -53,7 +56,8 @@ class LaunchOrder:
         self._number, self._thread = 0, threading.current_thread()
 
     def enter(self, name: str, step: int, program: object = "") -> None:
-        """Compare the phase `name` of `step` with that of the others, before it launches anything.
+        """Compare the phase `name` of `step` with that of the others, before it launches anything; return once all are
+        there.
 
         Args:
             name: name of the phase.
@@ -61,7 +65,7 @@ class LaunchOrder:
             program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
 
         Raises:
-            OrderError: another process is at another phase, or this is another thread than the first one's.
+            OrderError: one process is at another phase than process 0, or this is another thread than the first one's.
             PeerLostError: another process is stopped, gone, or has failed.
         """
         what = f"{name!r} of step {step}"
@@ -71,11 +75,31 @@ class LaunchOrder:
         compared = repr((name, step, program() if callable(program) else program))
         digest = hashlib.blake2b(compared.encode(), digest_size=12).hexdigest()
         self._store.set(f"{self._folder()}/{self._index}", f"{digest} {what}")
-        for number in range(1, self._count) if self._index == 0 else (0,):
-            self._compare(number, digest, what)
-        if self._index == 0 and self._number:  # all have read what was written for the phase before
-            self._store.delete(self._folder(self._number - 1))
+        if self._index == 0:
+            self._let_all_start(digest, what)
+        else:
+            self._compare(0, digest, what)
+            self._refuse_unless_all_start(what)
         self._number += 1
+
+    def _let_all_start(self, digest: str, what: str) -> None:
+        try:
+            for number in range(1, self._count):
+                self._compare(number, digest, what)
+        except OrderError:
+            self._store.set(f"{self._folder()}/{START}", REFUSED)
+            raise
+        self._store.set(f"{self._folder()}/{START}", START)
+        if self._number:  # all have read what was written for the phase before
+            self._store.delete(self._folder(self._number - 1))
+
+    def _refuse_unless_all_start(self, what: str) -> None:
+        if self._wait_for(START, what) == REFUSED:
+            raise OrderError(
+                f"process {self._index} wants to launch {what}, as process 0 does, and one of the others does not",
+                want="the same programs in the same order in every process",
+                fix="the output of process 0 names it",
+            )
 
     def _folder(self, number: int | None = None) -> str:
         return f"covey/{self._name}/{self._number if number is None else number}"
@@ -92,7 +116,7 @@ class LaunchOrder:
             )
 
     def _compare(self, number: int, digest: str, what: str) -> None:
-        theirs, _, wanted = self._wait_for(number, what).partition(" ")
+        theirs, _, wanted = self._wait_for(str(number), what).partition(" ")
         if theirs == digest:
             return
         differs = f"with other shapes or another program than process {number}"
@@ -103,13 +127,14 @@ class LaunchOrder:
             fix="look for what depends on the process: its time, its random numbers, its share of the data",
         )
 
-    def _wait_for(self, number: int, what: str) -> str:
+    def _wait_for(self, key: str, what: str) -> str:
         started, reported = time.monotonic(), False
-        while (found := self._store.wait(f"{self._folder()}/{number}", POLL_SECONDS)) is None:
+        while (found := self._store.wait(f"{self._folder()}/{key}", POLL_SECONDS)) is None:
             if self._watch is not None and self._watch.verdict:
                 raise PeerLostError(self._watch.verdict, fix="its own output, or the system's log, says why")
             if not reported and time.monotonic() - started > REPORT_SECONDS:
-                log.warning(f"waiting for process {number} before {what} since {REPORT_SECONDS:.0f} s")
+                late = "the other processes" if key == START else f"process {key}"
+                log.warning(f"waiting for {late} before {what} since {REPORT_SECONDS:.0f} s")
                 reported = True
         return found
 
@@ -134,6 +159,35 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
         if isinstance(error, CoveyError) or (watch := liveness.current()) is None or not (lost := watch.blame()):
             raise
         raise PeerLostError(lost, fix="its own output, or the system's log, says why") from error
+
+
+def together(name: str, function: Any) -> Any:
+    """Return the jitted `function` so that all processes launch it at the same moment when its first call for some
+    shapes has arrays of several processes: one that has compiled it sooner waits for the others here, and not inside of
+    a collective. With one process it is `function` itself.
+    """
+    return function if jax.process_count() == 1 else _Together(name, function)
+
+
+class _Together:
+    def __init__(self, name: str, function: Any):
+        self._name, self._function, self._launched = name, function, set[Any]()
+
+    def __call__(self, *args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        shapes = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))
+        if shapes not in self._launched and any(_is_shared(x) for x in leaves):
+            self._function.lower(*args).compile()  # the call finds it
+            _order_of_this_process().enter(f"first launch of {self._name}", len(self._launched), shapes)
+            self._launched.add(shapes)
+        return self._function(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+def _is_shared(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def refuse_second_thread(what: str) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder, compiler_options
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.models.operands import operand_type, round_kernels
+from covey.parallel.order import together
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
 from covey.train.gradient_sums import GradientLayout, GradientSums
@@ -60,18 +61,20 @@ class UpdatePrograms:
         self._sum_shardings = self.layout.shardings(trainable)
         self.init = jax.jit(optimizer.init, out_shardings=self._state_shardings)
         self.zeros = jax.jit(self.layout.zeros, out_shardings=self._sum_shardings)
-        self.accumulate = jax.jit(
+        accumulate = jax.jit(
             partial(accumulate_grads, self.graph, loss_fn, self.layout, _with_norm(model)),
             donate_argnums=(2,),
             out_shardings=(self._sum_shardings, None),
             compiler_options=compiler_options(model),
         )
+        self.accumulate = together("gradients", accumulate)
         self.norm = jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums)))
-        self.apply = jax.jit(
+        apply = jax.jit(
             partial(apply_sums, optimizer, self.layout),
             donate_argnums=(0, 1),
             out_shardings=(shardings, self._state_shardings),
         )
+        self.apply = together("apply", apply)
 
     def gradients_program(self, batch: Any) -> Program:
         """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""

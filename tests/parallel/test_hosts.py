@@ -225,7 +225,7 @@ def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped() -> No
     assert [process.returncode for process in started] == [PEER_LOST, PEER_LOST, -signal.SIGKILL], shown
     assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], shown
     assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], shown
-    assert "order not refused" in texts[2]
+    assert "process 2 wants to launch 'update' of step 7, as process 0 does, and one of the others does not" in texts[2]
     assert "with other shapes or another program than process 0" in texts[1]
     for number, text in enumerate(texts):
         assert f"process {number}: the thread 'producer' wants to launch 'sync' of step 8" in text
