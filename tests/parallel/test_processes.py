@@ -137,7 +137,9 @@ def work(model: str, folder: Path) -> None:
     """Train as each of `CASES`, in turn."""
     with distributed.start():
         found = {name: train(model) for name, train in CASES.items()} | {"commands": commands(model)}
-        (folder / f"{distributed.index()}").write_bytes(pickle.dumps(found | {"listens": listening()}))
+        (folder / f"{distributed.index()}").write_bytes(
+            pickle.dumps(found | {"listens": listening(), "keeps": keeps_programs()})
+        )
 
 
 def grpo_with_adapters(model: str) -> dict[str, Any]:
@@ -319,6 +321,11 @@ def trained_by(learner: Any, loader: PromptLoader) -> dict[str, Any]:
     return found
 
 
+def keeps_programs() -> bool:
+    """Return whether this process reads programs from the cache, which the environment names."""
+    return bool(jax.config.jax_enable_compilation_cache and os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
 def listening() -> list[str]:
     """Hosts of this machine at which the coordinator answers: all of 127.0.0.0/8 is this machine."""
     port = int(os.environ.get(ADDRESS, ":0").rsplit(":", 1)[1])
@@ -478,6 +485,13 @@ def test_evaluation_and_export_are_those_of_one_process(two: list[dict[str, Any]
     assert first["shown"].count("all bytes are equal") == 2
     assert "a GGUF file is written by one process, and there are 2" in first["shown"]
     assert not [line for line in second["shown"].splitlines() if not line.startswith(("a GGUF", "  "))]
+
+
+@pytest.mark.slow
+def test_no_process_reads_a_program_that_the_others_compile(two: list[dict[str, Any]]) -> None:
+    """Trap: process 0 alone finds programs in the cache, and the others' collectives may wait for it."""
+    assert [found["keeps"] for found in two] == [False] * 2
+    assert keeps_programs()
 
 
 @pytest.mark.slow
