@@ -8,7 +8,8 @@ alone.
 
     limits     CPU seconds, memory, size of a file, open files, core files, processes (which do not count for root)
     landlock   no file but the standard library can be read, none outside FOLDER be written; no TCP, no signals out
-    seccomp    no socket, process, program, or signal to another process; none of the kernel's larger surfaces
+    seccomp    no socket, process, program, or signal to another process; no change of who may use a file, of its
+               times or attributes, or of how a process is scheduled; none of the kernel's larger surfaces
 """
 
 import ctypes
@@ -33,7 +34,8 @@ CLONE_THREAD = 0x00010000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 """Offsets of what a filter sees of a system call."""
 
-# Numbers of the same system calls on both machines. fork and vfork are not there on ARM.
+# Numbers of the same system calls on both machines. fork, vfork, chmod, chown, lchown, utime, utimes and futimesat are
+# not there on ARM. Landlock does not cover who may use a file, its times and its attributes.
 REFUSED = {
     "x86_64": (
         41, 42, 43, 44, 46, 49, 50, 53,  # socket, connect, accept, sendto, sendmsg, bind, listen, socketpair
@@ -43,15 +45,21 @@ REFUSED = {
         155, 161, 165, 166, 272, 308,  # pivot_root, chroot, mount, umount2, unshare, setns
         29, 64, 68, 135, 248, 249, 250, 303, 304, 300, 319,  # shmget, semget, msgget, personality, keys, handles, memfd
         298, 321, 323, 425, 426, 427,  # perf_event_open, bpf, userfaultfd, io_uring_*
+        90, 91, 268, 452, 92, 93, 94, 260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat
+        132, 235, 261, 280, 469,  # utime, utimes, futimesat, utimensat, file_setattr
+        188, 189, 190, 463, 197, 198, 199, 466,  # setxattr, lsetxattr, fsetxattr, setxattrat, removexattr, …
+        203, 144, 142, 314, 251,  # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, ioprio_set
+        256, 279,  # migrate_pages, move_pages
     ),
     "aarch64": (
         198, 203, 202, 206, 211, 200, 201, 199, 221, 281, 129, 130, 138, 240, 424, 434, 438, 117, 270, 271, 154, 157,
         140, 261, 41, 51, 40, 39, 97, 268, 194, 190, 186, 92, 217, 218, 219, 264, 265, 262, 279, 241, 280, 282, 425,
-        426, 427,
+        426, 427, 52, 53, 452, 55, 54, 88, 469, 5, 6, 7, 463, 14, 15, 16, 466, 122, 119, 118, 274, 30,
+        238, 239,
     ),
 }  # fmt: skip
-MACHINES = {"x86_64": (0xC000003E, 56, 234), "aarch64": (0xC00000B7, 220, 131)}
-"""Number of the architecture in a filter, and those of clone and tgkill."""
+MACHINES = {"x86_64": (0xC000003E, 56, 234, 157), "aarch64": (0xC00000B7, 220, 131, 167)}
+"""Number of the architecture in a filter, and those of clone, tgkill and prctl."""
 CLONE3 = 435
 X32 = 0x40000000
 """Bit of the numbers of x86's other set of system calls."""
@@ -104,13 +112,15 @@ def lock_calls(libc: ctypes.CDLL) -> bool:
 
 def call_filter(machine: str, process: int) -> list[tuple[int, int, int, int]]:
     """Return the filter: instructions (code, jump if true, jump if false, value)."""
-    architecture, clone, signal_thread = MACHINES[machine]
+    architecture, clone, signal_thread, control = MACHINES[machine]
     refuse = (RETURN, 0, 0, REFUSE | errno.EPERM)
     return [
         (LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, architecture), refuse,
         (LOAD, 0, 0, NUMBER), (JUMP_SET, 0, 1, X32), refuse,
         *(one for number in REFUSED[machine] for one in ((JUMP_EQUAL, 0, 1, number), refuse)),
         (JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, REFUSE | errno.ENOSYS),  # the C library then uses clone
+        (JUMP_EQUAL, 0, 4, control), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_EQUAL, 0, 1, SET_SIGNAL_OF_PARENTS_END),
+        refuse, (RETURN, 0, 0, ALLOW),
         (JUMP_EQUAL, 0, 3, clone), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_SET, 4, 0, CLONE_THREAD), refuse,
         (JUMP_EQUAL, 0, 2, signal_thread), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_EQUAL, 0, 1, process),
         (RETURN, 0, 0, ALLOW), refuse,

@@ -23,7 +23,7 @@ from covey.errors import RecipeError
 T = TypeVar("T")
 
 HOSTILE = """
-import os, socket, subprocess, signal, tempfile
+import ctypes, os, socket, subprocess, signal, tempfile
 def tries(name, act):
     try:
         act()
@@ -46,6 +46,16 @@ tries('exec', lambda: os.execv('/bin/sh', ['sh']))
 tries('kill', lambda: os.kill(parent, signal.SIGKILL))
 tries('group', lambda: os.killpg(os.getpgid(parent), signal.SIGKILL))
 tries('leave', os.setsid)
+tries('mode', lambda: os.chmod('KEPT', 0o777))
+tries('owner', lambda: os.chown('KEPT', os.getuid(), os.getgid()))
+tries('times', lambda: os.utime('KEPT', (1, 1)))
+tries('attribute', lambda: os.setxattr('KEPT', 'user.x', b'x'))
+tries('unattribute', lambda: os.removexattr('KEPT', 'user.kept'))
+tries('cores', lambda: os.sched_setaffinity(parent, os.sched_getaffinity(parent)))
+tries('scheduler', lambda: os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0)))
+tries('scheduling', lambda: os.sched_setparam(parent, os.sched_param(0)))
+tries('priority', lambda: os.setpriority(os.PRIO_PROCESS, parent, 10))
+tries('survive', lambda: ctypes.CDLL(None).prctl(1, 0) and 1 / 0)
 tries('memory', lambda: bytearray(10**10))
 tries('large', lambda: open('large', 'wb').write(b'0' * (1 << 22)))
 open('x', 'w').write('mine')
@@ -62,17 +72,20 @@ def protections() -> None:
 def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
     outside, kept = tmp_path / "outside", tmp_path / "kept"
     kept.write_text("here")
-    before = os.environ["PATH"]
+    with suppress(OSError):  # this file system has no attributes
+        os.setxattr(kept, "user.kept", b"")
+    as_it_was, before = kept.stat(), os.environ["PATH"]
     outcome = run_program(HOSTILE.replace("OUTSIDE", str(outside)).replace("KEPT", str(kept)))
     assert outcome.failure == ""
     *tries, last = outcome.output.splitlines()
-    assert len(tries) == 17
+    assert len(tries) == 27
     assert [line for line in tries if line.endswith("DONE")] == []
     assert "memory MemoryError" in tries
     assert re.fullmatch(
         r"\['LC_ALL', 'PYTHONDONTWRITEBYTECODE', 'PYTHONHASHSEED'\] \[('x', 'large'|'large', 'x')\] mine", last
     )
     assert not outside.exists()
+    assert kept.stat() == as_it_was
     assert kept.read_text() == "here"
     assert os.environ["PATH"] == before
 
@@ -140,7 +153,7 @@ def test_a_run_begins_only_where_all_protections_hold(
 
 @pytest.mark.parametrize("machine", sorted(python_child.MACHINES))
 def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None:
-    architecture, clone, signal_thread = python_child.MACHINES[machine]
+    architecture, clone, signal_thread, control = python_child.MACHINES[machine]
     program, refused = python_child.call_filter(machine, 77), python_child.REFUSE | errno.EPERM
 
     def ruled(number: int, argument: int = 0, arch: int = architecture) -> int:
@@ -162,5 +175,6 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None
     assert ruled(python_child.CLONE3) == python_child.REFUSE | errno.ENOSYS
     assert [ruled(clone, flags) for flags in (0x11, 0x3D0F00)] == [refused, python_child.ALLOW]  # a fork, a thread
     assert [ruled(signal_thread, process) for process in (77, 1)] == [python_child.ALLOW, refused]
+    assert [ruled(control, what) for what in (1, 2)] == [refused, python_child.ALLOW]  # the signal of a parent's end
     assert ruled(0, arch=1) == ruled(python_child.X32) == refused
     assert len(special) == len(python_child.REFUSED[machine]) + 3
