@@ -1,5 +1,6 @@
 """The command that is started several times, and how a training command goes on after a failure."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,14 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
         raise CoveyError("no recipe is given to launch", want=f"covey launch … {words[0]} NAME_OR_YAML")
     source = flags.get("--resume") or names[0]
     settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--resume"])
-    return TrainingCommand(tuple(words), flags.get("--resume") or settings.out, _devices(settings))
+    return TrainingCommand(tuple(words), _folder(flags.get("--resume") or settings.out), _devices(settings))
+
+
+def _folder(name: str | None) -> str | None:
+    """Return the folder without slashes at its end: the launcher makes a folder of logs beside it, whose name begins
+    with it.
+    """
+    return None if name is None else str(Path(name).expanduser())
 
 
 def _devices(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
@@ -80,8 +88,15 @@ def _evaluation(words: Sequence[str]) -> TrainingCommand:
 
 def _export(words: Sequence[str]) -> TrainingCommand:
     names, pairs = split(words[1:], 1)
-    out = dict(pairs).get("--out")
+    flags = {flag.removeprefix("--"): value for flag, value in pairs}
+    out = flags.get("out")
     if not names or out is None:
         what = "no model is given to export" if not names else "no folder is given to export to"
         raise CoveyError(what, want="covey launch … export RUN_OR_MODEL --out FOLDER")
-    return TrainingCommand(tuple(words), out)
+    if flags.get("format") == "gguf":
+        raise CoveyError(
+            "a GGUF file is written by one process",
+            want="--format hf or peft for several; llama.cpp converts the first to GGUF",
+            fix=f"{shlex.join(['covey', *words])}, where one process can hold the model",
+        )
+    return TrainingCommand(tuple(words), _folder(out))

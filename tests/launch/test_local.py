@@ -158,6 +158,10 @@ def test_gpus_are_divided():
         (["generate", "here", "Hi"], "covey generate cannot be launched"),
         (["export"], "no model is given to export"),
         (["export", "here"], "no folder is given to export to"),
+        (
+            ["export", "a", "--out", "b", "--format=gguf"],
+            "fix: covey export a --out b --format=gguf, where one process",
+        ),
         (["eval"], "no model is given"),
         (["eval", "here", "--recipe", "quickstart", "--evaluation.samples", "-3"], "samples"),
         (["train"], "no recipe is given"),
@@ -181,8 +185,8 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(words, told):
 )
 def test_evaluation_and_export_are_repeated_and_not_resumed(tmp_path, words):
     (tmp_path / "recipe.yaml").write_text("")
-    command = training_command([str(tmp_path) if word == "RUN" else word for word in words])
-    assert command.run == str(tmp_path)
+    command = training_command([f"{tmp_path}/" if word == "RUN" else word for word in words])
+    assert command.run == str(tmp_path)  # the logs lie beside it
     assert command.next_words() == command.words
     with pytest.raises(CoveyError, match="run folder"):
         _ = command.resume_words
@@ -192,6 +196,7 @@ def test_the_run_folder_of_a_command(tmp_path):
     command = training_command(["train", "quickstart", "--out", str(tmp_path / "a"), "--max-steps", "3"])
     assert command.run == str(tmp_path / "a")
     assert command.next_words() == command.words
+    assert training_command(["train", "quickstart", "--out", f"{tmp_path}/a/"]).run == command.run
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "recipe.yaml").write_text("")
     assert command.next_words() == ("train", "--resume", str(tmp_path / "a"))
