@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.packing.bins import row_length_bucket
-from covey.plan.memory import SAMPLING
+from covey.plan.memory import SAMPLING, SYNC
 
 MIN_SLOTS = 4
 
@@ -33,19 +33,19 @@ Peak = Callable[[Sequence[str]], int]
 """Function from settings, as on the command line, to the most bytes of a device."""
 
 
-def search(recipe: Recipe | SFTRecipe, worst: str, limit: float, peak_with: Peak) -> list[Turn]:
+def search(recipe: Recipe | SFTRecipe, above: Sequence[str], limit: float, peak_with: Peak) -> list[Turn]:
     """Return what was tried, in order; the last fits, if any does.
 
     Args:
         recipe: a recipe that does not fit.
-        worst: name of its program with the highest peak.
+        above: names of its programs, or `SYNC`, that do not fit; the one with the highest peak first.
         limit: bytes of a device.
         peak_with: see `Peak`.
     """
     turns: list[Turn] = []
     kept: list[str] = []
     lowest = float("inf")
-    for knob in knobs(recipe, worst):
+    for knob in knobs(recipe, above):
         best = kept
         for setting in knob:
             tried = _merged(kept, setting)
@@ -65,12 +65,28 @@ def _merged(kept: Sequence[str], setting: Sequence[str]) -> list[str]:
     return [word for pair in values.items() for word in pair]
 
 
-def knobs(recipe: Recipe | SFTRecipe, worst: str) -> Iterator[list[list[str]]]:
-    """Yield the settings of each knob, from the mildest value to the strongest; the knob of the worst program first."""
+def knobs(recipe: Recipe | SFTRecipe, above: Sequence[str]) -> Iterator[list[list[str]]]:
+    """Yield the settings of each knob, from the mildest value to the strongest; the knob of the worst program first.
+
+    Those of rows and slots change nothing for `SYNC`, which holds weights alone: they come last where it is the worst,
+    and not at all where it is the only one.
+    """
+    worst = above[0]
+    if worst != SYNC:
+        yield from _sizes(recipe, worst)
+    yield from _weights(recipe)
+    if worst == SYNC and above[1:]:
+        yield from _sizes(recipe, above[1])
+
+
+def _sizes(recipe: Recipe | SFTRecipe, worst: str) -> Iterator[list[list[str]]]:
     rows, slots = _rows(recipe), _slots(recipe)
     first, second = (slots, rows) if worst in SAMPLING else (rows, slots)
     yield from first
     yield from second
+
+
+def _weights(recipe: Recipe | SFTRecipe) -> Iterator[list[list[str]]]:
     rank, trained_whole = recipe.model.lora.rank, not recipe.model.adapter
     if not rank and trained_whole:
         yield [["--model.lora.rank", "64"], ["--model.lora.rank", "16"]]

@@ -225,8 +225,8 @@ def _refused_devices(program: Program, target: Target, reason: str) -> RecipeErr
 
 
 def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, tell: Tell) -> list[Turn]:
-    worst = max(plan.peaks, key=plan.peaks.__getitem__)
-    above = {name for name, peak in plan.peaks.items() if peak > plan.machine.memory}
+    largest_first = sorted(plan.peaks, key=plan.peaks.__getitem__, reverse=True)
+    above = [name for name in largest_first if plan.peaks[name] > plan.machine.memory]
     further = plan.residents.of("decode").during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
 
     def peak_with(settings: Sequence[str]) -> int:
@@ -241,7 +241,7 @@ def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, 
         again = [compile_program(one, read_text=False) for one in largest if one.name in above]
         return plan.process + max(residents.peaks(again).values())
 
-    return search(recipe, worst, plan.machine.memory, peak_with)
+    return search(recipe, above, plan.machine.memory, peak_with)
 
 
 def _phase_times(

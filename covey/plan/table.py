@@ -8,7 +8,7 @@ from rich.table import Table
 
 from covey.plan.compiled import CompiledProgram
 from covey.plan.inventory import Entry
-from covey.plan.memory import Residents
+from covey.plan.memory import SYNC, Residents
 from covey.plan.plan import Plan
 
 SCHEMA = 1
@@ -40,6 +40,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices": groups,
         "fits": plan.fits,
         "programs": [_program(plan, program) for program in plan.programs],
+        "sync": {"peak": plan.peaks[SYNC]} if SYNC in plan.peaks else None,
         "inventory": [
             {"name": one.name, "shape": one.shape, "compile_seconds": _measured(plan, one)} for one in plan.inventory
         ],
@@ -143,6 +144,8 @@ def _show_memory(found: dict[str, Any], console: Console) -> None:
     for one in _largest_by_name(found["programs"]):
         sizes = [_gb(one[key]) for key in ("temporary", "results", "peak")]
         programs.add_row(one["name"], *sizes, f"{one['compile_seconds']:.1f}")
+    if found["sync"]:
+        programs.add_row(SYNC, "", "", _gb(found["sync"]["peak"]), "")
     console.print(programs)
 
 

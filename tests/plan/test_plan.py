@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,8 +75,8 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert actor["mesh"]["fsdp"] == rollout["mesh"]["data"] == 2
     assert parts["weights"] < sampling["weights"] == sampling["new weights of the rollout"]
     peaks = {one["name"]: one["peak"] for one in found["programs"]}
-    held = sampling["process"] + 2 * sampling["weights"]
-    assert rollout["peak"] == max(held, *(peaks.pop(name) for name in ("prefill", "insert", "decode")))
+    assert found["sync"]["peak"] == sampling["process"] + 2 * sampling["weights"]
+    assert rollout["peak"] == max(found["sync"]["peak"], *(peaks.pop(name) for name in ("prefill", "insert", "decode")))
     assert actor["peak"] == max(peaks.values())
     assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.01)
     assert parts["reference"] == parts["weights"]
@@ -88,6 +89,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "fits: peak" in out
     assert "(fsdp 2; rollout data 2)" in out
+    assert re.search(rf"\nsync +{found['sync']['peak'] / 1e9:.2f} *\n", out)
     assert "memory of a device of the rollout" in out
     assert "Not counted: the time that sampling takes beside training" in out
     assert "completions of 3" in out
