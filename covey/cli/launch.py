@@ -17,6 +17,8 @@ from covey.launch.command import VERBS, training_command
 
 OptionsT = TypeVar("OptionsT", LocalOptions, JobOptions)
 USAGE = "covey launch local|slurm|k8s|tpu-vm|skypilot [--option value ...] train NAME_OR_YAML [--setting value ...]"
+NOT_IN_JOBS = {"eval": "RUN", "export": "RUN --out FOLDER"}
+"""Command of several processes that no job file is written for → the words that it needs."""
 
 
 def parse(words: Sequence[str]) -> Callable[[], int | None]:
@@ -60,11 +62,12 @@ def _local(options: LocalOptions, words: Sequence[str]) -> Callable[[], int]:
 
 
 def _job(place: str, options: JobOptions, words: Sequence[str], dry_run: bool) -> Callable[[], None]:
-    if words[:1] in (["eval"], ["export"]):
+    if words and words[0] in NOT_IN_JOBS:
+        what = f"{words[0]} {NOT_IN_JOBS[words[0]]}"
         raise CoveyError(
             f"covey {words[0]} is not launched on {place}",
             want=f"covey launch local … {words[0]}, or a training command",
-            fix=f"COVEY_DISTRIBUTED=auto covey {words[0]} RUN, by the cluster's own command that starts processes",
+            fix=f"COVEY_DISTRIBUTED=auto covey {what}, by the cluster's own command that starts processes",
         )
     job = JOBS[place]
     text = job.text(training_command(words), options)

@@ -77,6 +77,7 @@ def check_mesh(config: MeshConfig, rollout: RoleMeshConfig, target: Target) -> N
             f"{target.name} has {target.count} devices, and the recipe's meshes have {wanted}: model.mesh "
             f"{_format(config)} = {mesh_size(config)}, role_to_mesh.rollout {_format(rollout)} = {rollout.size}",
             want=f"meshes with {target.count} devices together",
+            fix=_smaller(rollout.size, target.count),
             where="role_to_mesh",
         )
     raise RecipeError(
@@ -85,6 +86,15 @@ def check_mesh(config: MeshConfig, rollout: RoleMeshConfig, target: Target) -> N
         fix=f"for example --mesh.data 1 --mesh.fsdp {target.count} --mesh.tp 1",
         where="model.mesh",
     )
+
+
+def _smaller(rollout: int, count: int) -> str:
+    """Return a fix for two meshes on `count` devices: the actor on those that a rollout of `rollout` devices leaves, or
+    a smaller rollout where it leaves none.
+    """
+    if rollout < count:
+        return f"for example --mesh.data 1 --mesh.fsdp {count - rollout} --mesh.tp 1, beside this rollout"
+    return f"a role_to_mesh.rollout of at most {count - 1} devices" if count > 1 else "no role_to_mesh.rollout"
 
 
 def _format(config: MeshConfig | RoleMeshConfig) -> str:

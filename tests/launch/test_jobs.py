@@ -141,6 +141,8 @@ def test_the_command_writes_a_file_once_or_prints_it(tmp_path, monkeypatch, caps
     assert "already there" in capsys.readouterr().err
     assert main(["launch", "slrm", *words]) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
+    assert main(["launch", "slurm", "export", "runs/a"]) == 2
+    assert f"fix: {MODE}=auto covey export RUN --out FOLDER, by the cluster's own" in capsys.readouterr().err
 
 
 def test_the_help_names_every_option():

@@ -42,5 +42,10 @@ def test_the_rollout_has_the_devices_that_the_actor_leaves() -> None:
     assert own.actor == jax.devices("cpu")[0]
     assert own.rollout is not None
     assert list(own.rollout.devices.flat) == jax.devices("cpu")[1:4]
-    with pytest.raises(RecipeError, match=r"v5e:2x4 has 8 devices, and the recipe's meshes have 6: .*rollout .* = 2"):
+    with pytest.raises(
+        RecipeError, match=r"v5e:2x4 has 8 devices, and the recipe's meshes have 6: .*rollout .* = 2"
+    ) as two:
         place_on(parse_target("v5e:2x4"), MeshConfig(fsdp=4), RoleMeshConfig(tp=2))
+    assert "fix: for example --mesh.data 1 --mesh.fsdp 6 --mesh.tp 1, beside this rollout" in str(two.value)
+    with pytest.raises(RecipeError, match=r"fix: a role_to_mesh\.rollout of at most 7 devices"):
+        place_on(parse_target("v5e:2x4"), MeshConfig(), RoleMeshConfig(fsdp=8))
