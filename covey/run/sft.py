@@ -63,6 +63,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
         chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
         metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
+        del learner  # on accelerators it has stacks of the model's layers
         worker = answering_worker(model, tokenizer, recipe.rollout)
         answerable = select_answerable(worker, chosen, recipe.evaluation.answers)
         if answerable:

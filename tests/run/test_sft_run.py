@@ -5,6 +5,7 @@ be used and trained on.
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from covey.config.schema import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
 from covey.parallel import flatten
-from covey.run.inference import answering_worker, select_answerable
+from covey.run import sft as supervised
+from covey.run.inference import answer_examples, answering_worker, select_answerable
 from covey.run.load_model import load_source
+from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 from covey.train.metrics import MetricsWriter
 
@@ -240,7 +243,22 @@ def test_the_command_trains_and_others_use_the_run(
     assert "before: loss " in shown
     assert "accuracy 0.0%" in shown
     assert "step 2/2  loss " in shown
-    assert main(["eval", "run"]) == 0
+    learners, seen = list[Any](), list[Any]()
+
+    def answer(*args: Any) -> Any:
+        seen.extend(learner() for learner in learners)
+        return answer_examples(*args)
+
+    def watched(**options: Any) -> SFTLearner:
+        learner = SFTLearner(**options)
+        learners.append(weakref.ref(learner))
+        return learner
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "answer_examples", answer)
+        patch.setattr(supervised, "SFTLearner", watched)
+        assert main(["eval", "run"]) == 0
+    assert seen == [None]  # a learner's copy of the weights is free again
     assert "run: loss " in capsys.readouterr().out
     short = ["--evaluation.prompts", "2", "--max-new-tokens", "4", "--max-prompt-length", "32"]
     short += ["--data.task", "jsonl", "--data.path", LETTERS]
