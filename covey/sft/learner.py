@@ -155,7 +155,10 @@ class SFTLearner(Keywords):
 
     @property
     def program_model(self) -> Decoder:
-        """The model with its current weights as programs take it: on accelerators with stacks of layers."""
+        """The model with its current weights as programs take it: on accelerators with stacks of layers.
+
+        With stacks, a call of it with a cache fails: to decode so, take `model`. A `RolloutWorker` takes either.
+        """
         if self.trainer is None:
             return self._model
         graph: Any = self.trainer.graph
