@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.layouts import FLAGS, Case, difference
-from benchmarks.soak import caching, differences, steps_of
+from benchmarks.soak import differences, steps_of
 from covey.config.processes import COUNT, NUMBER
 from covey.train.run_files import CHECKPOINTS, SUMMARY
 
@@ -130,7 +130,6 @@ def main(words: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     flags = f"{FLAGS} --xla_force_host_platform_device_count={asked.processes}"
     os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", caching(folder))
     straight, out = folder / "straight", folder / f"killed-{asked.seed}"
     if not (straight / SUMMARY).exists():
         with run(command(asked, straight, 0), folder / "straight.log") as process:

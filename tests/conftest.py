@@ -30,8 +30,8 @@ from covey.config.schema import CALCULATOR_MARKERS
 assert "jax" not in sys.modules, "JAX was imported before its flags were set"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # All workers and the processes that tests start share what one has compiled, in a folder of this session alone:
-    # what is tested was compiled now. Name a folder to keep it for later sessions.
+    # All workers and the processes that tests start share what one has compiled, but for several that join on CPUs, in
+    # a folder of this session alone: what is tested was compiled now. Name a folder to keep it for later sessions.
     COMPILED = tempfile.mkdtemp(prefix="covey-tests-compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)

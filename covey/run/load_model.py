@@ -152,7 +152,7 @@ def _is_same_local(then: str, now: str) -> bool:
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
-    empty value disables the cache.
+    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.joining`).
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
