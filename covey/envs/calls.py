@@ -22,6 +22,8 @@ from covey.config.schema.envs import ToolFormat
 from covey.envs.schemas import Schema
 from covey.errors import RecipeError
 
+TOOLS = re.compile(r"\btools\b")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -70,8 +72,7 @@ def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
         raise RecipeError(what, fix="use the model's instruction-tuned variant", where="envs.tools")
     if name != "auto":
         return FORMATS[name]
-    found = next((known for pattern, known in TEMPLATES if re.search(pattern, template, re.DOTALL)), None)
-    if found is None:
+    if (found := _form_of(template)) is None:
         raise RecipeError(
             "the model's chat template lists tools in a form that is not known here",
             want=f"one of the forms {', '.join(FORMATS)}",
@@ -81,9 +82,36 @@ def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
     return FORMATS[found]
 
 
+def _form_of(template: str) -> ToolFormat | None:
+    """Return the form in which a chat template writes calls, in time linear in its length; None if it is not known."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral_args" if "[ARGS]" in template.partition("[TOOL_CALLS]")[2] else "mistral"
+    tools = TOOLS.search(template)
+    listed = template[tools.end() :] if tools else ""
+    if _in_order(listed, "<tool_call>", "<function=", "<parameter="):
+        return "qwen3_coder"
+    _, called, behind = listed.rpartition("<tool_call>")
+    if called and "<function=" not in behind and "<arg_key>" not in behind:
+        return "hermes"
+    if 'Respond in the format {"name": function name, "parameters": ' in template:
+        return "llama"
+    if tools:
+        return None
+    return "smollm" if "named SmolLM" in template else "hermes"
+
+
+def _in_order(text: str, *marks: str) -> bool:
+    """Return whether a text has these marks, each behind the one before."""
+    for mark in marks:
+        _, found, text = text.partition(mark)
+        if not found:
+            return False
+    return True
+
+
 def lists_tools(template: str) -> bool:
     """Return whether a chat template has a place for tools."""
-    return re.search(r"\btools\b", template) is not None
+    return TOOLS.search(template) is not None
 
 
 def _tagged(text: str) -> list[Call]:
@@ -231,14 +259,3 @@ FORMATS: dict[str, CallFormat] = {
     "mistral_args": CallFormat("mistral_args", _marked, None, turn_has_calls=True),
     "qwen3_coder": CallFormat("qwen3_coder", _elements, None),
 }
-
-TEMPLATES: Sequence[tuple[str, str]] = (
-    (r"\[TOOL_CALLS\].*\[ARGS\]", "mistral_args"),
-    (r"\[TOOL_CALLS\]", "mistral"),
-    (r"\btools\b.*<tool_call>.*<function=.*<parameter=", "qwen3_coder"),
-    (r"\btools\b.*<tool_call>(?!.*(<function=|<arg_key>))", "hermes"),
-    (r'Respond in the format \{"name": function name, "parameters": ', "llama"),
-    (r"\A(?!.*\btools\b).*named SmolLM", "smollm"),
-    (r"\A(?!.*\btools\b)", "hermes"),
-)
-"""Pattern of a chat template → format of the calls in it, the first that is found. Those without tools come last."""

@@ -349,6 +349,16 @@ def test_the_chat_template_says_how_calls_are_written() -> None:
         Play(SMOLLM, tool_format="mistral")
 
 
+@pytest.mark.parametrize(
+    ("piece", "form"), [("tools <tool_call> <function=", None), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes")]
+)
+def test_a_long_chat_template_is_searched_in_linear_time(piece: str, form: str | None) -> None:
+    began = time.process_time()
+    with suppress(RecipeError):
+        assert choose_format("auto", piece * (100_000 // len(piece))).name == form
+    assert time.process_time() - began < 5  # hours if each mark is tried with each of the others
+
+
 def test_a_conversation_with_calls_ends_with_a_turn_without_one() -> None:
     play = Play()
     assert f"\n{json.dumps(json_schema(add))}\n" in play.asked()
