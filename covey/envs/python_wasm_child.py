@@ -5,7 +5,7 @@ WebAssembly, or compiles that once.
     python -P -s -S python_wasm_child.py LIBRARY run MODULE TELL FUEL MEMORY_BYTES
 
 LIBRARY is the folder that the package wasmtime lies in, TELL a file descriptor to which it writes the fuel that was
-used and how the program ended: `exit CODE`, `fuel`, or the name of a trap. Of this system the program has its standard
+used and how the program ended: `exit CODE`, `fuel`, the name of a trap, or `error of the engine`. Of this system the program has its standard
 output and errors alone: no files, sockets, processes or threads. Its clock and its random numbers are made here, so
 that they are the same each time. Fuel is one unit for each instruction of WebAssembly, and what a call of the host is
 estimated to be worth.
@@ -35,6 +35,13 @@ NOT_SUPPORTED = 58
 SUBSCRIPTION, EVENT = "<QB7xI4xQQH6x", "<QHB21x"
 """Layouts of what a program waits for (its mark, kind, clock, time, precision, flags), and of what is answered."""
 ABSOLUTE = 1
+
+
+class Exit(Exception):
+    """End of the program that it asked for itself; `code` is its exit code."""
+
+    def __init__(self, code: int):
+        self.code = code & 0xFF
 
 
 class Host:
@@ -73,6 +80,10 @@ class Host:
                 return 0
         return NOT_SUPPORTED
 
+    def exit(self, caller: Any, code: int) -> None:
+        """End the program. The engine's own function refuses codes above 125, which a program may use."""
+        raise Exit(code)
+
     def _charge(self) -> None:
         self._store.set_fuel(max(self._store.get_fuel() - CALL_FUEL, 1))
 
@@ -101,7 +112,10 @@ def execute(path: str, tell: int, fuel: int, memory: int) -> None:
     import wasmtime
 
     made = engine()
-    module = wasmtime.Module.deserialize_file(made, path)
+    try:
+        module = wasmtime.Module.deserialize_file(made, path)
+    except wasmtime.WasmtimeError:
+        sys.exit("the compiled interpreter cannot be loaded")
     store = wasmtime.Store(made)
     store.set_fuel(fuel)
     store.set_limits(memory_size=memory)
@@ -109,10 +123,12 @@ def execute(path: str, tell: int, fuel: int, memory: int) -> None:
     try:
         linked(store, made).instantiate(store, module).exports(store)["_start"](store)
         ended = "exit 0"
-    except wasmtime.ExitTrap as end:
+    except Exit as end:
         ended = f"exit {end.code}"
     except wasmtime.Trap as trap:
         ended = "fuel" if trap.trap_code == wasmtime.TrapCode.OUT_OF_FUEL else trap.trap_code.name
+    except wasmtime.WasmtimeError:
+        ended = "error of the engine"
     os.write(tell, f"{fuel - store.get_fuel()} {ended}".encode())
 
 
@@ -129,21 +145,22 @@ def system(program: str) -> "wasmtime.WasiConfig":
 
 
 def linked(store: "wasmtime.Store", made: "wasmtime.Engine") -> "wasmtime.Linker":
-    """Return the functions of the host: those of WASI, with three replaced."""
+    """Return the functions of the host: those of WASI, with four replaced."""
     import wasmtime
 
     i32, i64 = wasmtime.ValType.i32(), wasmtime.ValType.i64()
     host = Host(store)
-    replaced: dict[str, tuple[list[wasmtime.ValType], Callable[..., int]]] = {
-        "clock_time_get": ([i32, i64, i32], host.read_clock),
-        "random_get": ([i32, i32], host.draw),
-        "poll_oneoff": ([i32, i32, i32, i32], host.wait),
+    replaced: dict[str, tuple[list[wasmtime.ValType], list[wasmtime.ValType], Callable[..., int | None]]] = {
+        "clock_time_get": ([i32, i64, i32], [i32], host.read_clock),
+        "random_get": ([i32, i32], [i32], host.draw),
+        "poll_oneoff": ([i32, i32, i32, i32], [i32], host.wait),
+        "proc_exit": ([i32], [], host.exit),
     }
     linker = wasmtime.Linker(made)
     linker.allow_shadowing = True
     linker.define_wasi()
-    for name, (kinds, function) in replaced.items():
-        linker.define_func(WASI, name, wasmtime.FuncType(kinds, [i32]), function, access_caller=True)
+    for name, (kinds, results, function) in replaced.items():
+        linker.define_func(WASI, name, wasmtime.FuncType(kinds, results), function, access_caller=True)
     return linker
 
 

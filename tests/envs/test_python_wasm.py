@@ -104,13 +104,17 @@ def test_a_program_sees_nothing_of_the_system(tmp_path: Path) -> None:
         ("print('before')\nwhile True: pass", Limits(600, fuel=10**9), "took more than 1,000,000,000 instructions"),
         ("import time\nwhile True: time.time()", Limits(600, fuel=10**9), "took more than 1,000,000,000 instructions"),
         ("while True: print('x' * 1000)", IN_WASM, "printed more than 65,536 bytes"),
-        ("import sys; sys.exit(3)", IN_WASM, "exit code 3"),
+        ("import sys; print('before'); sys.exit(-1)", IN_WASM, "the program ended with exit code 255"),
         ("import os; os.abort()", IN_WASM, "ended the interpreter (UNREACHABLE)"),
         ("x = 1\0\nwhile True: pass", IN_WASM, "exit code 1"),
     ],
 )
-def test_a_program_that_does_not_end_is_ended(program: str, limits: Limits, failure: str) -> None:
+def test_a_program_that_does_not_end_is_ended(
+    program: str, limits: Limits, failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
     outcome = run_in_wasm(program, limits)
+    assert "does not repeat" not in caplog.text
+    assert "wasmtime" not in outcome.output
     assert failure in outcome.failure
     assert outcome.fuel <= limits.fuel
     assert len(outcome.output) <= limits.output
