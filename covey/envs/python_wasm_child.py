@@ -5,10 +5,10 @@ WebAssembly, or compiles that once.
     python -P -s -S python_wasm_child.py LIBRARY run MODULE TELL FUEL MEMORY_BYTES
 
 LIBRARY is the folder that the package wasmtime lies in, TELL a file descriptor to which it writes the fuel that was
-used and how the program ended: `exit CODE`, `fuel`, the name of a trap, or `error of the engine`. Of this system the program has its standard
-output and errors alone: no files, sockets, processes or threads. Its clock and its random numbers are made here, so
-that they are the same each time. Fuel is one unit for each instruction of WebAssembly, and what a call of the host is
-estimated to be worth.
+used and how the program ended: `exit CODE`, `fuel`, the name of a trap, or `error of the engine`. Of this system the
+program has its standard output and errors alone: no files, sockets, processes or threads. Its clock and its random
+numbers are made here, so that they are the same each time. Fuel is one unit for each instruction of WebAssembly, and
+what a call of the host is estimated to be worth.
 """
 
 import os
@@ -37,7 +37,7 @@ SUBSCRIPTION, EVENT = "<QB7xI4xQQH6x", "<QHB21x"
 ABSOLUTE = 1
 
 
-class Exit(Exception):
+class ExitError(Exception):
     """End of the program that it asked for itself; `code` is its exit code."""
 
     def __init__(self, code: int):
@@ -82,7 +82,7 @@ class Host:
 
     def exit(self, caller: Any, code: int) -> None:
         """End the program. The engine's own function refuses codes above 125, which a program may use."""
-        raise Exit(code)
+        raise ExitError(code)
 
     def _charge(self) -> None:
         self._store.set_fuel(max(self._store.get_fuel() - CALL_FUEL, 1))
@@ -123,7 +123,7 @@ def execute(path: str, tell: int, fuel: int, memory: int) -> None:
     try:
         linked(store, made).instantiate(store, module).exports(store)["_start"](store)
         ended = "exit 0"
-    except Exit as end:
+    except ExitError as end:
         ended = f"exit {end.code}"
     except wasmtime.Trap as trap:
         ended = "fuel" if trap.trap_code == wasmtime.TrapCode.OUT_OF_FUEL else trap.trap_code.name
