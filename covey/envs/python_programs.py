@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from covey.envs import python_wasm
+from covey.envs.python_folder import excess, own_folder
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = 
         only_limits: execute it also where the kernel has no Landlock or no seccomp: it can then read and write the
             files of this user and use the network.
     """
-    with _places, tempfile.TemporaryDirectory(prefix="covey-python-") as folder:
+    with _places, own_folder() as folder:
         # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time. Unbuffered, so that
         # what was printed stands before the exception, and is there when a limit ends the program.
         command = [sys.executable, "-P", "-s", "-S", "-u", str(CHILD), folder]
@@ -178,7 +179,8 @@ def _start(command: list[str], program: str, descriptors: Sequence[int]) -> "sub
 def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tuple[bytes, str]:
     """Return what a child prints until it ends or exceeds a limit, and which limit that was."""
     assert child.stdout is not None
-    output, end, is_open = b"", time.monotonic() + limits.seconds, True
+    output, is_open, now = b"", True, time.monotonic()
+    end, next_look = now + limits.seconds, now
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while is_open or not _has_ended(child):
@@ -189,10 +191,12 @@ def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tu
                     selector.unregister(child.stdout)
             if len(output) > limits.output:
                 return output[: limits.output], _flood(limits)
-            if time.monotonic() > end:
+            if (now := time.monotonic()) > end:
                 return output, f"the program took longer than {limits.seconds:g} s"
-            if _size(folder) > limits.folder:
-                return output, f"the program wrote more than {limits.folder:,} bytes"
+            if now >= next_look:
+                if exceeded := excess(folder, limits.folder):
+                    return output, exceeded
+                next_look = time.monotonic() + POLL_SECONDS
     return output, ""
 
 
@@ -205,16 +209,6 @@ def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return child.poll() is not None
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _size(folder: str) -> int:
-    """Return the size of the files and folders below a folder in bytes, each at least a block."""
-    total = 0
-    for path, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            with suppress(OSError):
-                total += max(os.lstat(os.path.join(path, name)).st_size, 4096)
-    return total
 
 
 def _ending(code: int, limits: Limits) -> str:

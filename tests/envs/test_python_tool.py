@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +16,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from covey.envs import EnvironmentRunner, python_child, python_tool, python_wasm
-from covey.envs.python_programs import PROTECTIONS, Limits, run_program
+from covey.envs import EnvironmentRunner, python_child, python_programs, python_tool, python_wasm
+from covey.envs.python_folder import excess
+from covey.envs.python_programs import POLL_SECONDS, PROTECTIONS, Limits, run_program
 from covey.envs.python_tool import ProgramError, python
 from covey.errors import RecipeError
 
@@ -61,6 +63,21 @@ tries('large', lambda: open('large', 'wb').write(b'0' * (1 << 22)))
 open('x', 'w').write('mine')
 print(sorted(os.environ), os.listdir('.'), open('x').read())
 """
+NESTED = """
+import os, time
+for _ in range(%d):
+    os.mkdir('x')
+    os.chdir('x')
+"""
+LONG_NAMES = """
+import os
+for _ in range(17):
+    os.mkdir('x' * 250)
+    os.chdir('x' * 250)
+i = 0
+while True:
+    i += 1; open(str(i), 'w')
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,11 +114,21 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
         ("import os, time\nos.close(1); os.close(2); time.sleep(60)", Limits(seconds=0.5), "longer than 0.5 s"),
         ("while True: print('x' * 1000)", Limits(), "printed more than 65,536 bytes"),  # it would be 1 GB in a second
         ("i = 0\nwhile True:\n    i += 1; open(str(i), 'w')", Limits(), "wrote more than 33,554,432 bytes"),
+        (f"{NESTED % 3000}\ntime.sleep(60)", Limits(), "made folders more than 100 deep"),
+        (f"{NESTED % 3000}\nos._exit(3)", Limits(), "the program"),  # it may end before the depth is seen
+        (LONG_NAMES, Limits(folder=1 << 20), "wrote more than 1,048,576 bytes"),
         ("import sys; print('bye'); sys.exit(3)", Limits(), "exit code 3"),
     ],
 )
-def test_a_program_that_does_not_end_is_ended(program: str, limits: Limits, failure: str) -> None:
+def test_a_program_that_does_not_end_is_ended(
+    program: str, limits: Limits, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, began = [], time.monotonic()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(python_programs, "excess", lambda *given: looks.append(given) or excess(*given))
     outcome = run_program(program, limits)
+    assert len(looks) <= (time.monotonic() - began) / POLL_SECONDS + 1
+    assert [*tmp_path.iterdir()] == []
     assert failure in outcome.failure
     assert len(outcome.output) <= limits.output
     assert ("before" in outcome.output) == ("before" in program)
