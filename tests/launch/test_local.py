@@ -59,8 +59,9 @@ def test_one_that_fails_stops_all_and_is_named(tmp_path, capfd, fails, told, cod
 def test_one_that_ignores_signals_or_is_halted_is_killed(tmp_path):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     halted = "os.kill(os.getpid(), signal.SIGSTOP)"
-    code = f"open(f'{tmp_path}/{{me}}', 'w').write(str(os.getpid()))\n"
-    code += f"if me == 0: {stubborn}\nif me == 1: {halted}\nif me == 2: time.sleep(0.5); sys.exit(4)\n{WAIT}"
+    code = f"if me == 0: {stubborn}\nopen(f'{tmp_path}/{{me}}', 'w').write(str(os.getpid()))\nif me == 1: {halted}\n"
+    code += f"while me == 2 and not all(os.path.exists(f'{tmp_path}/{{n}}') for n in (0, 1)): time.sleep(0.02)\n"
+    code += f"if me == 2: sys.exit(4)\n{WAIT}"
     assert launched(tmp_path, code, processes=3) == 4
     for name in "01":
         with pytest.raises(ProcessLookupError):
