@@ -64,6 +64,10 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     if count() == 1:
         yield
         return
+    if jax.default_backend() == "cpu":
+        # There process 0 alone finds programs in the cache, under keys that hold the process. Four processes of which
+        # one has read the gradients' program and three have compiled it wait for each other until gloo gives up.
+        jax.config.update("jax_enable_compilation_cache", False)
     try:
         with liveness.watching(silent):
             yield

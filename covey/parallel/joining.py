@@ -60,10 +60,6 @@ def join(environment: Mapping[str, str]) -> None:
             want=f"{ADDRESS}, {COUNT} and {NUMBER} for each process, or a cluster that JAX knows",
             fix="docs/scaling.md",
         ) from error
-    if jax.default_backend() == "cpu":
-        # There process 0 alone finds programs in the cache, under keys that hold the process. Four processes of which
-        # one has read the gradients' program and three have compiled it wait for each other until gloo gives up.
-        jax.config.update("jax_enable_compilation_cache", False)
     if jax.process_index():
         print(f"process {jax.process_index()} of {jax.process_count()}; process 0 shows the progress", file=sys.stderr)
 

@@ -4,8 +4,9 @@ Every process must launch the same programs over several processes in the same o
 two threads of one process launch some, the collectives take each other's data: results are wrong without an error, or
 all wait for ever. So before a phase that launches such programs, each process writes a digest of program, step and
 phase into the shared store (`parallel.store`) and compares it with that of process 0, which compares it with that of
-each other process. If one differs, all are refused before they launch anything; else process 0 lets all of them start,
-so that none waits for a late one inside of a collective, which on CPUs gives up after 30 seconds.
+each other process. If one differs, all are refused before they launch anything; else process 0 lets all of them start.
+So none waits for a late one inside of a collective, where it could not be told that the other is lost, and where the
+first exchange of a group of CPU devices gives up after 30 seconds.
 
     with order.phase("update", step):
         ...  # launches programs over all processes
@@ -55,20 +56,20 @@ class LaunchOrder:
         self._store, self._index, self._count, self._watch, self._name = store, index, count, watch, name
         self._number, self._thread = 0, threading.current_thread()
 
-    def enter(self, name: str, step: int, program: object = "") -> None:
+    def enter(self, name: str, step: int | None, program: object = "") -> None:
         """Compare the phase `name` of `step` with that of the others, before it launches anything; return once all are
         there.
 
         Args:
             name: name of the phase.
-            step: number of the step.
+            step: number of the step; None if the name says enough.
             program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
 
         Raises:
             OrderError: one process is at another phase than process 0, or this is another thread than the first one's.
             PeerLostError: another process is stopped, gone, or has failed.
         """
-        what = f"{name!r} of step {step}"
+        what = name if step is None else f"{name!r} of step {step}"
         self.refuse_second_thread(what)
         if self._watch is not None:
             self._watch.doing = what
@@ -161,15 +162,15 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
         raise PeerLostError(lost, fix="its own output, or the system's log, says why") from error
 
 
-def together(name: str, function: Any) -> Any:
+def launched_together(name: str, function: Any) -> Any:
     """Return the jitted `function` so that all processes launch it at the same moment when its first call for some
     shapes has arrays of several processes: one that has compiled it sooner waits for the others here, and not inside of
     a collective. With one process it is `function` itself.
     """
-    return function if jax.process_count() == 1 else _Together(name, function)
+    return function if jax.process_count() == 1 else _LaunchedTogether(name, function)
 
 
-class _Together:
+class _LaunchedTogether:
     def __init__(self, name: str, function: Any):
         self._name, self._function, self._launched = name, function, set[Any]()
 
@@ -178,7 +179,7 @@ class _Together:
         shapes = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))
         if shapes not in self._launched and any(_is_shared(x) for x in leaves):
             self._function.lower(*args).compile()  # the call finds it
-            _order_of_this_process().enter(f"first launch of {self._name}", len(self._launched), shapes)
+            _order_of_this_process().enter(f"{self._name} in new shapes", None, shapes)
             self._launched.add(shapes)
         return self._function(*args)
 

@@ -21,7 +21,7 @@ from covey.models.decoder import Decoder
 from covey.models.operands import operand_type, round_kernels
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
-from covey.parallel.order import together
+from covey.parallel.order import launched_together
 from covey.parallel.placement import put_rows, rows_placement
 from covey.parallel.programs import Program, abstract, few_programs
 from covey.parallel.reshard import to_host
@@ -40,7 +40,7 @@ class RowScorer:
     def __init__(self, graph: Any, temperature: float):
         self.graph = graph
         score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
-        self._score = together("log-probs", score)
+        self._score = launched_together("log-probs", score)
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
@@ -85,7 +85,7 @@ class ValueScorer(RowScorer):
 
     def __init__(self, graph: Any):
         self.graph = graph
-        self._score = together("values", jax.jit(partial(row_values, graph)))
+        self._score = launched_together("values", jax.jit(partial(row_values, graph)))
 
 
 class InferenceWorker:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder, compiler_options
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.models.operands import operand_type, round_kernels
-from covey.parallel.order import together
+from covey.parallel.order import launched_together
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
 from covey.train.gradient_sums import GradientLayout, GradientSums
@@ -67,14 +67,14 @@ class UpdatePrograms:
             out_shardings=(self._sum_shardings, None),
             compiler_options=compiler_options(model),
         )
-        self.accumulate = together("gradients", accumulate)
-        self.norm = jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums)))
+        self.accumulate = launched_together("gradients", accumulate)
+        self.norm = launched_together("norm", jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums))))
         apply = jax.jit(
             partial(apply_sums, optimizer, self.layout),
             donate_argnums=(0, 1),
             out_shardings=(shardings, self._state_shardings),
         )
-        self.apply = together("apply", apply)
+        self.apply = launched_together("apply", apply)
 
     def gradients_program(self, batch: Any) -> Program:
         """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
