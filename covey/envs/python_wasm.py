@@ -71,7 +71,7 @@ def open_module() -> Iterator[int]:
         RecipeError: the packages are missing, it cannot be compiled, or others can write to it.
     """
     require_packages()
-    folder, name = cache_folder() / "python-wasm", _module_name()
+    folder, name = module_path().parent, module_path().name
     with _compiling:
         if not (folder / name).exists():
             _compile(folder, name)
@@ -86,6 +86,11 @@ def open_module() -> Iterator[int]:
         os.close(module)
 
 
+def module_path() -> Path:
+    """Return the path of the compiled module."""
+    return cache_folder() / "python-wasm" / _module_name()
+
+
 def _compile(folder: Path, name: str) -> None:
     """Write the compiled module into the folder, which is made for this user alone if it is not there."""
     log.info("compiling the Python tool's interpreter, once: about 7 s of computing time")
@@ -96,6 +101,8 @@ def _compile(folder: Path, name: str) -> None:
             made = os.path.join(scratch, name)
             process = command("compile", str(_source()), made)
             subprocess.run(process, check=True, capture_output=True, stdin=subprocess.DEVNULL, env={})
+            with open(made, "rb") as file:
+                os.fsync(file.fileno())  # else it may be empty after a power failure
             os.replace(made, folder / name)
     except OSError as error:
         raise _unusable(f"the cache cannot be written: {error}", "free some space") from error
