@@ -12,6 +12,10 @@ from covey.rewards.call import excerpt, safe_format
 from covey.rewards.exits import block_exit
 
 
+class FaultError(EpisodeError):
+    """A fault of this machine, and not of the call that the model wrote, which ends the episode by `envs.on_error`."""
+
+
 async def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call an async function in the loop, another in a thread; await the result if it is awaitable."""
     if inspect.iscoroutinefunction(function):

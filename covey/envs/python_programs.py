@@ -3,6 +3,7 @@
 """
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -63,21 +64,26 @@ class Outcome:
         failure: why it failed; empty if it did not.
         protections: names of the protections that held.
         fuel: fuel that it used, under WebAssembly.
+        is_fault: whether this machine failed and not the program, which was not executed.
     """
 
     output: str
     failure: str
     protections: tuple[str, ...] = ()
     fuel: int = 0
+    is_fault: bool = False
 
 
 class Ended(NamedTuple):
-    """End of a child: what its program printed, which limit it exceeded, its exit code, and what it said of itself."""
+    """End of a child: what its program printed, which limit it exceeded, its exit code, what it said of itself, and the
+    seconds of computing that it took.
+    """
 
     output: str
     exceeded: str
     code: int
     message: str
+    seconds: float
 
 
 def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = False) -> Outcome:
@@ -98,8 +104,9 @@ def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = 
         ended = _run(lambda tell: [*command, str(tell), *words], program, limits, folder)
     protections = tuple(filter(None, ended.message.split(",")))
     missing = [name for name in PROTECTIONS if name not in protections and not only_limits]
-    failure = f"this system has no {' and no '.join(missing)}" if missing else ended.exceeded
-    return Outcome(ended.output, failure or _ending(ended.code, limits), protections)
+    if missing and not ended.exceeded:
+        return Outcome(ended.output, f"this system has no {' and no '.join(missing)}", protections, is_fault=True)
+    return Outcome(ended.output, ended.exceeded or _ending(ended, limits), protections)
 
 
 def run_in_wasm(program: str, limits: Limits = IN_WASM) -> Outcome:
@@ -123,8 +130,10 @@ def run_in_wasm(program: str, limits: Limits = IN_WASM) -> Outcome:
     fuel, _, end = ended.message.partition(" ")
     if not fuel or ended.exceeded:
         failure = ended.exceeded or f"the engine ended with exit code {ended.code}"
-        log.warning(f"{failure}: that depends on this machine, so the run does not repeat bit for bit")
-        return Outcome(ended.output, failure)
+        is_fault = not ended.exceeded and ended.code > 0
+        if not is_fault:
+            log.warning(f"{failure}: that depends on this machine, so the run does not repeat bit for bit")
+        return Outcome(ended.output, failure, is_fault=is_fault)
     return Outcome(ended.output, _ending_in_wasm(end, limits), fuel=int(fuel))
 
 
@@ -155,10 +164,10 @@ def _run(
             if child.returncode is None:
                 with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
                     os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            seconds = _reap(child)
             os.set_blocking(told.fileno(), False)
             text = (told.read(100) or b"").decode()
-    return Ended(output.decode(errors="replace"), exceeded, child.returncode, text)
+    return Ended(output.decode(errors="replace"), exceeded, child.returncode, text, seconds)
 
 
 def _start(command: list[str], program: str, descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
@@ -211,11 +220,23 @@ def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _ending(code: int, limits: Limits) -> str:
-    """Return what an exit code says; nothing for 0."""
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+def _reap(child: "subprocess.Popen[bytes]") -> float:
+    """Wait for the end of a child; return the seconds of computing that it took, infinite where they are not known."""
+    if child.returncode is not None:
+        return math.inf
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return used.ru_utime + used.ru_stime
+
+
+def _ending(ended: Ended, limits: Limits) -> str:
+    """Return what the end of a program says; nothing for exit code 0."""
+    if ended.code in (-signal.SIGXCPU, -signal.SIGKILL) and ended.seconds > limits.cpu_seconds - 0.5:
         return f"the program took more than {limits.cpu_seconds} s of computing time"
-    return "" if code == 0 else f"the program ended with exit code {code}"
+    if ended.code == -signal.SIGKILL:
+        log.warning("a program of the model was killed from outside: this machine may have too little memory")
+        return "the program was killed"
+    return "" if ended.code == 0 else f"the program ended with exit code {ended.code}"
 
 
 def _ending_in_wasm(end: str, limits: Limits) -> str:

@@ -14,8 +14,9 @@ from functools import cache
 
 from covey.config.schema.envs import PythonEngine
 from covey.envs import python_wasm
+from covey.envs.calling import FaultError
 from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
-from covey.errors import RecipeError
+from covey.errors import CoveyError, RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,12 @@ def begin_with_wasm() -> None:
     """
     python_wasm.require_packages()
     if failure := run_in_wasm("").failure:
-        what, fix = f"the Python tool's engine wasm does not work here: {failure}", "envs.python_engine: child"
-        raise RecipeError(what, fix=fix, where=python_wasm.WHERE)
+        log.warning(f"the Python tool's compiled interpreter does not work here ({failure}): it is compiled anew")
+        python_wasm.module_path().unlink(missing_ok=True)
+        failure = run_in_wasm("").failure
+    if failure:
+        what = f"the Python tool's engine wasm does not work here, with {python_wasm.module_path()}: {failure}"
+        raise RecipeError(what, fix="envs.python_engine: child", where=python_wasm.WHERE)
     log.info(
         f"the Python tool's engine: {python_wasm.engine_name()}; no files, sockets, processes or threads; limits:"
         f" {IN_WASM.fuel:,} instructions, {_sizes(IN_WASM)}, and as a last resort {IN_WASM.seconds:g} s"
@@ -111,7 +116,13 @@ def _tool(run: Callable[[str], Outcome], at_start: Callable[[], None]) -> Callab
         Args:
             program: The program. It has the standard library, and prints its result.
         """
-        return _printed(run(program))
+        try:
+            outcome = run(program)
+        except CoveyError as error:
+            raise FaultError(f"cannot execute programs: {error.what}", want=error.want, fix=error.fix) from error
+        except OSError as error:
+            raise FaultError(f"cannot execute programs: {error}") from error
+        return _printed(outcome)
 
     python.at_start = at_start  # type: ignore[attr-defined]
     python.has_own_limits = True  # type: ignore[attr-defined]
@@ -119,6 +130,8 @@ def _tool(run: Callable[[str], Outcome], at_start: Callable[[], None]) -> Callab
 
 
 def _printed(outcome: Outcome) -> str:
+    if outcome.is_fault:
+        raise FaultError(f"cannot execute programs: {outcome.failure}")
     if outcome.failure:
         shown = outcome.output.strip()[-MAX_SHOWN:]
         raise ProgramError(f"{outcome.failure}\n{shown}" if shown else outcome.failure)

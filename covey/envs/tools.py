@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from covey.envs.calling import call
+from covey.envs.calling import FaultError, call
 from covey.envs.calls import Call, CallFormat, lists_tools, read_json
 from covey.envs.protocol import Step
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
@@ -206,7 +206,11 @@ class ToolEnvironment:
         return self._tools.prompt(self._prompt)
 
     async def step(self, reply: str) -> Step:
-        """Execute the calls of a turn, one after the other, and return the results; a turn without one is the last."""
+        """Execute the calls of a turn, one after the other, and return the results; a turn without one is the last.
+
+        Raises:
+            EpisodeError: this machine cannot execute them, whatever they are.
+        """
         calls = self._tools.format.parse(reply)
         if not calls:
             return Step(done=True)
@@ -240,6 +244,8 @@ class ToolEnvironment:
         except TimeoutError as error:
             took = f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"
             raise CallError(took) from None
+        except FaultError:
+            raise
         except EpisodeError as error:
             raise CallError(f"{tool.name} {error.what}") from None
         except Exception as error:

