@@ -23,6 +23,8 @@ from covey.envs.schemas import Schema
 from covey.errors import RecipeError
 
 TOOLS = re.compile(r"\btools\b")
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Marks before and behind a model's reasoning. The first may stand in the prompt."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,19 @@ class CallFormat:
 
     Attributes:
         name: value of `envs.tool_format`.
-        parse: text of a turn, control tokens included → its calls; none if it has no call.
+        read: text behind the reasoning of a turn, control tokens included → its calls; none if it has no call.
         system: schemas → text of a system message that lists the tools; None if only a chat template can.
         turn_has_calls: whether the chat template takes a result only behind a turn that is given to it as calls.
     """
 
     name: str
-    parse: Callable[[str], list[Call]]
+    read: Callable[[str], list[Call]]
     system: Callable[[Sequence[Schema]], str] | None
     turn_has_calls: bool = False
+
+    def parse(self, text: str) -> list[Call]:
+        """Return the calls of a turn from its text, control tokens included. Those in its reasoning are none."""
+        return self.read(without_reasoning(text))
 
 
 def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
@@ -114,6 +120,19 @@ def lists_tools(template: str) -> bool:
     return TOOLS.search(template) is not None
 
 
+def without_reasoning(text: str) -> str:
+    """Return what stands behind the last mark that closes reasoning; nothing if the text begins with what never ends.
+
+    >>> without_reasoning("<think>a</think>b"), without_reasoning("<think>a"), without_reasoning("a")
+    ('b', '', 'a')
+    """
+    for opening, closing in REASONING:
+        text = text.rpartition(closing)[2]
+        if text.lstrip().startswith(opening):
+            return ""
+    return text
+
+
 def _tagged(text: str) -> list[Call]:
     """Read what stands between `<tool_call>` and `</tool_call>`: a call, or a list of calls."""
     return [call for body in _between_tags(text) for call in _read(body)]
@@ -134,14 +153,23 @@ def _element(body: str) -> Call:
     head, *parameters = body.removesuffix("</function>").split("<parameter=")
     name = re.fullmatch(r"<function=([^<>\s]+)>\s*", head)
     if name is None or not body.endswith("</function>"):
-        return Call(error="a call is <function=NAME>, its parameters, and </function>")
+        return Call(error=_one_function(body) or "a call is <function=NAME>, its parameters, and </function>")
     arguments = {}
     for parameter in parameters:
         found = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
         if found is None:
-            return Call(name[1], error="a parameter is <parameter=KEY>, its value, and </parameter>")
+            what = _one_function(body) or "a parameter is <parameter=KEY>, its value, and </parameter>"
+            return Call(name[1], error=what)
+        if found[1] in arguments:
+            return Call(name[1], error=f"the parameter {found[1]!r:.80} stands there twice")
         arguments[found[1]] = found[2]
     return Call(name[1], arguments, as_text=True)
+
+
+def _one_function(body: str) -> str:
+    """Return the error of several functions between two tags; nothing if there is one."""
+    several = body.count("<function=") > 1
+    return "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own" if several else ""
 
 
 def _bare(text: str) -> list[Call]:
@@ -164,7 +192,26 @@ def _listed(text: str) -> list[Call]:
 
 def _marked(text: str) -> list[Call]:
     """Read what stands behind each `[TOOL_CALLS]`: a name, perhaps an id, and the arguments."""
-    return [_named(body) for body in text.removesuffix("</s>").split("[TOOL_CALLS]")[1:]]
+    body, calls = text.removesuffix("</s>"), []
+    at = body.find("[TOOL_CALLS]")
+    while at >= 0:
+        start = at + len("[TOOL_CALLS]")
+        at = body.find("[TOOL_CALLS]", _end_of_arguments(body, start))
+        calls.append(_named(body[start : at if at >= 0 else None]))
+    return calls
+
+
+def _end_of_arguments(text: str, start: int) -> int:
+    """Return where the JSON value behind the next `[ARGS]` ends, marks in its texts included; `start` without one."""
+    following = text.find("[TOOL_CALLS]", start)
+    marked = text.find("[ARGS]", start, following if following >= 0 else None)
+    value = SPACE.match(text, marked + len("[ARGS]"))
+    if marked < 0 or value is None:
+        return start
+    try:
+        return DECODER.raw_decode(text, value.end())[1]
+    except (ValueError, RecursionError):
+        return start
 
 
 def _named(text: str) -> Call:
@@ -194,7 +241,7 @@ def read_json(text: str) -> Any:
         ValueError: it is none; the message begins with "not valid JSON".
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError):  # NaN, a number of thousands of digits, brackets a thousand deep
@@ -203,6 +250,10 @@ def read_json(text: str) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _call(value: Any) -> Call:

@@ -245,6 +245,14 @@ def test_arguments_are_checked_and_converted() -> None:
         ("mistral_args", 'so [TOOL_CALLS]f[ARGS]{"a": "[ARGS]"}</s>', [("f", {"a": "[ARGS]"})]),
         ("mistral_args", "[TOOL_CALLS]f[CALL_ID]abcdefgh9[ARGS]{}[TOOL_CALLS] g [ARGS] {}", [("f", {}), ("g", {})]),
         ("mistral_args", 'f[ARGS]{"a": 1}', []),
+        (
+            "mistral_args",
+            '[THINK]or [TOOL_CALLS]g[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS] {"a": "[TOOL_CALLS]g"}[TOOL_CALLS]h[ARGS]{}',
+            [("f", {"a": "[TOOL_CALLS]g"}), ("h", {})],
+        ),
+        ("hermes", f"<think>or {hermes('g')}</think>{hermes('f')}", [("f", {})]),
+        ("hermes", f"or {hermes('g')}</think>{hermes('f')}", [("f", {})]),  # the first mark is in the prompt
+        ("hermes", f"<think>or {hermes('g')}", []),
         ("qwen3_coder", "<function=f></function>", []),
         ("qwen3_coder", "so <tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})]),
         (
@@ -277,8 +285,12 @@ def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
         *(("mistral_args", f"[TOOL_CALLS]{text}") for text in (
             "", "f", "[ARGS]{}", '[{"name": "f", "arguments": {}}]', "f[ARGS]", "f[ARGS]5", 'f[ARGS]{"a": NaN}',
             'f[ARGS]{"a": ' + "9" * 5000 + "}", "f[ARGS]" + "[" * 100_000, "f[ARGS]{} and",
+            'f[ARGS]{"a": "[TOOL_CALLS]"} and [ARGS]{}',
         )),
         *(("qwen3_coder", f"<tool_call>{text}</tool_call>") for text in (
+            "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            "<function=f></function><function=g></function>",
+            "<function=f><parameter=a>1</parameter></function><function=g></function>",
             "", '{"name": "f"}', "<function=></function>", "<function=f>", "<function=f>x</function>",
             "<function=f><parameter=a>1</function>", "<function=f><parameter=a>1</parameter>x</function>",
             "<function=f><parameter=>1</parameter></function>", "<function=f><parameter=a>" * 10_000,
@@ -287,7 +299,10 @@ def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_call_in_other_forms_becomes_an_error_too(form: str, text: str) -> None:
-    assert [bool(call.error) for call in FORMATS[form].parse(text)] == [True]
+    (call,) = FORMATS[form].parse(text)
+    assert call.error
+    assert ("of its own" in call.error) == (text.count("<function=") > 1)
+    assert ("'a' stands there twice" in call.error) == ("<parameter=a>2" in text)
 
 
 def test_arguments_that_are_texts_are_read_by_their_types() -> None:
