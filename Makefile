@@ -10,8 +10,10 @@ TORCH ?= torch==2.13.0
 TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
 # Tests compile on one core each, and some wait for processes that they started: one worker more than there are cores. A
 # file stays with one worker, because its tests share what was compiled. Files run in order, so that the few that take
-# long are not left for the end.
-WORKERS ?= -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --dist loadfile --no-loadscope-reorder
+# long are not left for the end. Quick tests wait for little, and collecting them takes each worker eight seconds.
+DIST := --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) $(DIST)
+QUICK_WORKERS ?= -n $(shell getconf _NPROCESSORS_ONLN) $(DIST)
 
 BIN := .venv/bin
 PINS := -c constraints.txt
@@ -49,13 +51,13 @@ test: lint ## lint, then the whole test suite
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-quick: .venv/ready-dev ## the tests that take less than a second each
-	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
 
 aot: .venv-aot/ready ## compile programs for TPUs that are not there, and look at what the compiler made of them (ARGS="-k attention")
 	.venv-aot/bin/python -m pytest -m aot tests/aot $(ARGS)
 
 coverage: .venv/ready-dev ## the same tests, and the share of the package's lines that they run
-	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(QUICK_WORKERS) $(ARGS)
 
 mutants: .venv/ready-dev ## change the losses in 200 places, one at a time: does a test notice? half an hour (ARGS="--count 20")
 	$(BIN)/python tools/mutants.py $(ARGS)

@@ -443,6 +443,7 @@ sys.exit(launch(command, LocalOptions(max_restarts=2, logs="."), (sys.executable
 """
 
 
+@pytest.mark.slow
 def test_the_rank_that_was_drawn_is_killed(tmp_path, monkeypatch):
     """The trap: process 0 alone is there already, and is taken for all of them."""
     from benchmarks import restarts

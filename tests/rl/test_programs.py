@@ -200,6 +200,7 @@ def test_the_platform_reaches_the_layers() -> None:
     assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
 
 
+@pytest.mark.slow
 def test_programs_for_accelerators_do_not_grow_with_depth() -> None:
     """The learner's programs neither stack the layers' weights nor divide their gradients or moments."""
 
