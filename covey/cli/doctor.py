@@ -108,8 +108,8 @@ EXTRAS = {
     "openenv": "environments of OpenEnv servers",
     "tfds": "GSM8K and others from TensorFlow Datasets",
     "track": "experiment trackers",
-    "wasm": "the Python tool's second engine, for systems without Landlock and for results that repeat",
     "verifiers": "environments of the library verifiers",
+    "wasm": "the Python tool's second engine, for systems without Landlock and for results that repeat",
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
