@@ -93,7 +93,7 @@ def module_path() -> Path:
 
 def _compile(folder: Path, name: str) -> None:
     """Write the compiled module into the folder, which is made for this user alone if it is not there."""
-    log.info("compiling the Python tool's interpreter, once: about 7 s of computing time")
+    log.info("compiling the Python tool's interpreter, once: about 8 s of computing time")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(_open_private(folder, os.O_DIRECTORY))
