@@ -7,7 +7,8 @@ refuses the program unless all of them hold. It ends with the thread that starte
 alone.
 
     limits     CPU seconds, memory, size of a file, open files, core files, processes (which do not count for root)
-    landlock   no file but the standard library can be read, none outside FOLDER be written; no TCP, no signals out
+    landlock   no file but the standard library and shared libraries can be read, none outside FOLDER be written; no
+               TCP, no signals out
     seccomp    no socket, process, program, or signal to another process; no change of who may use a file, of its
                times or attributes, or of how a process is scheduled; none of the kernel's larger surfaces
 """
@@ -61,6 +62,8 @@ REFUSED = {
 MACHINES = {"x86_64": (0xC000003E, 56, 234, 157), "aarch64": (0xC00000B7, 220, 131, 167)}
 """Number of the architecture in a filter, and those of clone, tgkill and prctl."""
 CLONE3 = 435
+PACKAGES = ("site-packages", "dist-packages")
+"""Folders inside of that of the standard library that are no part of it."""
 X32 = 0x40000000
 """Bit of the numbers of x86's other set of system calls."""
 
@@ -79,19 +82,33 @@ def set_limits(cpu: int, memory: int, file: int) -> None:
         resource.setrlimit(what, (limit, limit))
 
 
-def lock_files(libc: ctypes.CDLL, read: Sequence[str], write: Sequence[str]) -> bool:
-    """Let this process read below `read` and write below `write` alone; return False where the kernel cannot."""
+def readable() -> list[str]:
+    """Return what a program reads: the standard library without the packages beside it, and shared libraries."""
+    library, machine = os.path.dirname(os.__file__), f"{platform.machine()}-linux-gnu"
+    found = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
+    found += [path for path in sys.path if path != library]
+    for folder in (os.path.join(sys.base_prefix, "lib"), "/lib64", "/usr/lib64", "/lib", "/usr/lib"):
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        found += [os.path.join(folder, name) for name in names if ".so" in name]
+    return [*found, f"/lib/{machine}", f"/usr/lib/{machine}", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+
+
+def lock_files(libc: ctypes.CDLL, read: Sequence[str], show: Sequence[str], write: Sequence[str]) -> bool:
+    """Let this process read below `read`, list the folders below `show`, and write below `write` alone; return False
+    where the kernel cannot.
+    """
     abi = libc.syscall(CREATE_RULESET, None, 0, 1)
     if abi < 1:
         return False
     rights = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     handled = struct.pack("<QQQ", rights, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = libc.syscall(CREATE_RULESET, handled, len(handled), 0)
-    reading = 0b1101  # execute, read files, list folders
-    for path, access in [*((p, reading) for p in read), *((p, rights) for p in write)]:
-        if not os.path.exists(path):
+    reading, listing = 0b1101, 0b1000  # execute, read files, list folders
+    for path, access in [*((p, reading) for p in read), *((p, listing) for p in show), *((p, rights) for p in write)]:
+        try:
+            beneath = os.open(path, os.O_PATH)
+        except OSError:  # it is not there, or not for this user
             continue
-        beneath = os.open(path, os.O_PATH)
         granted = access if os.path.isdir(path) else access & 0b111
         refused = libc.syscall(ADD_RULE, ruleset, 1, struct.pack("<Qi", granted, beneath), 0)
         os.close(beneath)
@@ -132,13 +149,12 @@ def main(folder: str, tell: int, cpu: int, memory: int, file: int, only_limits: 
     program = sys.stdin.buffer.read().decode(errors="replace")
     libc = ctypes.CDLL(None, use_errno=True)
     set_limits(cpu, memory, file)
-    library = [sys.base_prefix, os.path.dirname(os.__file__), "/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache"]
     on_linux = sys.platform == "linux"
     if on_linux:
         libc.prctl(SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL)
     os.chdir(folder)
     locked = {
-        "landlock": on_linux and lock_files(libc, [*library, "/dev/null", "/dev/urandom"], [folder]),
+        "landlock": on_linux and lock_files(libc, readable(), [os.path.dirname(os.__file__)], [folder]),
         "seccomp": on_linux and lock_calls(libc),
     }
     os.write(tell, ",".join(["limits", *(name for name, holds in locked.items() if holds)]).encode())

@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +40,9 @@ parent = os.getppid()
 tries('passwd', lambda: open('/etc/passwd').read())
 tries('home', lambda: os.listdir('/root') + os.listdir('/home'))
 tries('secret', lambda: open(f'/proc/{parent}/environ').read())
+library = os.path.dirname(os.__file__)
+tries('packages', lambda: [open(f'{library}/site-packages/{name}') for name in PACKAGES or ['x']])
+tries('interpreter', lambda: open('BINARY', 'rb'))
 tries('outside', lambda: open('OUTSIDE', 'w'))
 tries('delete', lambda: os.remove('KEPT'))
 tries('above', lambda: os.mkdir('../x'))
@@ -63,9 +68,12 @@ tries('survive', lambda: ctypes.CDLL(None).prctl(1, 0) and 1 / 0)
 tries('memory', lambda: bytearray(10**10))
 tries('large', lambda: open('large', 'wb').write(b'0' * (1 << 22)))
 open('x', 'w').write('mine')
+for name in MODULES:
+    __import__(name)
 print(sorted(os.environ), os.listdir('.'), open('x').read())
 """
 CALL = '<tool_call>{"name": "python", "arguments": {"program": "1"}}</tool_call>'
+WITH_LIBRARIES = [m for m in ("bz2", "curses", "lzma", "readline", "sqlite3", "ssl", "zlib") if find_spec(m)]
 NESTED = """
 import os, time
 for _ in range(%d):
@@ -95,10 +103,12 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
     with suppress(OSError):  # this file system has no attributes
         os.setxattr(kept, "user.kept", b"")
     as_it_was, before = kept.stat(), os.environ["PATH"]
-    outcome = run_program(HOSTILE.replace("OUTSIDE", str(outside)).replace("KEPT", str(kept)))
-    assert outcome.failure == ""
+    words = {"OUTSIDE": outside, "KEPT": kept, "BINARY": Path(sys.executable).resolve(), "MODULES": WITH_LIBRARIES}
+    words["PACKAGES"] = [path.name for path in Path(sysconfig.get_path("stdlib"), "site-packages").glob("*.*")]
+    outcome = run_program(re.sub("|".join(words), lambda word: str(words[word[0]]), HOSTILE))
+    assert outcome.failure == "", outcome.output
     *tries, last = outcome.output.splitlines()
-    assert len(tries) == 27
+    assert len(tries) == 29
     assert [line for line in tries if line.endswith("DONE")] == []
     assert "memory MemoryError" in tries
     assert re.fullmatch(
