@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from covey import extras
+from covey.cli import doctor
 from covey.cli import main as cli
 from covey.config import recipe
 from covey.errors import Stopped
@@ -391,6 +392,7 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
     assert "jax" in shown
     assert re.search(r"^warn  hub .*: without made-up\n +fix: pip install -e .*\[hub\]", shown, re.M)
     assert re.search(r"^ok    math ", shown, re.M)
+    assert list(doctor.EXTRAS) == sorted(doctor.EXTRAS)
 
 
 def test_the_command_that_installs_an_extra_names_this_clone():
