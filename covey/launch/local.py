@@ -7,6 +7,7 @@ in one process.
 """
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -189,7 +191,9 @@ class Attempt:
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
         arguments: dict[str, Any] = {"env": environment, "start_new_session": True}
         if number:
-            file = self._stack.enter_context(_log(self._logs, number, self._number).open("wb"))
+            file = self._stack.enter_context(_log(self._logs, number, self._number).open("ab"))
+            file.write(f"{_began(self._words)}\n".encode(errors="replace"))
+            file.flush()
             arguments |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         return subprocess.Popen(self._words, **arguments)
 
@@ -260,6 +264,13 @@ def _free_port() -> int:
 
 def _log(logs: Path, number: int, attempt: int) -> Path:
     return logs / (f"process-{number}.log" if attempt == 0 else f"process-{number}-restart-{attempt}.log")
+
+
+def _began(words: Sequence[str]) -> str:
+    """Return the line in front of a process's output: a command that goes on with a run, or evaluates it, appends to
+    the logs of the one before.
+    """
+    return f"--- {datetime.now():%Y-%m-%d %H:%M:%S}  {shlex.join(words)}"
 
 
 def _say(text: str) -> None:

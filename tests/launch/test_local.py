@@ -35,9 +35,17 @@ def launched(folder, code, resumed="", **options):
 def test_each_process_has_its_number_and_a_log(tmp_path, capfd):
     assert launched(tmp_path, f"print(me, os.environ['{COUNT}'], os.environ['{ADDRESS}'])", processes=3) == 0
     shown = capfd.readouterr().out
-    logs = [(tmp_path / "logs" / f"process-{n}.log").read_text() for n in (1, 2)]
+    logs = [(tmp_path / "logs" / f"process-{n}.log").read_text().splitlines()[-1] for n in (1, 2)]
     assert [line.split()[:2] for line in (shown, *logs)] == [["0", "3"], ["1", "3"], ["2", "3"]]
     assert len({line.split()[2] for line in (shown, *logs)}) == 1
+
+
+def test_a_second_command_writes_behind_the_logs_of_the_first(tmp_path):
+    for said in ("trained", "evaluated"):
+        assert launched(tmp_path, f"print('{said}')") == 0
+    lines = (tmp_path / "logs" / "process-1.log").read_text().splitlines()
+    assert [line for line in lines if line in ("trained", "evaluated")] == ["trained", "evaluated"]
+    assert len([line for line in lines if line.startswith("--- 20") and sys.executable in line]) == 2
 
 
 @pytest.mark.parametrize(
