@@ -162,15 +162,18 @@ def has_checkpoint(run: str | Path) -> bool:
 
 
 def refuse_processes(command: str) -> None:
-    """Refuse a command of one process where the environment names several: each would do all of the work.
+    """Refuse a command of one process where the environment names several, or asks the cluster: each would do all of
+    the work.
 
     Raises:
         CoveyError: it does.
     """
-    count = os.environ.get(processes.COUNT, "")
-    if count.isdecimal() and int(count) > 1 and os.environ.get(processes.MODE) != "off":
+    count, mode = os.environ.get(processes.COUNT, ""), os.environ.get(processes.MODE)
+    several = count.isdecimal() and int(count) > 1
+    if mode == "auto" or (several and mode != "off"):
+        named = f"{processes.MODE} is auto" if mode == "auto" else f"{processes.COUNT} is {count}"
         raise CoveyError(
-            f"{command} runs in one process, and {processes.COUNT} is {count}",
+            f"{command} runs in one process, and {named}",
             want="one process",
             fix=f"{processes.MODE}=off before the command",
             where="environment",

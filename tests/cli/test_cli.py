@@ -420,12 +420,13 @@ def test_options_of_sampling_commands_follow_their_seed():
     assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9
 
 
+@pytest.mark.parametrize(("name", "value"), [("JAX_NUM_PROCESSES", "2"), ("COVEY_DISTRIBUTED", "auto")])
 @pytest.mark.parametrize("words", [["generate", MODEL, "Hi"], ["chat", MODEL]])
 def test_a_command_of_one_process_is_refused_in_several(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv(name, value)
     assert cli.main(words) == 2
     told = capsys.readouterr().err
-    assert f"covey {words[0]} runs in one process, and JAX_NUM_PROCESSES is 2" in told
+    assert f"covey {words[0]} runs in one process, and {name} is {value}" in told
     assert "COVEY_DISTRIBUTED=off" in told
