@@ -21,9 +21,11 @@ class CoveyError(ValueError):
 
     Attributes:
         problems: the errors that this one reports together; empty if it reports one problem.
+        exit_code: exit code of a command that ends by it.
     """
 
     problems: Sequence["CoveyError"] = ()
+    exit_code = 2
 
     def __init__(self, what: str, *, want: str = "", fix: str = "", where: str = ""):
         self.what, self.want, self.fix, self.where = what, want, fix, where

@@ -33,6 +33,7 @@ from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, Optio
 from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
+from covey.config.processes import PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError, Stopped, nearest
 
@@ -73,7 +74,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except CoveyError as error:
         print(printable(str(error), keep="\n"), file=sys.stderr)
         peer: Stopped | None = getattr(error, "stopped", None)
-        return 2 if peer is None else _code_of(peer)
+        code = error.exit_code if peer is None else _code_of(peer)
+        if code == PEER_LOST:
+            _leave(code)
+        return code
     except Stopped as stopped:
         what = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved"
         print(f"\nstopped by {stopped.signal}; {what}", file=sys.stderr)
@@ -108,6 +112,13 @@ def _end_process(code: int) -> int:
     if "jax" not in sys.modules or sys.modules["jax"].distributed.is_initialized():
         return code
     os._exit(code)
+
+
+def _leave(code: int) -> None:
+    """End the process now if another one of the run is lost: JAX's shutdown would wait for it."""
+    from covey.parallel import liveness
+
+    liveness.leave(code)
 
 
 def parse(words: Sequence[str]) -> Action:

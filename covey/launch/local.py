@@ -183,6 +183,7 @@ class Attempt:
             failures = [Failure(n, PEER_LOST if code is None else code) for n, code in enumerate(codes) if code != 0]
             running = [n for n, code in enumerate(codes) if code is None]
             if running and all(failure.code == PEER_LOST for failure in failures):
+                self._processes[running[0]].kill()  # it is halted, or hangs: asking takes time and leads to nothing
                 return Failure(running[0], PEER_LOST, hangs=True)
         return cause(failures) if failures else None
 

@@ -225,7 +225,7 @@ def _exchange(transfer: Callable[[], T]) -> T:
         return transfer()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        what = f"another process is gone: {lines[0]}"
+        what = liveness.blame() or f"another process is gone: {lines[0]}"
         raise PeerError(what, fix="its own output says why; what it was killed by, the system's log") from error
 
 

@@ -7,7 +7,7 @@ told which one it is; a process that waits for it in a device program would wait
 A process whose beats stop for `SILENT_SECONDS` is taken to be stopped or gone. A process that fails says so itself
 (`failed`). Either is written into the store as the verdict, so that all processes name the same one. A process that
 reads a verdict has `END_SECONDS` to end by itself, for instance by the `PeerLostError` that `order.phase` raises; then
-its watch ends it with the exit code `PEER_LOST`.
+its watch ends it with the exit code `PEER_LOST`. One that ends by itself does not wait for a lost process (`leave`).
 """
 
 import json
@@ -34,13 +34,17 @@ SILENT_SECONDS = 18.0
 LEAST_SECONDS = 5.0
 BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits to see whose beats have stopped."""
-END_SECONDS = 8.0
+END_SECONDS = 5.0
 """Seconds that a process has to end by itself once it knows of a failure."""
-BEATS, VERDICT, ENDED = "covey/watch/beats", "covey/watch/verdict", "ended"
+WATCH, ENDED = "covey/watch", "ended"
+LOST, FAILED = "lost", "failed"
+"""Keys of the two verdicts: about a process whose beats have stopped, and by one that has failed."""
 
 
 class PeerLostError(CoveyError):
     """Another process of the run is stopped, gone, or has failed, so this one cannot go on."""
+
+    exit_code = PEER_LOST
 
 
 def end_process(verdict: str) -> None:
@@ -74,7 +78,8 @@ class Watch:
         end: called with the verdict, `END_SECONDS` after it is known; ends the process.
 
     Attributes:
-        verdict: text that names the process that is lost; empty as long as there is none.
+        verdict: text that names the process that is lost or has failed; empty as long as there is none.
+        lost: whether that process is lost: it will not take part in the shutdown.
         doing: phase that this process is in; the others show it when its beats stop.
     """
 
@@ -89,7 +94,7 @@ class Watch:
     ):
         self._store, self._index, self._count = store, index, count
         self._silent, self._every, self._end = silent, every, end
-        self.verdict, self.doing = "", "start"
+        self.verdict, self.lost, self.doing = "", False, "start"
         self._beats = {number: Beat() for number in range(count) if number != index}
         self._rounds, self._store_silent, self._stopped = 0, 0.0, threading.Event()
         self._writes = threading.Lock()
@@ -103,7 +108,7 @@ class Watch:
         """Stop watching, and tell the others that this process has ended as it should."""
         self._stopped.set()
         with self._writes, suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"{BEATS}/{self._index}", ENDED)
+            self._store.set(f"{WATCH}/beats/{self._index}", ENDED)
 
     def failed(self, reason: str) -> None:
         """Tell the others that this process has failed, unless another one is known to be lost; stop watching, so that
@@ -111,13 +116,15 @@ class Watch:
         """
         if not self.verdict:
             self._stopped.set()
-            self._publish(f"process {self._index} has failed: {reason}").join(2 * self._every)
+            self._publish(FAILED, f"process {self._index} has failed: {reason}").join(2 * self._every)
 
     def blame(self, seconds: float = BLAME_SECONDS) -> str:
         """Wait until a process is known to be lost; return the verdict, or "" if all still beat after `seconds`.
 
         For a process whose device program has failed: a closed connection says that a process is gone, not which.
         """
+        if self._stopped.is_set():
+            return self.verdict
         for beat in self._beats.values():
             beat.silent = 0.0
         until = time.monotonic() + seconds
@@ -127,6 +134,13 @@ class Watch:
         if not self.verdict and longest is not None and self._beats[longest].silent > seconds / 2:
             self._lose(longest)
         return self.verdict
+
+    def wait_for_the_others(self) -> None:
+        """Wait until no process beats any more, or as long as they have to end by themselves."""
+        until, before = time.monotonic() + END_SECONDS, [""]
+        while time.monotonic() < until and (beats := [beat.text for beat in self._beats.values()]) != before:
+            before = beats
+            time.sleep(2.5 * self._every)
 
     def _watched(self) -> list[int]:
         """Return the processes that have begun to beat and have not ended."""
@@ -139,8 +153,8 @@ class Watch:
             try:
                 with self._writes:
                     if not self._stopped.is_set():
-                        self._store.set(f"{BEATS}/{self._index}", json.dumps(told))
-                found = self._store.under("covey/watch")
+                        self._store.set(f"{WATCH}/beats/{self._index}", json.dumps(told))
+                found = self._store.under(WATCH)
             except jax.errors.JaxRuntimeError:
                 return  # process 0 is gone; `_judge` notices that rounds have stopped
             self._note(found)
@@ -152,7 +166,12 @@ class Watch:
             if text != beat.text:
                 beat.text, beat.silent = text, 0.0
         self._store_silent = 0.0
-        self.verdict = self.verdict or found.get("verdict", "")
+        for kind in (LOST, FAILED):
+            self._take(kind, found.get(kind, ""))
+
+    def _take(self, kind: str, verdict: str) -> None:
+        if verdict and not self.verdict:
+            self.verdict, self.lost = verdict, kind == LOST
 
     def _judge(self) -> None:
         # Seconds are counted in steps of the loop: a process that was halted itself must not blame the others for it.
@@ -181,18 +200,18 @@ class Watch:
         beat = self._beats[number]
         last = f" (last: {beat.describe()})" if beat.text not in ("", ENDED) else ""
         seconds = max(beat.silent, self._store_silent)
-        self._publish(f"process {number} of {self._count} has given no sign for {seconds:.0f} s{last}")
+        self._publish(LOST, f"process {number} of {self._count} has given no sign for {seconds:.0f} s{last}")
 
-    def _publish(self, verdict: str) -> threading.Thread:
+    def _publish(self, kind: str, verdict: str) -> threading.Thread:
         """Write the verdict in a thread, and return that: where process 0 is stopped, the request never returns."""
-        self.verdict = self.verdict or verdict
-        thread = threading.Thread(target=self._write_verdict, args=(self.verdict,), daemon=True)
+        self._take(kind, verdict)
+        thread = threading.Thread(target=self._write_verdict, args=(kind, verdict), daemon=True)
         thread.start()
         return thread
 
-    def _write_verdict(self, verdict: str) -> None:
+    def _write_verdict(self, kind: str, verdict: str) -> None:
         with suppress(jax.errors.JaxRuntimeError):
-            self._store.set(VERDICT, verdict)
+            self._store.set(f"{WATCH}/{kind}", verdict)
 
 
 def silent_seconds(environment: Mapping[str, str]) -> float:
@@ -219,6 +238,11 @@ def current() -> Watch | None:
     return _watch
 
 
+def blame() -> str:
+    """Return the verdict on the process that a failed device program has lost (`Watch.blame`); "" if none is known."""
+    return "" if _watch is None else _watch.blame()
+
+
 def refuse_to_wait() -> None:
     """Refuse to wait any longer if another process is lost.
 
@@ -227,6 +251,19 @@ def refuse_to_wait() -> None:
     """
     if _watch is not None and _watch.verdict:
         raise PeerLostError(_watch.verdict, fix="its own output, or the system's log, says why")
+
+
+def leave(code: int) -> None:
+    """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one. Process 0
+    lets the others end first, because it keeps the store, without which JAX aborts them.
+    """
+    if _watch is None or not _watch.lost:
+        return
+    if not jax.process_index():
+        _watch.wait_for_the_others()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if isinstance(error, CoveyError) or (watch := liveness.current()) is None or not (lost := watch.blame()):
+        if isinstance(error, CoveyError) or not (lost := liveness.blame()):
             raise
         raise PeerLostError(lost, fix="its own output, or the system's log, says why") from error
 

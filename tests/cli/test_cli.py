@@ -16,6 +16,7 @@ from covey import extras
 from covey.cli import doctor
 from covey.cli import main as cli
 from covey.config import recipe
+from covey.config.processes import PEER_LOST
 from covey.errors import Stopped
 from covey.parallel.distributed import PeerError
 
@@ -341,6 +342,13 @@ def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, c
     monkeypatch.setattr(fake, "train", fake.record("train", error))
     assert cli.main(["train", "quickstart", "--out", "out"]) == code
     assert "process 1 has failed" in capsys.readouterr().err
+
+
+def test_a_process_that_others_have_lost_ends_with_its_own_code(calls, monkeypatch, capsys):
+    fake = sys.modules["covey.run"]
+    monkeypatch.setattr(fake, "train", fake.record("train", PeerError("process 1 of 2 has given no sign for 18 s")))
+    assert cli.main(["train", "quickstart", "--out", "out"]) == PEER_LOST
+    assert "process 1 of 2" in capsys.readouterr().err
 
 
 def test_a_defect_keeps_its_traceback(calls, monkeypatch):

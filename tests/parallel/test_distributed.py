@@ -4,6 +4,7 @@ import base64
 import itertools
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -318,6 +319,68 @@ def test_what_a_thread_exchanges_needs_no_device_program(monkeypatch: pytest.Mon
     monkeypatch.setattr(liveness, "_watch", SimpleNamespace(verdict="process 1 has failed: it broke"))
     with pytest.raises(liveness.PeerLostError, match="it broke"):
         distributed.all_of_from_a_thread([1], "y")
+
+
+class Shelf:
+    """What the processes share, in memory."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.texts[key] = value
+
+    def under(self, folder: str) -> dict[str, str]:
+        return {key.removeprefix(folder + "/"): text for key, text in self.texts.items() if key.startswith(folder)}
+
+
+def test_a_verdict_says_whether_a_process_is_lost_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has failed takes part in the shutdown; one that is lost does not, so nobody waits for it."""
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    for lost in (False, True):
+        shelf = Shelf()
+        first, last = (liveness.Watch(shelf, number, 3) for number in (1, 2))  # type: ignore[arg-type]
+        shelf.set(f"{liveness.WATCH}/beats/0", '{"doing": "update", "pid": "7", "host": "here"}')
+        first._note(shelf.under(liveness.WATCH))
+        if lost:
+            first._lose(0)
+        else:
+            first.failed("it broke")
+        until = time.monotonic() + 10
+        while len(shelf.texts) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        last._note(shelf.under(liveness.WATCH))
+        assert (last.verdict, last.lost) == (first.verdict, lost)
+        monkeypatch.setattr(liveness, "_watch", last)
+        monkeypatch.setattr(jax, "process_index", lambda: 2)
+        liveness.leave(69)
+    assert "process 0 of 3 has given no sign for" in last.verdict
+    assert ended == [69]
+
+
+def test_process_0_leaves_once_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = liveness.Watch(Shelf(), 0, 3, every=0.01)  # type: ignore[arg-type]
+    beats = iter("abcde")
+
+    def beat(seconds: float) -> None:
+        watch._beats[1].text = next(beats, "e")
+
+    monkeypatch.setattr(time, "sleep", beat)
+    watch.wait_for_the_others()
+    assert next(beats, None) is None  # it has waited for all of them, and not for ever
+
+
+def test_a_broken_exchange_names_the_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: a closed connection says that another process is gone, and not which."""
+
+    def breaks() -> None:
+        raise ValueError("Connection closed by peer")
+
+    for blamed, told in (("process 2 of 4 has given no sign for 6 s", "process 2 of 4"), ("", "Connection closed")):
+        monkeypatch.setattr(liveness, "_watch", SimpleNamespace(blame=lambda blamed=blamed: blamed))
+        with pytest.raises(PeerError, match=told):
+            distributed._exchange(breaks)
 
 
 def test_one_process_is_given_back_what_it_gave() -> None:
