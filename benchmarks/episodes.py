@@ -2,8 +2,8 @@
 
     python -m benchmarks.episodes
 
-Episodes of four turns of 24 tokens, whose environments take 0 to 200 ms, on 16 slots. In lock-step environments wait
-until every episode has ended its turn. Every variant draws the same tokens.
+192 episodes of four turns of 24 tokens, 64 of them live at a time, whose environments take 0 to 200 ms, on 16 slots. In
+lock-step environments wait until every live episode has ended its turn. Every variant draws the same tokens.
 """
 
 import random
@@ -23,7 +23,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "parity" / "golden" / "tiny-llama"
-EPISODES, TURNS, TURN_TOKENS, SLOTS, LIVE = 64, 4, 24, 16, 64
+EPISODES, TURNS, TURN_TOKENS, SLOTS, LIVE = 192, 4, 24, 16, 64
 DELAY = 0.2
 """Largest number of seconds that an environment takes."""
 
@@ -76,7 +76,7 @@ def main() -> None:
     tokens, fastest, fewest = None, dict[str, float](), dict[str, int]()
     for name, live, lockstep in VARIANTS:
         settings = EnvsConfig(environment="guess", max_turns=TURNS, max_turn_tokens=TURN_TOKENS, max_live=live)
-        Waits.lockstep = threading.Barrier(EPISODES) if lockstep else None
+        Waits.lockstep = threading.Barrier(LIVE) if lockstep else None
         with EnvironmentRunner(Waits, settings) as worker.environments:
             began = time.perf_counter()
             groups = worker.generate(rows, 1)

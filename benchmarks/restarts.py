@@ -85,6 +85,8 @@ def killed(words: Sequence[str], out: Path, kills: Sequence[Kill], log: Path) ->
         launcher.wait()
     if launcher.returncode:
         raise RuntimeError(f"exit code {launcher.returncode}; see {log}")
+    if len(done) < len(kills):
+        raise RuntimeError(f"the run has ended behind {len(done)} of {len(kills)} kills: ask for more --steps")
     return done
 
 
@@ -130,12 +132,16 @@ def main(words: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     flags = f"{FLAGS} --xla_force_host_platform_device_count={asked.processes}"
     os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    straight, out = folder / "straight", folder / f"killed-{asked.seed}"
+    name = f"{asked.processes}-processes-{asked.steps}-steps-{asked.every}"
+    straight, out = folder / f"straight-{name}", folder / f"killed-{name}-seed-{asked.seed}"
+    if out.exists():
+        raise SystemExit(f"{out} is from an earlier call; remove it, or name another --folder or --seed")
     if not (straight / SUMMARY).exists():
-        with run(command(asked, straight, 0), folder / "straight.log") as process:
+        log = folder / f"{straight.name}.log"
+        with run(command(asked, straight, 0), log) as process:
             if process.wait():
-                raise RuntimeError(f"exit code {process.returncode}; see {folder / 'straight.log'}")
-    done = killed(command(asked, out, asked.kills), out, draw_kills(asked), folder / f"killed-{asked.seed}.log")
+                raise RuntimeError(f"exit code {process.returncode}; see {log}")
+    done = killed(command(asked, out, asked.kills), out, draw_kills(asked), folder / f"{out.name}.log")
     bits = differences(straight, out)
     told = {"processes": asked.processes, "steps": asked.steps, "kills": done, "differences": bits[:10]}
     if asked.min_processes:

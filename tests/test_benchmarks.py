@@ -432,6 +432,17 @@ def test_kills_hit_every_rank_and_come_in_the_order_of_their_steps():
     assert "--max-restarts 20 train arithmetic-tiny" in " ".join(command(asked, Path("run"), 20))
 
 
+def test_a_run_of_an_earlier_call_is_not_taken_for_the_killed_one(tmp_path, monkeypatch):
+    """The trap: two finished runs of other settings were compared, without a kill."""
+    from benchmarks import restarts
+
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+    (tmp_path / "killed-4-processes-6-steps-2-seed-0").mkdir()
+    with pytest.raises(SystemExit, match="is from an earlier call; remove it"):
+        restarts.main(["--processes", "4", "--steps", "6", "--folder", str(tmp_path)])
+
+
 LAUNCHER = """
 import sys
 from covey.launch import LocalOptions, launch, local
