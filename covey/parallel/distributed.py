@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 from covey.errors import CoveyError, RecipeError, Stopped
 from covey.parallel import liveness, order, store, wire
@@ -65,9 +66,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         yield
         return
     if jax.default_backend() == "cpu":
-        # There process 0 alone finds programs in the cache, under keys that hold the process. Four processes of which
-        # one has read the gradients' program and three have compiled it wait for each other until gloo gives up.
-        jax.config.update("jax_enable_compilation_cache", False)
+        read_no_programs()
     try:
         with liveness.watching(silent):
             yield
@@ -78,6 +77,16 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         with suppress(PeerError):
             _meet("failure", _told(error).encode()[:REPORTED], failed=_status(error))
         raise
+
+
+def read_no_programs() -> None:
+    """Let this process compile its programs instead of reading them from JAX's cache, from now on.
+
+    For CPUs, where process 0 alone finds programs in the cache, because their keys hold the process. Four processes of
+    which one had read the gradients' program and three had compiled it waited for each other until gloo gave up.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
 
 
 def count() -> int:

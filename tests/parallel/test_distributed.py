@@ -2,7 +2,11 @@
 
 import base64
 import itertools
+import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -48,6 +52,7 @@ class Threads:
         monkeypatch.setattr(distributed, "index", lambda: getattr(self.own, "index", 0))
         monkeypatch.setattr(distributed, "count", lambda: self.count)
         monkeypatch.setattr(distributed, "_allgather", self._allgather)
+        monkeypatch.setattr(distributed, "read_no_programs", lambda: None)  # it would last for all tests behind these
         self.count = 1
 
     def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
@@ -389,6 +394,28 @@ def test_one_process_is_given_back_what_it_gave() -> None:
     assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
     with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
         assert not jax.distributed.is_initialized()
+
+
+def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
+    code = """
+    import jax
+    from covey.parallel import distributed
+
+    found = []
+    jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+
+    def reads():
+        found.clear()
+        jax.jit(lambda x: x @ x)(jax.numpy.eye(8)).block_until_ready()
+        return "/jax/compilation_cache/cache_hits" in found
+
+    read = [reads(), reads()]
+    distributed.read_no_programs()
+    read += [reads(), reads()]  # JAX looks for a program compiled before under another key than after
+    assert read == [False, True, False, False], read
+    """
+    limits = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | limits, check=True)
 
 
 def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
