@@ -178,7 +178,8 @@ class Attempt:
     def _first_cause(self, failures: Sequence[Failure]) -> Failure | None:
         """Return the process that caused the failures of the others: one that still runs if all have given it up."""
         if failures and all(failure.code == PEER_LOST for failure in failures):
-            self._wait_for_all(NOTICE_SECONDS)
+            self._wait(NOTICE_SECONDS)
+            self._wait(NOTICE_SECONDS, left=1)  # one in a device program may take longer than the rest to end
             codes = [process.poll() for process in self._processes]
             failures = [Failure(n, PEER_LOST if code is None else code) for n, code in enumerate(codes) if code != 0]
             running = [n for n, code in enumerate(codes) if code is None]
@@ -213,18 +214,19 @@ class Attempt:
         """Let the processes end that still run: by themselves, since they notice the failure of another; by SIGTERM; or
         by SIGKILL.
         """
-        self._wait_for_all(NOTICE_SECONDS)
+        self._wait(NOTICE_SECONDS)
         for process in self._processes:
             process.terminate()
             process.send_signal(signal.SIGCONT)  # one that is halted cannot end
-        self._wait_for_all(STOP_SECONDS)
+        self._wait(STOP_SECONDS)
         for process in self._processes:
             process.kill()
             process.wait()
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait(self, seconds: float, left: int = 0) -> None:
+        """Wait until at most `left` processes still run, for `seconds` at most."""
         until = time.monotonic() + seconds
-        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
+        while sum(process.poll() is None for process in self._processes) > left and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
 

@@ -84,9 +84,12 @@ def test_the_first_cause_is_chosen():
     assert str(local.Failure(0, PEER_LOST)) == f"process 0 ended with code {PEER_LOST}"
 
 
-def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd):
-    """The trap: the others end by themselves, and the first of them is taken for the cause."""
-    code = f"if me == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.2)\nsys.exit({PEER_LOST})"
+@pytest.mark.parametrize("slowest", [0.2, pytest.param(2.2, marks=pytest.mark.slow)])
+def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd, monkeypatch, slowest):
+    """The trap: the others end by themselves, and the first of them, or the slowest, is taken for the cause."""
+    monkeypatch.setattr(local, "NOTICE_SECONDS", 1.5)
+    code = "if me == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    code += f"time.sleep({slowest} if me == 0 else 0.1)\nsys.exit({PEER_LOST})"
     assert launched(tmp_path, code, processes=3) == PEER_LOST
     assert "process 1 was stopped, or hung; the others were stopped" in capfd.readouterr().err
 
