@@ -96,7 +96,7 @@ class Watch:
         self._silent, self._every, self._end = silent, every, end
         self.verdict, self.lost, self.doing = "", False, "start"
         self._beats = {number: Beat() for number in range(count) if number != index}
-        self._rounds, self._store_silent, self._stopped = 0, 0.0, threading.Event()
+        self._rounds, self._store_silent, self._stopped, self._leaves = 0, 0.0, threading.Event(), False
         self._writes = threading.Lock()
 
     def start(self) -> None:
@@ -136,7 +136,10 @@ class Watch:
         return self.verdict
 
     def wait_for_the_others(self) -> None:
-        """Wait until no process beats any more, or as long as they have to end by themselves."""
+        """Wait until no process beats any more, or as long as they have to end by themselves. The watch then leaves the
+        end of this process, which has printed the verdict, to the caller.
+        """
+        self._leaves = True
         until, before = time.monotonic() + END_SECONDS, [""]
         while time.monotonic() < until and (beats := [beat.text for beat in self._beats.values()]) != before:
             before = beats
@@ -181,7 +184,7 @@ class Watch:
             self._count_silence(min(now - before, self._every))
             before = now
         last = 0 if self._index else 2 * self._every  # process 0 keeps the store: JAX aborts the others without it
-        if self.verdict and not self._stopped.wait(END_SECONDS + last):
+        if self.verdict and not self._stopped.wait(END_SECONDS + last) and not self._leaves:
             self._end(self.verdict)
 
     def _count_silence(self, passed: float) -> None:

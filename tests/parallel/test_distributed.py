@@ -376,6 +376,19 @@ def test_process_0_leaves_once_no_other_beats(monkeypatch: pytest.MonkeyPatch) -
     assert next(beats, None) is None  # it has waited for all of them, and not for ever
 
 
+def test_process_0_prints_a_verdict_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: it has told of the error and waits for the others, and its watch ends it with the same words."""
+    monkeypatch.setattr(liveness, "END_SECONDS", 0.02)
+    for leaves, told in ((False, ["process 1 is lost"]), (True, [])):
+        ended: list[str] = []
+        watch = liveness.Watch(Shelf(), 0, 3, every=0.01, end=ended.append)  # type: ignore[arg-type]
+        watch._take(liveness.LOST, "process 1 is lost")
+        if leaves:
+            watch.wait_for_the_others()
+        watch._judge()
+        assert ended == told
+
+
 def test_a_broken_exchange_names_the_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap: a closed connection says that another process is gone, and not which."""
 
