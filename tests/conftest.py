@@ -77,6 +77,21 @@ def forgotten_behind_files() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def variables_restored_behind_files() -> Iterator[None]:
+    """A plan and a dry run set variables for the rest of their process: behind one of them in a test, no process that a
+    test starts would find the programs that others have compiled.
+    """
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in (before.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif after.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
 # --- programs that runs of one file share
 
 
