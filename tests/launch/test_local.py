@@ -84,10 +84,10 @@ def test_the_first_cause_is_chosen():
     assert str(local.Failure(0, PEER_LOST)) == f"process 0 ended with code {PEER_LOST}"
 
 
-@pytest.mark.parametrize("slowest", [0.2, pytest.param(2.2, marks=pytest.mark.slow)])
-def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd, monkeypatch, slowest):
+@pytest.mark.parametrize(("slowest", "notice"), [(0.2, 0.5), pytest.param(4.0, 3.0, marks=pytest.mark.slow)])
+def test_one_that_is_halted_is_named_when_the_others_give_it_up(tmp_path, capfd, monkeypatch, slowest, notice):
     """The trap: the others end by themselves, and the first of them, or the slowest, is taken for the cause."""
-    monkeypatch.setattr(local, "NOTICE_SECONDS", 1.5)
+    monkeypatch.setattr(local, "NOTICE_SECONDS", notice)
     code = "if me == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
     code += f"time.sleep({slowest} if me == 0 else 0.1)\nsys.exit({PEER_LOST})"
     assert launched(tmp_path, code, processes=3) == PEER_LOST
