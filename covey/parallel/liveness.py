@@ -206,15 +206,17 @@ class Watch:
         self._publish(LOST, f"process {number} of {self._count} has given no sign for {seconds:.0f} s{last}")
 
     def _publish(self, kind: str, verdict: str) -> threading.Thread:
-        """Write the verdict in a thread, and return that: where process 0 is stopped, the request never returns."""
+        """Write the verdict, or the one that is known already, in a thread, and return that: where process 0 is
+        stopped, the request never returns.
+        """
         self._take(kind, verdict)
-        thread = threading.Thread(target=self._write_verdict, args=(kind, verdict), daemon=True)
+        thread = threading.Thread(target=self._write_verdict, daemon=True)
         thread.start()
         return thread
 
-    def _write_verdict(self, kind: str, verdict: str) -> None:
+    def _write_verdict(self) -> None:
         with suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"{WATCH}/{kind}", verdict)
+            self._store.set(f"{WATCH}/{LOST if self.lost else FAILED}", self.verdict)
 
 
 def silent_seconds(environment: Mapping[str, str]) -> float:

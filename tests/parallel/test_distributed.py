@@ -364,6 +364,16 @@ def test_a_verdict_says_whether_a_process_is_lost_or_has_failed(monkeypatch: pyt
     assert ended == [69]
 
 
+def test_a_process_that_knows_of_a_verdict_writes_no_other() -> None:
+    """All processes name the same one, even if two see two of them silent at a time."""
+    shelf = Shelf()
+    watch = liveness.Watch(shelf, 1, 3)  # type: ignore[arg-type]
+    watch._note({liveness.LOST: "process 0 is lost"})
+    for kind in (liveness.LOST, liveness.FAILED):
+        watch._publish(kind, "process 2").join(10)
+    assert shelf.texts == {f"{liveness.WATCH}/{liveness.LOST}": "process 0 is lost"}
+
+
 def test_process_0_leaves_once_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = liveness.Watch(Shelf(), 0, 3, every=0.01)  # type: ignore[arg-type]
     beats = iter("abcde")
