@@ -167,7 +167,7 @@ TABLE = (
     Metric("time/logps", "s", "seconds of log-probs and values"),
     Metric("time/update", "s", "seconds of the updates"),
     Metric("time/sync", "s", "seconds until the rollout had the new weights"),
-    Metric("time/compile", "s", "seconds of compiling, within the other phases", BOTH),
+    Metric("time/compile", "s", "seconds of tracing and compiling, within the phases of the step", BOTH),
     Metric("waste/rollout", "share", "decoded positions that belong to no completion"),
     Metric("waste/rows", "share", "positions of the rows that were padding", BOTH),
     Metric(

@@ -7,6 +7,7 @@ compilation does not stop. A program from the cache on disk counts too: it takes
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Self
@@ -17,9 +18,12 @@ from covey.allocator import release_free_memory
 
 log = logging.getLogger(__name__)
 
+TRACED_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
-PHASES = ("rollout", "reward", "logps", "update", "sync", "save", "evaluate")
+STEP_PHASES = ("rollout", "reward", "logps", "update", "sync")
+"""Phases whose seconds are part of the time of a step."""
+PHASES = (*STEP_PHASES, "save", "evaluate")
 OUTSIDE_STEPS = "beside"
 """Name for everything outside a step: loading, and the evaluations before and after."""
 WARM_UP_STEPS, LOOK_BACK = 20, 10
@@ -53,7 +57,9 @@ class CompileCounter:
         self._thread.phase = name if name in PHASES else OUTSIDE_STEPS
 
     def step(self, number: int) -> float:
-        """Return the seconds of compilation since the last step; warn once if most of the last steps still compiled."""
+        """Return the seconds of compilation in the phases of the step; warn once if most of the last steps still
+        compiled. Tracing and lowering are part of them, and what was compiled before the step is not.
+        """
         seconds, new = self._seconds, self._new
         self._seconds, self._new = 0.0, Counter()
         self._last.append(new)
@@ -77,15 +83,25 @@ class CompileCounter:
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
+        if event in (TRACED_EVENT, LOWERED_EVENT, COMPILED_EVENT):
+            self._seconds += self._own_seconds(duration_secs) * (phase in STEP_PHASES)
         if event == LOWERED_EVENT:
             self._on_compile(self._new[phase] + 1)
         elif event == COMPILED_EVENT:
             self._on_compile(0)
             self.counts[phase] += 1
             self._new[phase] += 1
-            self._seconds += duration_secs
             if duration_secs > LONG:
                 release_free_memory()
+
+    def _own_seconds(self, seconds: float) -> float:
+        """Return the seconds of an event that ends now, without those of the events of this thread within it."""
+        spans: list[tuple[float, float]] = self._thread.__dict__.setdefault("spans", [])
+        start, inner = time.perf_counter() - seconds, 0.0
+        while spans and spans[-1][0] >= start:
+            inner += spans.pop()[1]
+        spans.append((start, seconds))
+        return seconds - inner
 
 
 ADVICE = (

@@ -253,8 +253,10 @@ class Progress:
 
     def _row_time(self) -> float:
         """Return the median time of the last rows, without compilation."""
-        times = [row["step_time"] - row.get("time/compile", 0.0) for row in self._rows[-5:] if "step_time" in row]
-        return statistics.median(times) if times else 0.0
+        times = [(row["step_time"], row.get("time/compile", 0.0)) for row in self._rows[-5:] if "step_time" in row]
+        warm = [seconds for seconds, compiling in times if not compiling]
+        cold = [max(seconds - compiling, 0.0) for seconds, compiling in times]  # programs of two threads may overlap
+        return statistics.median(warm or cold or [0.0])
 
     def _spark(self) -> str:
         marks = SPARKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_SPARKS

@@ -9,7 +9,15 @@ import pytest
 
 from covey.display import show_log
 from covey.run import compile_counter
-from covey.run.compile_counter import COMPILED_EVENT, LONG, LOOK_BACK, WARM_UP_STEPS, CompileCounter
+from covey.run.compile_counter import (
+    COMPILED_EVENT,
+    LONG,
+    LOOK_BACK,
+    LOWERED_EVENT,
+    TRACED_EVENT,
+    WARM_UP_STEPS,
+    CompileCounter,
+)
 
 
 def compiled_anew(size: int) -> None:
@@ -88,6 +96,29 @@ def test_the_same_shape_again_compiles_nothing() -> None:
         double(jnp.ones(3))
         assert programs.step(1) == 0
     assert not programs.counts
+
+
+def test_seconds_of_a_step_are_those_of_its_phases_each_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traps: all of a first evaluation in the first step, tracing left out, and a function traced within another
+    counted twice.
+    """
+    now = 0.0
+    monkeypatch.setattr(compile_counter.time, "perf_counter", lambda: now)
+    with CompileCounter() as programs:
+        for phase, event, end, seconds in (
+            ("evaluating before training", COMPILED_EVENT, 30.0, 30.0),
+            ("update", TRACED_EVENT, 33.0, 1.0),
+            ("update", TRACED_EVENT, 35.0, 1.0),
+            ("update", TRACED_EVENT, 36.0, 5.0),  # it began at 31, before both
+            ("update", LOWERED_EVENT, 38.0, 2.0),
+            ("update", COMPILED_EVENT, 45.0, 7.0),
+            ("save", COMPILED_EVENT, 47.0, 2.0),
+        ):
+            programs.phase(phase)
+            now = end
+            jax.monitoring.record_event_duration_secs(event, seconds)
+        assert programs.step(1) == 5 + 2 + 7
+        assert programs.step(2) == 0
 
 
 @pytest.mark.slow

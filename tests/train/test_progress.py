@@ -175,6 +175,16 @@ def test_time_left_leaves_compilation_out():
     assert console.file.getvalue().endswith("left 18s\n")
 
 
+def test_time_left_is_that_of_the_steps_without_compilation_as_soon_as_there_is_one():
+    """The trap: two threads compile side by side for longer than the step takes, and the time left was below 0."""
+    console = plain()
+    with Progress(10, console) as progress:
+        for step, (seconds, compiling) in enumerate([(22.0, 23.0), (3.0, 2.5), (2.0, 0.0), (30.0, 29.9)], start=1):
+            progress.step(row(step, step_time=seconds) | {"time/compile": compiling})
+    lines = console.file.getvalue().splitlines()
+    assert [line.partition("left ")[2] for line in lines] == ["", "2s", "14s", "12s"]
+
+
 def test_a_log_is_told_of_a_program_that_takes_long_to_compile(monkeypatch):
     console = plain()
     monkeypatch.setattr("covey.train.progress.SLOW_COMPILE", 0.1)
