@@ -1,6 +1,9 @@
 """The files around the package agree with it: workflows, hooks, templates, changelog, citation."""
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,23 @@ def test_workflows_lint_test_and_build_on_every_python_that_is_declared() -> Non
     declared = [name.removeprefix(prefix) for name in project["classifiers"] if name.startswith(prefix)]
     assert jobs["test"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in declared]
     assert project["requires-python"] == f">=3.{declared[0]}"
+
+
+def test_ci_runs_in_a_folder_of_the_name_that_git_gives_a_clone(tmp_path: Path) -> None:
+    """The trap: a test that held only where no folder above the package is named covey."""
+    checkout, programs, log = tmp_path / "checkout", tmp_path / "bin", tmp_path / "log"
+    (checkout / ".ci").mkdir(parents=True)
+    programs.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci")
+    for name in ("make", "chromium"):
+        (programs / name).write_text(f'#!/bin/sh\necho "$PWD" "$@" >> {log}\n')
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    subprocess.run([checkout / ".ci" / "run"], env=environment, check=True)
+    folders, commands = zip(*(line.split(" ", 1) for line in log.read_text().splitlines()), strict=True)
+    assert commands == ("docs", "test")
+    assert {Path(folder).name for folder in folders} == {"covey"}
+    assert not Path(folders[0]).exists()
 
 
 def test_lint_checks_rules_formatting_types_and_imports() -> None:
