@@ -60,7 +60,8 @@ def choose(group: Group, row_length: int, one_length: bool = False) -> Shown:
 
 
 def _beginning(completion: Completion) -> Completion:
-    """Return the first `TOKENS` tokens of a completion with their values."""
+    """Return the first `TOKENS` tokens of a completion with their values, and the branches that begin among them."""
+    cut = {name: getattr(completion, name)[:TOKENS] for name in ("tokens", "logps", "sampler_logps")}
     mask = None if completion.mask is None else completion.mask[:TOKENS]
-    tokens, logps = completion.tokens[:TOKENS], completion.logps[:TOKENS]
-    return replace(completion, tokens=tokens, logps=logps, sampler_logps=completion.sampler_logps[:TOKENS], mask=mask)
+    branches = completion.branches and tuple(branch for branch in completion.branches if branch.start < TOKENS)
+    return replace(completion, **cut, mask=mask, branches=branches)

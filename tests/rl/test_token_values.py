@@ -10,11 +10,14 @@ import pytest
 
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
-from covey.packing.rows import Rows, broadcast_to_rows, pack
+from covey.models.spans import span_mask
+from covey.packing.rows import Rows, attention_spans, broadcast_to_rows, pack
+from covey.rl import shown as shown_module
 from covey.rl.batch import TrainBatch
 from covey.rl.experience import StepLog
 from covey.rl.shown import COMPLETIONS, TOKENS, choose
 from covey.rl.token_values import TokenScorer, interval
+from covey.types import Branch
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,18 @@ def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of
     assert shown.rows.scored.sum() == 7 * 3 + TOKENS
     assert shown.rows.tokens.shape == (1, 768)
     assert np.array_equal(shown.scored.completions[-1].tokens, group.completions[11].tokens[:TOKENS])
+
+
+def test_a_branch_that_begins_behind_the_cut_is_cut_too(
+    groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trap: a token that such a branch drops ended behind the completion, and the next completions saw it."""
+    monkeypatch.setattr(shown_module, "TOKENS", 8)
+    (group,) = groups_of([(5, [20, 6, 8])])
+    first, *others = group.completions
+    branched = replace(first, branches=(Branch(3, 6), Branch(8, 7), Branch(12, 9), Branch(17, 4)))
+    shown = choose(replace(group, completions=(branched, *others)), 64)
+    allowed, segments = span_mask(attention_spans(shown.rows))[0], shown.rows.input_segment_ids[0]
+    seen = {(int(segments[at]), int(segments[by])) for by, at in zip(*np.nonzero(allowed), strict=True)}
+    assert {(one, other) for one, other in seen if one and one != other} == set()
+    assert shown.scored.completions[0].branches == (Branch(3, 6),)
