@@ -5,7 +5,7 @@ behind the settings are in `losses.advantages` and `losses.policy`. This module 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Gt
@@ -20,6 +20,8 @@ from covey.config.base import (
     PositiveInt,
     Probability,
     Problem,
+    ReadIf,
+    unread_settings,
     without_check,
 )
 from covey.config.presets import PRESETS
@@ -132,10 +134,11 @@ class GRPOConfig(Config, section="grpo"):
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings that contradict each other, or that the algorithm does not use."""
         a = algorithm_of(self)
-        yield from _unused_settings(self, a)
+        yield from unread_settings(self, READ_IF, a.name, a)
         yield from _group_contradictions(self, a)
-        yield from _reference_contradictions(self, a)
-        yield from _credit_contradictions(self, a)
+        if a.beta and a.kl == "k1" and a.kl_in == "loss":
+            what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"
+            yield Problem("kl", what, "k2 or k3, or grpo.kl_in reward")
         if self.num_iterations > 1 and a.surrogate == "reinforce":
             yield _updates_without_a_ratio(self)
         if self.reward_weights is not None and not any(self.reward_weights):
@@ -211,27 +214,6 @@ def _group_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]
         yield Problem("max_sampling_rounds", what, "1, or grpo.num_generations of at least 2")
 
 
-def _reference_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
-    if a.beta and a.kl == "k1" and a.kl_in == "loss":
-        what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"
-        yield Problem("kl", what, "k2 or k3, or grpo.kl_in reward")
-    if config.reference != "start" and not a.beta:
-        what = f"grpo.reference is {config.reference}, a reference that nothing uses, for grpo.beta is 0"
-        yield Problem("reference", what, "start, or a grpo.beta above 0")
-    if config.reference_every_n_updates and not a.beta:
-        what = "grpo.reference_every_n_updates moves a reference that nothing uses, for grpo.beta is 0"
-        yield Problem("reference_every_n_updates", what, "0, or a grpo.beta above 0")
-
-
-def _credit_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
-    if config.credit == "turn" and a.has_critic:
-        what = "grpo.credit is turn, and a critic gives each token a credit of its own"
-        yield Problem("credit", what, "episode, or another grpo.advantage than gae")
-    if config.credit != "turn" and config.turn_gamma != 1.0:
-        what = f"grpo.turn_gamma is {config.turn_gamma:g}, and each turn has the reward of the whole episode"
-        yield Problem("turn_gamma", what, "1, or grpo.credit turn")
-
-
 def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
     what = f"grpo.num_iterations is {config.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
     what += "on a batch would take the answers for those of a policy that did not sample them"
@@ -239,30 +221,29 @@ def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
     return Problem("num_iterations", what, f"1, or an algorithm with a ratio: {with_ratio}")
 
 
-def _unused_settings(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
-    for names, used, by in _uses(a):
-        for name in names:
-            if not used and getattr(config, name, None) is not None:
-                what = f"grpo.{name} is set, and {a.name} with these settings has no use for it"
-                yield Problem(name, what, f"null, or {by}")
-
-
-def _uses(a: Algorithm) -> Sequence[tuple[tuple[str, ...], bool, str]]:
-    """Return names of settings, whether `a` uses them, and the setting that would make it use them."""
-    return (
-        (("ratio",), a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
-        (
-            ("epsilon", "epsilon_high", "delta"),
-            a.surrogate in ("clip", "dual_clip"),
-            "grpo.surrogate clip or dual_clip",
-        ),
-        (("dual_clip",), a.surrogate == "dual_clip", "grpo.surrogate dual_clip"),
-        (("cap",), a.surrogate == "cispo", "grpo.surrogate cispo"),
-        (("sapo_positive", "sapo_negative"), a.surrogate == "sapo", "grpo.surrogate sapo"),
-        (("kl_target",), a.beta > 0, "a grpo.beta above 0 to begin with"),
-        (("kl_horizon",), a.kl_target is not None, "a grpo.kl_target"),
-        (("correction_cap",), a.correction != "none", "a grpo.correction"),
-        (("overlong_penalty",), a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
-        (("gamma", "gae_lambda", "value_clip"), a.has_critic, "grpo.advantage gae"),
-        (("whiten",), a.has_critic or not a.whiten, "grpo.advantage gae"),
-    )
+READ_IF: tuple[ReadIf, ...] = (
+    ReadIf(("credit",), lambda a: not a.has_critic, "another grpo.advantage than gae, which credits each token"),
+    ReadIf(("turn_gamma",), lambda a: a.credit == "turn", "grpo.credit turn"),
+    ReadIf(("ratio",), lambda a: a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
+    ReadIf(
+        ("epsilon", "epsilon_high", "delta"),
+        lambda a: a.surrogate in ("clip", "dual_clip"),
+        "grpo.surrogate clip or dual_clip",
+    ),
+    ReadIf(("dual_clip",), lambda a: a.surrogate == "dual_clip", "grpo.surrogate dual_clip"),
+    ReadIf(("cap",), lambda a: a.surrogate == "cispo", "grpo.surrogate cispo"),
+    ReadIf(("sapo_positive", "sapo_negative"), lambda a: a.surrogate == "sapo", "grpo.surrogate sapo"),
+    ReadIf(
+        ("kl", "kl_in", "kl_target", "reference", "reference_every_n_updates"),
+        lambda a: a.beta > 0,
+        "a grpo.beta above 0 to begin with",
+    ),
+    ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "a grpo.kl_target"),
+    ReadIf(
+        ("reference_mixing",), lambda a: a.reference_every_n_updates > 0, "a grpo.reference_every_n_updates above 0"
+    ),
+    ReadIf(("correction_cap",), lambda a: a.correction != "none", "a grpo.correction"),
+    ReadIf(("overlong_penalty",), lambda a: a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
+    ReadIf(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.has_critic, "grpo.advantage gae"),
+)
+"""Settings that some algorithms do not read, each with the `Algorithm` that does. All others are always read."""

@@ -86,6 +86,20 @@ class Problem(NamedTuple):
     basic: bool = False
 
 
+class ReadIf(NamedTuple):
+    """Condition under which settings are read.
+
+    Attributes:
+        names: the settings.
+        holds: whether an object of settings reads them.
+        want: what makes it read them.
+    """
+
+    names: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    want: str
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Config:
     """Base class for dataclasses of settings.
@@ -245,6 +259,24 @@ def _mistakes(cls: type, args: Sequence[Any], keywords: Mapping[str, Any]) -> It
         wanted = classes_in(known.get(name))
         if wanted and value is not None and not isinstance(value, tuple(wanted)):
             yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=cls.__name__)
+
+
+def unread_settings(
+    config: Config, conditions: Sequence[ReadIf], by: str, complete: Config | None = None
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of `config` that was changed and is not read. False is no change.
+
+    Args:
+        by: the algorithm or the like that does not read it, in the error.
+        complete: the settings that the conditions look at; `config` itself when not given.
+    """
+    unread = [(name, one.want) for one in conditions if not one.holds(complete or config) for name in one.names]
+    for name, want in unread:
+        default = defaults(type(config)).get(name)
+        value = getattr(config, name, default)
+        if value != default and value is not False:
+            what = f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} with these settings has no use for it"
+            yield Problem(name, what, f"{'null' if default is None else default}, or {want}")
 
 
 def defaults(cls: type[Config]) -> dict[str, Any]:

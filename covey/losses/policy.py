@@ -212,13 +212,16 @@ def sapo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algor
 
 
 def clip_metrics(ratio: PerToken, advantage: PerToken, algorithm: Algorithm) -> dict[str, PerToken]:
-    """Return the tokens whose gradient `clip` stops: below, above, and either (beyond δ included).
+    """Return the tokens whose gradient `clip` stops: below, above, and either (beyond δ included, for A < 0 beyond the
+    larger of δ and 1 + ε_high).
 
     A sequence-level ratio counts all tokens of its completion, so that the metrics are fractions of completions in the
     weights of the aggregate.
     """
     low, high = (ratio < 1 - algorithm.epsilon) & (advantage < 0), (ratio > 1 + algorithm.high) & (advantage > 0)
-    beyond = (ratio > (jnp.inf if algorithm.delta is None else algorithm.delta)) & (advantage != 0)
+    delta = jnp.inf if algorithm.delta is None else algorithm.delta
+    bound = jnp.where(advantage < 0, jnp.maximum(delta, 1 + algorithm.high), delta)
+    beyond = (ratio > bound) & (advantage != 0)
     return _clip_ratios(low, high, low | high | beyond)
 
 

@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from covey.config import recipe
-from covey.config.algorithms import algorithm_of
-from covey.config.base import Problem, without_none
+from covey.config.algorithms import READ_IF, algorithm_of
+from covey.config.base import Problem, ReadIf, without_none
 from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
@@ -63,8 +63,13 @@ def test_ppo_has_a_config_of_its_own() -> None:
         ({"overlong_penalty": 2.0}, "overlong_penalty", "no use"),
         ({"gae_lambda": 0.9}, "gae_lambda", "no use"),
         ({"whiten": True}, "whiten", "no use"),
-        ({"beta": 0.0, "reference": "base"}, "reference", "nothing uses"),
-        ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "nothing uses"),
+        ({"algorithm": "dapo", "kl": "k2"}, "kl", "dapo with these settings has no use for it"),
+        ({"beta": 0.0, "kl_in": "reward"}, "kl_in", "no use"),
+        ({"reference_mixing": 0.3}, "reference_mixing", "no use"),
+        ({"beta": 0.0, "reference": "base"}, "reference", "no use"),
+        ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "no use"),
+        ({"turn_gamma": 0.5}, "turn_gamma", "no use"),
+        ({"algorithm": "ppo", "num_generations": 1, "credit": "turn"}, "credit", "no use"),
         ({"algorithm": "ppo", "num_generations": 1, "max_sampling_rounds": 2}, "max_sampling_rounds", "always equal"),
         ({"algorithm": "reinforce", "num_iterations": 4}, "num_iterations", "has no ratio"),
         ({"surrogate": "reinforce", "num_iterations": 2, "correction": "token_mask"}, "num_iterations", "has no ratio"),
@@ -80,6 +85,31 @@ def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
     words = [f"--grpo.{key}={value}" for key, value in settings.items()]
     with pytest.raises(RecipeError, match=f"grpo.{name}"):
         recipe.parse(SMALL, words)
+
+
+ALWAYS_READ = {
+    "algorithm", "num_generations", "num_iterations", "reward_weights", "advantage", "surrogate", "aggregate", "beta",
+    "entropy_bonus", "correction", "mask_truncated", "overlong_buffer", "max_sampling_rounds",
+}  # fmt: skip
+
+
+def test_every_setting_is_read_always_or_under_a_named_condition() -> None:
+    conditional = [name for condition in READ_IF for name in condition.names]
+    assert sorted([*ALWAYS_READ, *conditional]) == sorted(PPOConfig.kinds)
+
+
+@pytest.mark.parametrize("condition", READ_IF, ids=lambda condition: condition.names[0])
+def test_a_condition_holds_for_some_algorithm_and_not_for_another(condition: ReadIf) -> None:
+    configs = [GRPOConfig(name) for name in PRESETS if name != "ppo"] + [
+        PPOConfig(), GRPOConfig(surrogate="dual_clip"), GRPOConfig(credit="turn"), GRPOConfig(kl_target=0.1),
+        GRPOConfig(reference_every_n_updates=1), GRPOConfig(correction="token_mask"),
+    ]  # fmt: skip
+    assert {bool(condition.holds(algorithm_of(config))) for config in configs} == {False, True}
+
+
+def test_an_off_switch_that_nothing_reads_is_no_mistake() -> None:
+    """`whiten: false` beside another advantage than gae says what is true."""
+    assert problems({"algorithm": "ppo", "advantage": "centred", "num_generations": 2, "whiten": False}) == []
 
 
 def problems(settings: dict[str, Any]) -> list[Problem]:

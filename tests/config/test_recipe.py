@@ -275,6 +275,7 @@ def test_all_problems_come_in_one_error_each_with_its_place():
         ("lora.targets=q_pro", "did you mean 'q_proj'?"),
         ("seed=-1", "at least 0"),
         ("b1=1.0", "less than 1"),
+        ("actor-optimizer.momentum=0.9", "momentum is 0.9, and the optimizer adamw does not use it"),
         ("max-steps=0", "at least 1"),
         ("train-fraction=1.5", "at most 1"),
     ],

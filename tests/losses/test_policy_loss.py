@@ -128,6 +128,25 @@ def test_clip_ratios_count_what_the_clip_stops(
         assert (grad == 0) == bool(region or not advantage)
 
 
+@pytest.mark.parametrize("surrogate", ["clip", "dual_clip"])
+@pytest.mark.parametrize("delta", [1.1, 1.2, 1.5, None])
+@pytest.mark.parametrize("c", [1.15, 3.0])
+def test_region_mean_counts_the_tokens_without_a_gradient(surrogate: str, delta: float | None, c: float) -> None:
+    """For any order of δ, c and 1 + ε, against the slope of the formula in float64."""
+    x = replace(BASE, surrogate=surrogate, delta=delta, dual_clip=c)
+    ratios = np.repeat([0.5, 0.9, 1.05, 1.12, 1.18, 1.3, 1.7, 4.0], 2)
+    advantages = np.tile([1.0, -1.0], len(ratios) // 2)
+
+    def loss(w: np.ndarray) -> np.ndarray:
+        plain = -np.minimum(np.minimum(w, delta or np.inf) * advantages, np.clip(w, 0.8, 1.2) * advantages)
+        bounded = np.where(advantages < 0, np.minimum(plain, -c * advantages), plain)
+        return plain if surrogate == "clip" else bounded
+
+    slope = (loss(ratios + 1e-6) - loss(ratios - 1e-6)) / 2e-6
+    counted = CLIP_METRICS[surrogate](*map(jnp.asarray, (ratios, advantages)), x)["clip_ratio/region_mean"]
+    assert np.asarray(counted).tolist() == (slope == 0).tolist()
+
+
 def test_surrogates_that_do_not_clip_say_nothing_of_it() -> None:
     for surrogate in SURROGATES:
         _, _, metric_sums = single(replace(BASE, surrogate=surrogate), -1.0)

@@ -1,10 +1,11 @@
 """Settings of an optimizer, which several sections have."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import WrapValidator
 
-from covey.config.base import Config, Decay, Fraction, NonNegativeFloat, PositiveFloat, is_plain
+from covey.config.base import Config, Decay, Fraction, NonNegativeFloat, PositiveFloat, Problem, is_plain
 
 
 class OptimizerConfig(Config, section="training.optimizer"):
@@ -38,6 +39,12 @@ class OptimizerConfig(Config, section="training.optimizer"):
     """Decay after the warm-up, to 0 at the last step."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Largest global norm of the gradient, which is clipped to it; 0 is off."""
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for a momentum without Muon."""
+        if self.kind != "muon" and self.momentum != OptimizerConfig.momentum:
+            what = f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it"
+            yield Problem("momentum", what, f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1")
 
 
 Optimizer = Annotated[
