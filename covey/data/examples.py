@@ -26,7 +26,7 @@ def as_examples(data: Any) -> list[Row]:
     [{'prompt': [{'role': 'user', 'content': '2+2?'}], 'completion': '4'}]
     """
     rows = _from_columns(data) if isinstance(data, Mapping) else iter_items(data)
-    examples = [as_example(row, f"example {number}") for number, row in enumerate(rows)]
+    examples = [as_example(row, f"example {number}") for number, row in enumerate(rows, 1)]
     if not examples:
         raise DataError("the data set is empty", want=f"at least one row with {FORM_COLUMNS}")
     return examples

@@ -42,7 +42,7 @@ def as_rows(data: Any) -> list[Row]:
     if isinstance(data, Mapping):
         rows = _from_columns(data, _prompt_name(data, "the data"), "the data")
     else:
-        rows = [row for number, item in enumerate(iter_items(data)) for row in _from_item(item, f"item {number}")]
+        rows = [row for number, item in enumerate(iter_items(data), 1) for row in _from_item(item, f"item {number}")]
     if not rows:
         raise DataError("the data set is empty", want="at least one row with a prompt")
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -100,7 +100,7 @@ def iter_items(data: Any) -> Iterator[Any]:
     except TypeError:
         what = f"the data is a {type(data).__name__}, which has no rows to go through"
         raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
-    for number, item in enumerate(row for part in parts for row in _table_rows(part) or (part,)):
+    for number, item in enumerate((row for part in parts for row in _table_rows(part) or (part,)), 1):
         if number > MAX_ROWS:
             raise _endless_error()
         _refuse_part_of_table(item, number, data)
@@ -164,7 +164,7 @@ def _from_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row
         _row(
             {key: columns[key] if values is None else values[i] for key, values in table.items()},
             name,
-            f"{where}, prompt {i}",
+            f"{where}, prompt {i + 1}",
         )
         for i in range(len(prompts))
     ]

@@ -107,9 +107,9 @@ def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequenc
     """
     if len(prompt_ids) != len(completion_ids):
         raise DataError(f"{len(prompt_ids)} prompts for {len(completion_ids)} completions", want="one a completion")
-    for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+    for number, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True), 1):
         if len(prompt) + len(completion) == 0:
-            raise DataError(f"sample {i} has neither prompt nor completion", want="a token to score")
+            raise DataError(f"sample {number} has neither prompt nor completion", want="a token to score")
     pairs = [(tuple(map(int, p)), c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     return [
         Group("", np.array(prompt, np.int32), tuple(_append_dummy_token(c) for _, c in same))

@@ -195,7 +195,7 @@ def format_error(name: str, outcome: Outcome, samples: Samples) -> RewardError:
         failure = Failure(f"gave {outcome.invalid[first]}", MALFORMED, want=_wanted(len(samples)), sample=first)
     what, sample = failure.what, ""
     if failure.sample is not None:
-        sample = f"sample {failure.sample}: {excerpt(samples[failure.sample][1].text)}"
+        sample = f"sample {failure.sample + 1}: {excerpt(samples[failure.sample][1].text)}"
     if failure.kind != MALFORMED:
         batch = f"the batch of {len(samples)} that begins with {excerpt(samples[0][1].text)}"
         what += f" (for {sample or batch})"

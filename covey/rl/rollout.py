@@ -164,7 +164,7 @@ class RolloutWorker:
         environments, encode = self.environments, self.tokenizer.encode_prompt
         if environments and environments.tools:
             encode = partial(environments.tools.encode_prompt, tokenizer=self.tokenizer)
-        for number, row in enumerate(examples if not environments or environments.keeps_prompts else ()):
+        for number, row in enumerate(examples if not environments or environments.keeps_prompts else (), 1):
             check_length(len(encode(row["prompt"])), self.config, f"row {number} of the {data}")
 
     def get_per_token_logps(

@@ -74,7 +74,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
     encode = prompt_encoder(recipe.envs, tokenizer)
     lengths = [len(encode(row["prompt"])) for row in loader.rows]
-    for number, length in enumerate(lengths):
+    for number, length in enumerate(lengths, 1):
         check_length(length, recipe.rollout, f"row {number} of the training data")
     prompts = training.prompts_per_step
     completions = prompts * recipe.grpo.num_generations

@@ -90,8 +90,8 @@ class Sampler:
         Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
         """
         config = config or self.config
-        for i, request in enumerate(requests):
-            check_length(len(request.prompt), config, f"prompt {i}")
+        for number, request in enumerate(requests, 1):
+            check_length(len(request.prompt), config, f"prompt {number}")
         call = _Call(self.programs, params, requests, config, responder)
         scheduler, self.stats = call.scheduler, call.device.stats
         while scheduler.unfinished:

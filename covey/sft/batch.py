@@ -59,7 +59,7 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
         DataError: an example is longer and `config.too_long` is "error", or no example is left.
     """
     limit, kept, dropped, truncated = min(config.max_length, longest), [], 0, 0
-    for number, example in enumerate(examples):
+    for number, example in enumerate(examples, 1):
         prompt, completion = encode_example(example, tokenizer, config.completion_only)
         over = len(prompt) + len(completion) > limit
         if over and config.too_long == "error":

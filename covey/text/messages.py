@@ -13,11 +13,11 @@ USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Convert messages to plain dicts of text, so that a template in the sandbox gets nothing else."""
-    for index, message in enumerate(messages):
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise DataError(f"message {index} is {message!r:.80}", want='{"role": ..., "content": ...}')
+            raise DataError(f"message {number} is {message!r:.80}", want='{"role": ..., "content": ...}')
         if not all(isinstance(value, str) for value in message.values()):
-            raise DataError(f"message {index} has a field that is not text: {message!r:.80}", want="text only")
+            raise DataError(f"message {number} has a field that is not text: {message!r:.80}", want="text only")
     return [{str(key): str(value) for key, value in message.items()} for message in messages]
 
 

@@ -99,7 +99,7 @@ def test_columns_and_arrays_are_taken_too() -> None:
     ],
 )
 def test_what_cannot_be_learnt_is_refused_with_its_place(row: Any, told: str) -> None:
-    with pytest.raises(DataError, match="example 1") as caught:
+    with pytest.raises(DataError, match="example 2") as caught:
         as_examples([{"text": "fine"}, row])
     assert told in str(caught.value)
 

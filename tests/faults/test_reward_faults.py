@@ -184,7 +184,7 @@ def test_a_function_that_hangs_is_killed_with_all_it_started(way: str, policy: s
         first = worker.pid
         start = time.monotonic()
         if policy == "raise":
-            with pytest.raises(RewardError, match=rf"'faulty' took longer than .* was killed \(for sample 0: '{way}'"):
+            with pytest.raises(RewardError, match=rf"'faulty' took longer than .* was killed \(for sample 1: '{way}'"):
                 scores(runner, function, way)
         else:
             assert scores(runner, function, way) == [instead]
@@ -359,12 +359,12 @@ def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(tmp_path: Path
 
 
 CASES: dict[str, tuple[str, str]] = {
-    "raise": ("raise", r"raised KeyError: 'unreadable' \(for sample 2: 'raise'\)"),
-    "exit": ("exit", r"raised SystemExit: enough \(for sample 2: 'exit'\)"),
-    "nan": ("nan", "gave nan for sample 2: 'nan'"),
-    "inf": ("inf", "gave inf for sample 2: 'inf'"),
-    "text": ("text", "gave '1.0' for sample 2: 'text'"),
-    "array": ("array", r"gave \[1.0\] for sample 2: 'array'"),
+    "raise": ("raise", r"raised KeyError: 'unreadable' \(for sample 3: 'raise'\)"),
+    "exit": ("exit", r"raised SystemExit: enough \(for sample 3: 'exit'\)"),
+    "nan": ("nan", "gave nan for sample 3: 'nan'"),
+    "inf": ("inf", "gave inf for sample 3: 'inf'"),
+    "text": ("text", "gave '1.0' for sample 3: 'text'"),
+    "array": ("array", r"gave \[1.0\] for sample 3: 'array'"),
 }
 
 
@@ -390,7 +390,7 @@ def test_each_fault_under_each_policy(workers: int, faulty: str) -> None:
         with pytest.raises(RewardError, match=r"'faulty' raised KeyError") as caught:
             scores(runner, name, "raise")
         assert Path(caught.value.where.rpartition(":")[0]).name == "faulty_rewards.py"
-        with pytest.raises(RewardError, match=r"'alone' returned 1 values, none for sample 1: 'b'[\s\S]*each of the 2"):
+        with pytest.raises(RewardError, match=r"'alone' returned 1 values, none for sample 2: 'b'[\s\S]*each of the 2"):
             scores(runner, f"{faulty}:alone", "a", "b")
         with pytest.raises(RewardError, match=r"'flat' returned 1.0 for the whole batch"):
             scores(runner, f"{faulty}:flat", "a", "b")
@@ -414,8 +414,8 @@ def test_the_budget_ends_the_run_with_function_and_sample(faulty: str, caplog: p
     assert scores(runner, f"{faulty}:faulty", "raise", "a") == [None, 1.0]
     assert scores(runner, f"{faulty}:faulty", "nan", "a") == [None, 1.0]
     assert len(caplog.messages) == 1, "the first failure of a function is said, and no other"
-    assert "raised KeyError: 'unreadable' (for sample 0: 'raise')" in caplog.messages[0]
-    told = r"3 failures of reward functions \(faulty 3\), the last: the reward function 'faulty' gave nan for sample 1"
+    assert "raised KeyError: 'unreadable' (for sample 1: 'raise')" in caplog.messages[0]
+    told = r"3 failures of reward functions \(faulty 3\), the last: the reward function 'faulty' gave nan for sample 2"
     with pytest.raises(RewardError, match=told):
         scores(runner, f"{faulty}:faulty", "a", "nan")
 

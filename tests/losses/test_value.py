@@ -232,7 +232,7 @@ def test_the_added_token_is_never_fed() -> None:
     ("prompts", "completions", "words"),
     [
         ([[1]], [[2], [3]], "1 prompts for 2 completions"),
-        ([[1], []], [[2], []], "sample 1 has neither"),
+        ([[1], []], [[2], []], "sample 2 has neither"),
     ],
 )
 def test_what_cannot_be_scored_is_named(prompts: Any, completions: Any, words: str) -> None:

@@ -398,7 +398,7 @@ def test_a_wrong_length_is_refused_and_never_broadcast(count):
 
 
 def test_too_few_values_name_the_first_sample_without_one():
-    with pytest.raises(RewardError, match="returned 3 values, none for sample 3: 'dddd'"):
+    with pytest.raises(RewardError, match="returned 3 values, none for sample 4: 'dddd'"):
         score(GROUPS, [returns([1.0] * 3)])
 
 
@@ -407,7 +407,7 @@ BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**4
 
 @pytest.mark.parametrize("bad", [*BAD, np.array([1.0])], ids=repr)
 def test_a_value_that_is_no_finite_number_is_told_with_its_sample(bad):
-    with pytest.raises(RewardError, match=r"'constant' gave [\s\S]* for sample 2: 'ccc'"):
+    with pytest.raises(RewardError, match=r"'constant' gave [\s\S]* for sample 3: 'ccc'"):
         score(GROUPS, [returns([1.0, 2.0, bad, 1.0, 1.0])])
 
 
@@ -456,7 +456,7 @@ def test_no_exception_escapes_the_policy(error):
     scored = score(GROUPS, [raises(error)], runner=lenient(), failed=failed)
     assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
     assert failed == {"broken": 1}
-    with pytest.raises(RewardError, match=rf"raised {type(error).__name__}[\s\S]*for sample 2: 'ccc'"):
+    with pytest.raises(RewardError, match=rf"raised {type(error).__name__}[\s\S]*for sample 3: 'ccc'"):
         score(GROUPS, [raises(error)])
 
 
@@ -475,7 +475,7 @@ def test_no_value_escapes_the_policy(value):
     values = [1.0, 1.0, value, 1.0, 1.0]
     scored = score(GROUPS, [returns(values)], runner=lenient())
     assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
-    with pytest.raises(RewardError, match=rf"gave a {type(value).__name__}[\s\S]* for sample 2: 'ccc'"):
+    with pytest.raises(RewardError, match=rf"gave a {type(value).__name__}[\s\S]* for sample 3: 'ccc'"):
         score(GROUPS, [returns(values)])
 
 
@@ -486,7 +486,7 @@ def test_long_values_and_completions_are_cut_in_the_message():
 
 
 def test_a_matrix_is_refused():
-    with pytest.raises(RewardError, match="sample 0"):
+    with pytest.raises(RewardError, match="sample 1"):
         score(GROUPS, [returns(np.ones((5, 2)))])
 
 
@@ -510,7 +510,7 @@ def test_the_sample_that_a_function_raises_for_is_named(bad):
             assert text != texts[bad], "cannot read this"
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match=rf"raised AssertionError: [\s\S]*\(for sample {bad}: '{texts[bad]}'\)"):
+    with pytest.raises(RewardError, match=rf"raised AssertionError: [\s\S]*\(for sample {bad + 1}: '{texts[bad]}'\)"):
         score(GROUPS, [broken])
 
 
@@ -550,7 +550,7 @@ def test_another_error_is_not_taken_for_a_chat():
 
 def test_a_guilty_sample_without_the_column_is_found():
     groups = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
-    with pytest.raises(RewardError, match=r"raised TypeError: [\s\S]*\(for sample 2: 'z'\)"):
+    with pytest.raises(RewardError, match=r"raised TypeError: [\s\S]*\(for sample 3: 'z'\)"):
         score(groups, [lambda answer: [float(a) for a in answer]])
 
 
@@ -558,7 +558,7 @@ def test_of_several_guilty_samples_the_first_is_named():
     def broken(completions):
         return [1 / (len(text) - 1) / (len(text) - 3) for text in completions]
 
-    with pytest.raises(RewardError, match="for sample 0: 'a'"):
+    with pytest.raises(RewardError, match="for sample 1: 'a'"):
         score(GROUPS, [broken])
 
 
@@ -566,7 +566,7 @@ def test_a_generator_that_raises_names_its_sample_too():
     def broken(completions):
         yield from (1 / (len(text) - 4) for text in completions)
 
-    with pytest.raises(RewardError, match="for sample 3: 'dddd'"):
+    with pytest.raises(RewardError, match="for sample 4: 'dddd'"):
         score(GROUPS, [broken])
 
 

@@ -213,7 +213,7 @@ def test_a_run_that_diverges_is_stopped_before_the_update_and_leaves_no_bad_chec
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
     """So that the corrected command can have the name. The trap: a prompt too long, found in the middle of a run."""
     out = tmp_path / "run"
-    with pytest.raises(DataError, match="row 0 of the training data has"):
+    with pytest.raises(DataError, match="row 1 of the training data has"):
         run.train(ready("rollout.max_prompt_length=4"), out)
     assert not out.exists()
 

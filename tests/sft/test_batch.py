@@ -229,7 +229,7 @@ def test_a_long_example_is_an_error_dropped_or_cut_as_told(tiny: tuple[Decoder, 
     long, short = {"prompt": "count: ", "completion": "12345 " * 20}, {"prompt": "say ", "completion": "a"}
     alone = {"prompt": "no room for an answer " * 5, "completion": "x"}
     config = SFTConfig(max_length=40)
-    with pytest.raises(DataError, match=r"row 1 of the training data has \d+ tokens") as caught:
+    with pytest.raises(DataError, match=r"row 2 of the training data has \d+ tokens") as caught:
         fit([short, long], tiny[1], config, 512, "training data")
     assert "--training.too-long drop or truncate" in str(caught.value)
     dropping = dataclasses.replace(config, too_long="drop")

@@ -360,7 +360,7 @@ def test_a_template_that_refuses_something_else_still_does(folder: Path):
     ],
 )
 def test_messages_of_the_wrong_shape_are_named(tiny: Tokenizer, messages: list):
-    with pytest.raises(DataError, match="message 0"):
+    with pytest.raises(DataError, match="message 1"):
         tiny.encode_prompt(messages)
 
 
