@@ -6,6 +6,7 @@ cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder
 the user and is followed.
 """
 
+import codecs
 import hashlib
 import os
 import re
@@ -45,6 +46,19 @@ def check_file(path: Path) -> None:
             fix="git lfs pull in this folder, or fetch the model without git",
             where=str(path),
         )
+
+
+def check_utf8(start: bytes, where: str, error: type[CoveyError]) -> None:
+    """Refuse a text in UTF-16 or UTF-32, which begins with a byte order mark.
+
+    Raises:
+        CoveyError: the class `error`.
+    """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        wide = start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))  # UTF-32-LE begins as UTF-16-LE does
+        name = "UTF-32" if wide else "UTF-16"
+        fix = f"iconv -f {name} -t UTF-8 FILE > NEW, or save it as UTF-8 in your editor"
+        raise error(f"this is a text in {name}", want="UTF-8", fix=fix, where=where)
 
 
 def refuse_url(folder: str | Path) -> None:

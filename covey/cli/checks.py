@@ -5,19 +5,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from covey.config import processes, strict_yaml
 from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
-from covey.config.schema import HUBS, EnvsConfig
-from covey.config.schema.data import FROM_PYTHON
-from covey.errors import CoveyError, DataError, RecipeError, WeightsError, nearest
+from covey.config.schema import HUBS, DataConfig, EnvsConfig
+from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
+from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import refuse_url
-
-MAX_NEIGHBOURS = 500
-"""Largest number of files that a mistyped one is compared with."""
 
 
 class Check(NamedTuple):
@@ -44,7 +40,7 @@ def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
         yield Check("adapter", partial(_check_adapter, recipe.model.adapter))
     for key, path in (("data.path", recipe.data.path), ("data.test_path", recipe.data.test_path)):
         if path and not path.startswith(HUBS):
-            yield Check("data", partial(_check_path, key, path))
+            yield Check("data", partial(_check_path, recipe.data, key, path))
     if isinstance(recipe, Recipe):
         yield from _stage_checks(recipe)
     for name in dict.fromkeys(reward_names(recipe)):
@@ -64,13 +60,10 @@ def _check_adapter(adapter: str) -> None:
         )
 
 
-def _check_path(key: str, path: str) -> None:
-    place = Path(path).expanduser()
-    if not place.exists():
-        beside = [file.name for file in islice(place.parent.glob("*"), MAX_NEIGHBOURS)]
-        near = nearest(place.name, beside) if beside else ""
-        fix = near if near.startswith("did you mean") else f"--{key.replace('_', '-')} PATH"
-        raise DataError(f"{key}: there is no {path}", fix=fix)
+def _check_path(config: DataConfig, key: str, path: str) -> None:
+    from covey.data.readers import existing_path  # late: a command without data does not need it
+
+    existing_path(path, key, DATA_PATHS[config.task])
 
 
 def _check_reward(name: str) -> None:

@@ -17,6 +17,7 @@ import yaml
 from covey.config import foreign_names
 from covey.config.base import Config, Problem, classes_in, defaults, describe, shortened, without_none
 from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
+from covey.files import check_utf8
 
 C = TypeVar("C", bound=Config)
 
@@ -64,6 +65,7 @@ def text_of(path: Path, name: str) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
+        check_utf8(content, name, RecipeError)
         if len(content) <= MAX_BYTES:
             return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

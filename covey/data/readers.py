@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from covey.data.forms import CHAT_COLUMNS, format_columns
 from covey.data.rows import plain_value
 from covey.errors import DataError, nearest
 from covey.extras import install_command
+from covey.files import check_utf8
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
@@ -38,6 +40,10 @@ FOLDER_LAYOUTS = (
     ("main_train.csv", "main_test.csv"),
 )
 """File names of the training and the test set in a folder."""
+DELIMITERS = ",;\t|"
+"""Characters that may divide the columns of a CSV file."""
+MAX_NEIGHBOURS = 500
+"""Largest number of files that a mistyped one is compared with."""
 TEST_SPLITS = ("test", "validation")
 """Names that the test split of a hub may have."""
 
@@ -83,6 +89,8 @@ def read_file(path: Path, columns: RequiredColumns) -> Records:
     """
     read, want = READERS.get(path.suffix.lower(), JSON_LINES)
     try:
+        with path.open("rb") as file:
+            check_utf8(file.read(4), str(path), DataError)
         records = [_check_columns(record, columns, where) for where, record in read(path)]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
@@ -115,7 +123,9 @@ def _read_csv(path: Path) -> Iterator[Located]:
     """Yield the rows of a CSV file; its first line has the column names, and each row one field per name."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+            delimiter = _find_delimiter(file.readline(), f"{path}:1")
+            file.seek(0)
+            reader = csv.DictReader(file, strict=True, delimiter=delimiter)
             names = [*(reader.fieldnames or ())]
             rows = [(f"{path}:{reader.line_num}", row) for row in reader]
     except (csv.Error, UnicodeDecodeError) as error:
@@ -124,6 +134,18 @@ def _read_csv(path: Path) -> Iterator[Located]:
         if None in row or None in row.values():
             raise DataError("has not as many fields as there are columns", want=", ".join(names), where=where)
     yield from rows
+
+
+def _find_delimiter(header: str, where: str) -> str:
+    """Return the one character of `DELIMITERS` that divides the line of column names; a comma if there is one column.
+
+    The line of names decides alone (`csv.Sniffer` counts characters of the texts below it as well, and guesses).
+    """
+    dividing = [one for one in DELIMITERS if len(next(csv.reader([header], delimiter=one), [])) > 1]
+    if len(dividing) > 1:
+        what = f"{' and '.join(map(repr, dividing))} could each divide the column names {header.strip()[:80]!r}"
+        raise DataError(what, want="one delimiter", fix="put each column name in double quotes", where=where)
+    return dividing[0] if dividing else ","
 
 
 def _read_parquet(path: Path) -> Iterator[Located]:
@@ -168,9 +190,9 @@ def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
 
 
 def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
-    path = _existing_path(config.path, "data.path", wanted)
+    path = existing_path(config.path, "data.path", wanted)
     if not path.is_dir():
-        return path, _existing_path(config.test_path, "data.test_path", wanted) if config.test_path else None
+        return path, existing_path(config.test_path, "data.test_path", wanted) if config.test_path else None
     layouts = [(path / train, path / test) for train, test in FOLDER_LAYOUTS]
     train, test = next((pair for pair in layouts if any(file.is_file() for file in pair)), layouts[0])
     for file in (train, test):
@@ -180,16 +202,35 @@ def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
     return train, test
 
 
-def _existing_path(given: str | None, key: str, wanted: str) -> Path:
+def existing_path(text: str | None, key: str, want: str) -> Path:
+    """Return the path `text`, which the setting `key` names.
+
+    Raises:
+        DataError: there is nothing; the error suggests the nearest name, or a data set on the hub.
+    """
     option = "--" + key.replace("_", "-")
-    if not given:
-        raise DataError(f"{key} is not set", want=wanted, fix=f"{option} PATH", where=key)
-    path = Path(given).expanduser()
+    if not text:
+        raise DataError(f"{key} is not set", want=want, fix=f"{option} PATH", where=key)
+    path = Path(text).expanduser()
     if path.exists():
         return path
-    near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    fix = nearest(path.name, near) if 0 < len(near) < 50 else f"{option} PATH"
-    raise DataError(f"there is no {given}", want=wanted, fix=fix, where=key)
+    fix = _near_name(path) or _on_hub(text, option) or f"{option} PATH"
+    raise DataError(f"there is no {text}", want=want, fix=fix, where=key)
+
+
+def _near_name(path: Path) -> str:
+    """Return "did you mean ...?" for the nearest name in the folder of `path`; "" if none is near."""
+    names = [file.name for file in islice(path.parent.glob("*"), MAX_NEIGHBOURS)]
+    hint = nearest(path.name, names) if names else ""
+    return hint if hint.startswith("did you mean") else ""
+
+
+def _on_hub(text: str, option: str) -> str:
+    """Return the fix for the name or the address of a data set on the hub; for another address, to download it."""
+    name = re.fullmatch(r"(\w[\w.-]*/[\w.-]+)|https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+).*", text)
+    if name and Path(text).suffix not in (".jsonl", *READERS):
+        return f"for a data set on the Hugging Face hub write {option} hf:{name[1] or name[2]}"
+    return f"download the file: {option} FILE" if "://" in text else ""
 
 
 # --- hubs

@@ -26,6 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES:
         (made / name).write_text(text)
     (made / "empty.jsonl").touch()
+    for wide, name in (("wide.yaml", "mine.yaml"), ("wide.jsonl", "rows.jsonl")):
+        (made / wide).write_text((made / name).read_text(), encoding="utf-16")
     (made / "weights").mkdir()
     for run, checkpoints in (("done", ["00000008"]), ("begun", [])):
         (made / "runs" / run / "checkpoints").mkdir(parents=True)
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_its_rows_and_files() -> None:
     assert len(ROWS) == PAGE.count("| `$ covey ") >= 40
-    assert len(FILES) == PAGE.count("\n```") // 2 == 10
+    assert len(FILES) == PAGE.count("\n```") // 2 == 11
 
 
 @pytest.mark.parametrize(("command", "line"), ROWS, ids=[command for command, _ in ROWS])

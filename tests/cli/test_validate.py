@@ -55,7 +55,7 @@ def test_all_mistakes_are_listed_together(capsys: Any) -> None:
     assert (code, found["valid"]) == (2, False)
     assert [one["what"] for one in found["problems"]] == [
         "no checkpoint called './nowhere': neither a known name nor a path",
-        "data.path: there is no nowhere.jsonl",
+        "there is no nowhere.jsonl",
         "there is no reward function 'frst_letter'",
         "there is no reward function 'exact_answr'",
     ]

@@ -132,6 +132,22 @@ def test_json_lines_under_the_name_of_a_list_are_read(tmp_path: Path) -> None:
     assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.json"))).train == [{"prompt": "a"}]
 
 
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_the_delimiter_of_a_csv_file_is_that_of_its_column_names(tmp_path: Path, delimiter: str) -> None:
+    """The texts hold all of the others, and a quoted name the delimiter itself."""
+    text, more = "2 + 3, 4; or | and \t?", f"more{delimiter}names"
+    rows = [["prompt", "answer", more], *([text, str(n), ""] for n in range(2))]
+    (tmp_path / "a.csv").write_text("\n".join(delimiter.join(map(quoted, row)) for row in rows), encoding="utf-8-sig")
+    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [
+        {"prompt": text, "answer": "0", more: ""}
+    ]
+
+
+def test_a_csv_file_of_one_column_needs_no_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\na; b\nc|d\n")
+    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [{"prompt": "a; b"}]
+
+
 FILE_MISTAKES = {
     "an empty list": ("a.json", b"[]", "the file is empty"),
     "nothing": ("a.json", b"", "the file is empty"),
@@ -143,6 +159,10 @@ FILE_MISTAKES = {
         "entry 1: has no column 'prompt'; its columns are 'promt'\n"
         "  wanted: prompt; or messages; or conversations; or instruction and output\n",
     ),
+    "UTF-16, a list": ("a.json", '[{"prompt": "a"}]'.encode("utf-16"), "a text in UTF-16\n  wanted: UTF-8"),
+    "UTF-16, a table": ("a.csv", "prompt\na\n".encode("utf-16"), "in UTF-16"),
+    "UTF-32": ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-32"), "a text in UTF-32[\\s\\S]*iconv -f UTF-32"),
+    "two delimiters": ("a.csv", b"prompt;a,b\n1;2", r"a\.csv:1: ',' and ';' could each divide"),
     "too deep": ("a.json", b"[" * 100_000, "is not JSON"),
     "no Parquet": ("a.parquet", b"PAR1 and nothing else PAR1", "is no Parquet file"),
     "no bytes": ("a.parquet", b"", "is no Parquet file"),
