@@ -32,9 +32,23 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model drew one of its stop tokens; that token is the completion's last."""
     LENGTH = "length"
-    """The completion reached the limit of new tokens."""
+    """The completion, or the last turn of its episode, reached a limit of tokens."""
     TURNS = "turns"
-    """The episode of the completion reached the limit of turns."""
+    """The episode of the completion reached the limit of turns, and the model ended its last turn."""
+    TIME = "time"
+    """The environment of the completion took longer than its limit of time."""
+    FAILURE = "failure"
+    """The environment of the completion failed otherwise."""
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a limit of tokens or of time ended the completion before the model did."""
+        return self in (FinishReason.LENGTH, FinishReason.TIME)
+
+    @classmethod
+    def recorded(cls, name: object) -> "FinishReason":
+        """Return the reason of this name in a file; STOP for an unknown name."""
+        return next((reason for reason in cls if reason == name), cls.STOP)
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,7 @@ def _group(rows: Sequence[Mapping[str, Any]], known: tuple[Any, Mapping[str, Any
     from covey.types import Completion, FinishReason, Group
 
     none = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)
-    completions = tuple(
-        Completion(*none, FinishReason.LENGTH if row.get("finish") == "length" else FinishReason.STOP, row["text"])
-        for row in rows
-    )
+    completions = tuple(Completion(*none, FinishReason.recorded(row.get("finish")), row["text"]) for row in rows)
     prompt, columns = known or (rows[0]["prompt"], {k: v for k, v in rows[0].items() if k not in RECORDED})
     return Group(prompt, none[0], completions, columns)
 

@@ -115,7 +115,7 @@ class GRPOConfig(Config, section="grpo"):
     correction_cap: FromPreset[PositiveFloat] = from_preset(2.0)
     """Largest weight of the correction."""
     mask_truncated: FromPreset[bool] = from_preset(False)
-    """Leave completions that ran out of tokens out of the loss."""
+    """Leave completions that a limit of tokens or of time cut out of the loss."""
     overlong_buffer: FromPreset[NonNegativeFloat] = from_preset(0.0)
     """Number of tokens before max_new_tokens in which the reward falls linearly (DAPO); below 1 it is a fraction of
     max_new_tokens, 0 is off.

@@ -100,7 +100,11 @@ TABLE = (
     Metric("completions/mean_length", "tokens", "mean length of a completion"),
     Metric("completions/min_length", "tokens", "length of the shortest completion"),
     Metric("completions/max_length", "tokens", "length of the longest completion"),
-    Metric("completions/clipped_ratio", "share", "completions that were cut at `rollout.max_new_tokens`"),
+    Metric(
+        "completions/clipped_ratio",
+        "share",
+        "completions cut by a limit of tokens, of the turn too, or `envs.timeout`",
+    ),
     Metric("completions/distinct_ratio", "share", "different completions of a group, mean over groups"),
     Metric("env/turns", "turns", "mean number of the model's turns in an episode; with an environment"),
     Metric("env/branches", "branches", "mean number of branches in an episode, with `envs.history: template`"),
@@ -183,7 +187,7 @@ TABLE = (
     Metric("eval/reward", "reward", "mean reward of the held-out completions"),
     Metric("eval/samples", "samples", "number of held-out completions judged"),
     Metric("eval/mean_length", "tokens", "mean length of the held-out completions"),
-    Metric("eval/clipped_ratio", "share", "held-out completions that were cut at `rollout.max_new_tokens`"),
+    Metric("eval/clipped_ratio", "share", "held-out completions that were cut in this way"),
 )
 """All metrics, in the order of docs/metrics.md."""
 

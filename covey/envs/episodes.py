@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
-from covey.envs.runner import EnvironmentRunner
+from covey.envs.runner import EnvironmentRunner, LateError
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.sampling.turns import Response, Rewrite, Turn
@@ -30,12 +30,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _State:
-    """One sample's environment and conversation, while it is sampled."""
+    """One sample's environment and conversation, while it is sampled.
+
+    Attributes:
+        turn_was_cut: whether a limit of tokens ended the model's last turn.
+        late: whether the environment failed because it took too long.
+    """
 
     row: Mapping[str, Any]
     environment: Environment | None = None
     chat: Prompt = ""
     start: int = 0
+    turn_was_cut: bool = False
+    late: bool = False
     sequence: np.ndarray | None = None
     record: Episode = field(default_factory=Episode)
 
@@ -92,12 +99,20 @@ class Episodes:
 
     def completion(self, request: int, number: int, completion: Completion) -> Completion:
         """Return a finished completion with its episode, and how that ended."""
-        record, finish = self._states[request][number].record, FinishReason.STOP
-        if not (record.done or record.failure):
-            last = len(record.turn_ends) >= self._runner.config.max_turns
-            finish = FinishReason.TURNS if last else FinishReason.LENGTH
+        state = self._states[request][number]
         branches = (completion.branches or ()) if self._rewrites else None
-        return replace(completion, episode=record, finish=finish, branches=branches)
+        return replace(completion, episode=state.record, finish=self._finish(state), branches=branches)
+
+    def _finish(self, state: _State) -> FinishReason:
+        """Return the reason why an episode ended."""
+        record = state.record
+        if record.failure:
+            return FinishReason.TIME if state.late else FinishReason.FAILURE
+        if state.turn_was_cut:
+            return FinishReason.LENGTH
+        if record.done:
+            return FinishReason.STOP
+        return FinishReason.TURNS if len(record.turn_ends) >= self._runner.config.max_turns else FinishReason.LENGTH
 
     async def _reset(self, state: _State) -> Prompt | None:
         """Make and reset the environment of a sample; return its prompt, or None when it failed."""
@@ -131,8 +146,8 @@ class Episodes:
         if state.record.failure:
             return None
         tokens = turn.tokens[state.start :]
-        stopped = int(tokens[-1]) in self._tokenizer.stop_ids
-        said_tokens = tokens[:-1] if stopped else tokens
+        state.turn_was_cut = int(tokens[-1]) not in self._tokenizer.stop_ids
+        said_tokens = tokens if state.turn_was_cut else tokens[:-1]
         reply = self._tokenizer.decode(said_tokens)
         ends, began = (*state.record.turn_ends, len(turn.tokens)), time.perf_counter()
         said: Message = {"role": "assistant", "content": reply}
@@ -200,7 +215,7 @@ class Episodes:
 
     def _fail(self, state: _State, error: EpisodeError) -> None:
         """End an episode by the policy for failures."""
-        reward = self._runner.accept(error)
+        reward, state.late = self._runner.accept(error), isinstance(error, LateError)
         state.record = replace(state.record, failure=error.what, reward=reward)
 
     async def _close(self, state: _State) -> None:

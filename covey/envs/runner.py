@@ -39,6 +39,10 @@ MAX_MESSAGE = 500
 """Maximum characters kept of an exception's message."""
 
 
+class LateError(EpisodeError):
+    """An environment took longer than `envs.timeout`."""
+
+
 class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
     """Make environments and call them. It is thread-safe; the first failure is logged as a warning.
 
@@ -130,7 +134,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             what: name of the function in errors.
 
         Raises:
-            EpisodeError: it raised, exited or took too long.
+            EpisodeError: it raised or exited; `LateError` if it took too long.
         """
         async with self._places:
             try:
@@ -140,7 +144,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
                 if not limit.expired():
                     raise _raised(what, error) from error
                 took = f"took longer than {self.config.timeout:g} s in {what}"
-                raise EpisodeError(took, fix="a longer envs.timeout") from None
+                raise LateError(took, fix="a longer envs.timeout") from None
             except (KeyboardInterrupt, asyncio.CancelledError):
                 raise
             except BaseException as error:

@@ -16,6 +16,7 @@ from covey.report.run_data import Row
 from covey.report.script_json import number_json, script_json, size_of, text_json
 from covey.report.texts import Mask, Prompts, completion_form
 from covey.train.json_lines import is_count, number, parse_line
+from covey.types import FinishReason
 
 MAX_BYTES = 2_600_000
 """Maximum size in bytes of the completions of a page, of all runs together."""
@@ -60,7 +61,7 @@ def collect(
         prompts: table of prompts, as turns `[role, text]`.
         rewards: names of the reward functions.
         steps: `[step, number of groups, groups kept]` per step kept. A group is `[number, prompt, samples]`, and a
-            sample `[text, reward, advantage, reward parts, finish, tokens]`. A long text is `[head, characters left
+            sample `[text, reward, advantage, reward parts, was cut, tokens]`. A long text is `[head, characters left
             out, tail]`, and a conversation `{"turns": ...}`; see `texts.completion_form`.
         total, kept: numbers of steps and of groups, in the file and on the page.
     """
@@ -145,11 +146,11 @@ class _Table:
         for name in rewards:
             self.functions.setdefault(name, len(self.functions))
         parts = ",".join(_number(rewards.get(name)) for name in self.functions)
-        text, finish, length = completion_form(row), row.get("finish"), number(row.get("length"))
+        text, length = completion_form(row), number(row.get("length"))
         encoded = text_json(text) if isinstance(text, str) else script_json(text)
-        finish = text_json(finish[:40] if isinstance(finish, str) else "")
+        was_cut = script_json(FinishReason.recorded(row.get("finish")).was_cut)
         tokens = "null" if length is None else int(length)
-        return f"[{encoded},{_number(row.get('reward'))},{_number(row.get('advantage'))},[{parts}],{finish},{tokens}]"
+        return f"[{encoded},{_number(row.get('reward'))},{_number(row.get('advantage'))},[{parts}],{was_cut},{tokens}]"
 
 
 def _room(table: _Table, index: Sequence[Location], budget: int) -> int:

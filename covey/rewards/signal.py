@@ -52,7 +52,7 @@ class Signal:
         advice: what to do with the setting; "" if there is a signal.
         functions: one row for each reward function, and the total last.
         groups, completions: their numbers.
-        truncated: share of completions that were cut at the limit of new tokens.
+        truncated: share of completions that a limit cut.
     """
 
     verdict: str
@@ -83,7 +83,7 @@ def measure_signal(groups: Sequence[Group], failed: Mapping[str, int] | None = N
     ]
     total = _describe(TOTAL, [_rewards(group) for group in compared])
     completions = [completion for group in groups for completion in group.completions]
-    truncated = sum(c.finish is FinishReason.LENGTH for c in completions) / max(1, len(completions))
+    truncated = sum(c.finish.was_cut for c in completions) / max(1, len(completions))
     verdict = "no" if not total.informative else "weak" if total.informative < WEAK else "yes"
     setting, advice = ("", "") if verdict == "yes" else _find_cause(compared)
     sentence = _say(verdict, total, len(compared), critic)
@@ -136,7 +136,9 @@ def _find_cause(groups: Sequence[Group]) -> tuple[str, str]:
     if _share(tied, _is_identical) >= MOST:
         return "rollout.temperature", "raise it: the completions of most groups are the same text"
     if _share(tied, _is_truncated) >= MOST:
-        return "rollout.max_new_tokens", "raise it: most completions were cut before their end"
+        late = _share(tied, _is_late) >= MOST
+        limit = "envs.timeout" if late else "rollout.max_new_tokens"
+        return limit, "raise it: most completions were cut before their end"
     if np.ptp(rewards[~np.isnan(rewards)]) > 0:
         return "grpo.num_generations", "raise it: groups differ from each other, so larger ones may differ within"
     value = float(rewards[~np.isnan(rewards)][0])
@@ -154,8 +156,13 @@ def _is_identical(group: Group) -> bool:
     return len(group.completions) > 1 and len({completion.text for completion in group.completions}) == 1
 
 
+def _is_late(group: Group) -> bool:
+    late = [completion.finish is FinishReason.TIME for completion in group.completions]
+    return sum(late) >= MOST * len(late)
+
+
 def _is_truncated(group: Group) -> bool:
-    cut = [completion.finish is FinishReason.LENGTH for completion in group.completions]
+    cut = [completion.finish.was_cut for completion in group.completions]
     return sum(cut) >= MOST * len(cut)
 
 

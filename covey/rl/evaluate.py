@@ -21,7 +21,7 @@ import numpy as np
 from covey.config.schema import EvalConfig, RolloutConfig, SamplingConfig
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, score
-from covey.types import FinishReason, Group
+from covey.types import Group
 
 EVALUATION_STEP = 2**31 - 1
 """Step number that seeds evaluation; no training step reaches it."""
@@ -55,7 +55,7 @@ class Evaluation:
         pass_at_any: for k = 1, 2, ... the fraction of prompts with a right one among their first k completions.
         samples: number of completions evaluated.
         mean_length: tokens per completion.
-        clipped_ratio: fraction of completions that reached the token limit.
+        clipped_ratio: fraction of completions that were cut (`FinishReason.was_cut`).
         groups: the completions themselves, with the training rewards when their functions were given.
         correct: which completions of each group are right, by the name of the metric: bool [G].
         others: results by preset, for the presets after the first.
@@ -145,7 +145,7 @@ def evaluate_groups(
         pass_at_any=tuple(float(np.mean([r[:k].any() for r in right])) for k in counts),
         samples=len(completions),
         mean_length=float(np.mean([c.num_sampled for c in completions])),
-        clipped_ratio=float(np.mean([c.finish is FinishReason.LENGTH for c in completions])),
+        clipped_ratio=float(np.mean([c.finish.was_cut for c in completions])),
         groups=tuple(scored),
         correct=correct,
     )

@@ -28,7 +28,7 @@ from covey.rl.cluster import RLCluster
 from covey.rl.microbatch import merge, service_batches, slices
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.stats import SamplerStats
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, Group
 
 OVERLONG = "overlong"
 """Name of the length penalty among the rewards."""
@@ -352,10 +352,10 @@ def sampled_mask(completion: Completion) -> np.ndarray:
 
 def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
     """Return a mask, bool [n]: True for the tokens that the model sampled; with `mask_truncated`, False for all tokens
-    of a completion that reached the token limit.
+    of a completion that was cut.
     """
     mask = sampled_mask(completion)
-    return mask & (completion.finish is not FinishReason.LENGTH) if mask_truncated else mask
+    return mask & (not completion.finish.was_cut) if mask_truncated else mask
 
 
 def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance
 from covey.sampling.stats import SamplerStats
-from covey.types import Completion, Episode, FinishReason, Group
+from covey.types import Completion, Episode, Group
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -21,7 +21,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     lengths = np.array([c.num_sampled for g in groups for c in g.completions])
-    clipped = np.array([c.finish is FinishReason.LENGTH for g in groups for c in g.completions])
+    clipped = np.array([c.finish.was_cut for g in groups for c in g.completions])
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),

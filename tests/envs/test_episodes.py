@@ -117,6 +117,33 @@ def test_a_limit_ends_an_episode_which_keeps_its_reward(settings: dict[str, int]
     assert (episode.reward, episode.done, finish) == (0.5, False, how)
 
 
+CUT_TURNS = [
+    ({}, [END, None], "length"),  # the environment ends an episode whose last turn was cut
+    ({}, [None, END], "stop"),  # an earlier turn that was cut was answered
+    ({"max_turns": 1}, [None], "length"),  # the limit of turns, too
+    ({"max_turns": 1}, [END], "turns"),
+]
+
+
+@pytest.mark.parametrize(("settings", "ends", "how"), CUT_TURNS)
+def test_an_episode_whose_last_turn_was_cut_is_cut(settings: dict[str, int], ends: list[int | None], how: str) -> None:
+    play = Play(turns=2, **settings)
+    for end in ends:
+        play.says("one", end=end)
+    _, finish = play.over()
+    assert finish == how
+    assert finish.was_cut == (how == "length")
+
+
+def test_a_call_that_takes_too_long_cuts_its_episode_and_another_failure_does_not() -> None:
+    late = Play(failing("step", lambda: asyncio.sleep(20)), on_error="none", timeout=0.05)
+    broken = Play(failing("step", lambda: 1 / 0), on_error="none")
+    for play, how, was_cut in ((late, FinishReason.TIME, True), (broken, FinishReason.FAILURE, False)):
+        assert play.says("one") is None
+        _, finish = play.over()
+        assert (finish, finish.was_cut) == (how, was_cut)
+
+
 def failing(method: str, act: Callable[[], Any]) -> type[Counts]:
     return type("Failing", (Counts,), {method: lambda self, *args: act()})
 
@@ -148,7 +175,7 @@ def test_a_failure_ends_its_episode_by_the_policy(act: Callable[[], Any], what: 
         episode, finish = play.over()
         assert episode.reward == reward
         assert episode.failure
-        assert finish is FinishReason.STOP
+        assert finish is (FinishReason.TIME if "took longer" in what else FinishReason.FAILURE)
         assert play.runner.failed == 1
 
 

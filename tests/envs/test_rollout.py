@@ -115,7 +115,10 @@ def test_each_token_is_the_models_own_or_the_environments_by_the_template(episod
         lengths.add(len(turn_ends))
         assert c.mask.tolist() == drawn.tolist()
         assert c.episode.reward == sum(c.episode.turn_rewards)
-        assert c.finish == ("stop" if c.episode.done else "turns" if len(turn_ends) == 3 else "length")
+        ended = c.tokens[turn_ends[-1] - 1] in TOKENIZER.stop_ids
+        assert c.finish == (
+            "length" if not ended else "stop" if c.episode.done else "turns" if len(turn_ends) == 3 else "length"
+        )
     assert lengths == {1, 2, 3}
     assert changed > len(episodes) / 2  # a turn that is encoded anew has other tokens
 

@@ -28,7 +28,7 @@ def test_all_groups_are_kept_whole_when_they_fit(make_run: Any) -> None:
     assert (step, groups_of_step, [number for number, _, _ in kept]) == (1, 3, [0, 1, 2])
     (_, prompt, samples) = kept[1]
     assert found["prompts"][prompt] == [["user", "Question 1-1?"]]
-    assert samples[3] == ["Answer 1-1-3", 1.5, 0.5, [0.5, 1.0], "stop", 9]
+    assert samples[3] == ["Answer 1-1-3", 1.5, 0.5, [0.5, 1.0], False, 9]
     assert found["rewards"] == ["spelling", "answer"]
 
 
@@ -57,7 +57,7 @@ def test_rows_of_another_form_are_left_out_and_counted(made: SimpleNamespace, tm
     found = json.loads(collect(file, MEGABYTE, unreadable))
     assert unreadable == {"samples.jsonl": 2}
     assert [step for step, _, _ in found["steps"]] == [1, 2]
-    assert found["steps"][0][2] == [[1, 0, [["", None, None, [], "", None]]]]
+    assert found["steps"][0][2] == [[1, 0, [["", None, None, [], False, None]]]]
 
 
 def test_groups_whose_tokens_were_scored_are_kept_first(make_run: Any) -> None:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax  # comes with jax
 
+from covey.rewards.signal import measure_signal
+from covey.rl.experience import tokens_in_loss
 from covey.rl.metrics import group_metrics, work_metrics
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.stats import SamplerStats
@@ -20,6 +22,20 @@ def group(rewards: list[float], lengths: list[int], cut: tuple[int, ...] = (), *
     )
     table = {name: np.array(values) for name, values in by_function.items()}
     return Group("p", none, completions, rewards=np.array(rewards), rewards_by_function=table)
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_mask_metric_and_signal_read_whether_a_completion_was_cut_from_one_property(reason: FinishReason) -> None:
+    none = np.zeros(2, np.float32)
+    completion, other = (Completion(np.zeros(2, np.int32), none, none, reason, text) for text in "ab")
+    group = Group("p", np.zeros(1, np.int32), (completion, other), rewards=np.zeros(2))
+    assert group_metrics([group])["completions/clipped_ratio"] == reason.was_cut
+    assert tokens_in_loss(completion, mask_truncated=True).any() != reason.was_cut
+    assert tokens_in_loss(completion, mask_truncated=False).all()
+    signal = measure_signal([group])
+    assert signal.truncated == reason.was_cut
+    limits = {FinishReason.LENGTH: "rollout.max_new_tokens", FinishReason.TIME: "envs.timeout"}
+    assert (signal.setting in limits.values()) == reason.was_cut
 
 
 def test_every_name_and_value_by_hand() -> None:

@@ -134,7 +134,7 @@ function aboutSample(names, parts, length) {
   return [...scored, length === null ? null : count(length, 'token')].filter(Boolean).join(' \u00b7 ');
 }
 
-function sampleCard(run, [text, reward, advantage, parts, finish, length], i, strongest, hits, wanted, rows) {
+function sampleCard(run, [text, reward, advantage, parts, wasCut, length], i, strongest, hits, wanted, rows) {
   const row = rows && rows.find(([sample]) => sample === i);
   const tone = advantage === null || advantage === 0 ? '' : advantage > 0 ? 'good' : 'bad';
   const bar = element('span', { class: 'bar ' + tone, 'aria-hidden': 'true' }, element('span', {}));
@@ -145,5 +145,5 @@ function sampleCard(run, [text, reward, advantage, parts, finish, length], i, st
       advantage === null ? null : [bar, element('span', {}, element('span', { class: 'muted' }, 'advantage '), signed(advantage))]),
     row ? tokenBlock(row, wanted.colouring, strongestValue(rows, wanted.colouring), length, 'completion ' + (i + 1), wanted.text)
       : completionBlock(text, wanted.text, 'completion ' + (i + 1)),
-    element('p', { class: 'muted small about' }, aboutSample(names, parts, length), finish === 'length' ? [' ', element('span', { class: 'chip' }, 'cut off')] : ''));
+    element('p', { class: 'muted small about' }, aboutSample(names, parts, length), wasCut ? [' ', element('span', { class: 'chip' }, 'cut off')] : ''));
 }

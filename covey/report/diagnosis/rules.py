@@ -187,11 +187,11 @@ RULES = (
     Rule(
         "answers cut off",
         "Answers are cut off",
-        f"over {LAST} at least {percent(signal.MOST_CUT)} of the completions are cut at rollout.max_new_tokens, at "
+        f"over {LAST} at least {percent(signal.MOST_CUT)} of the completions are cut by a limit of tokens or time, at "
         f"least 70 % of the share of {FIRST}, and {NO_RISE}; or {percent(signal.NEARLY_ALL_CUT)} in both",
         signal.answers_cut,
-        "raise rollout.max_new_tokens; or ask for shorter answers, with grpo.overlong_buffer; grpo.mask_truncated "
-        "leaves cut completions out of the loss",
+        "raise rollout.max_new_tokens (or envs.max_turn_tokens or envs.timeout, if that cuts them); or ask for "
+        "shorter answers, with grpo.overlong_buffer; grpo.mask_truncated leaves cut completions out of the loss",
         ("rollout.max_new_tokens", "grpo.overlong_buffer", "grpo.mask_truncated"),
         explains=("reward never reached", "groups too small", "length without reward", "learning rate too low"),
     ),
