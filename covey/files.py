@@ -1,18 +1,26 @@
-"""Check files of an untrusted checkpoint before they are read, digest files, and replace them atomically.
+"""Open the files of folders that others may have made; digest files, and replace them atomically.
 
-A file name in an index may not contain a path separator (`models.loading.weights`), and a link may not lead out of the
-checkpoint's folder: its target would be read, shown in errors and copied by exports. The one exception is the hub's
-cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`. A folder that is itself a link was chosen by
-the user and is followed.
+In a run folder no link is followed (`open_below`): what a link leads to would be overwritten, shown or published.
+
+In the folder of a model, a file name in an index may not contain a path separator (`models.loading.weights`), and a
+link may not lead out of the folder: its target would be read, shown in errors and copied by exports. The one exception
+is the hub's cache, where `snapshots/COMMIT/FILE` is a link to `../../blobs/DIGEST`.
+
+A folder that is itself a link was chosen by the user and is followed.
 """
 
 import codecs
 import hashlib
+import io
 import os
 import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
-from covey.errors import CoveyError, WeightsError
+from covey.errors import CoveyError, ResumeError, WeightsError
 
 LFS_POINTER = b"version https://git-lfs"
 IN_BUCKET = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/?#*\[\]]+)*/?")
@@ -86,13 +94,122 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_file(file: Path, data: bytes) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, never a part."""
+def open_below(folder: Path, name: str, mode: str = "rb", **options: Any) -> IO[bytes]:
+    """Open a regular file below a folder, and follow no link on the way from the folder to the file.
+
+    The folder itself may be a link: the user chose it. A named pipe or a device is refused without waiting for it.
+
+    Args:
+        name: path of the file, relative to the folder.
+        mode: mode of a binary file, as of `open`; with "xb" nothing may be there.
+        options: further arguments of `open`.
+
+    Raises:
+        ResumeError: a link, or something else than a regular file, is there.
+        OSError: the file cannot be opened.
+    """
+    *parents, last = Path(name).parts
+    try:
+        with _descriptor_of(folder, parents) as inside:
+
+            def opener(_: str, flags: int) -> int:
+                return os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=inside)
+
+            file: IO[bytes] = open(folder / name, mode, opener=opener, **options)  # noqa: SIM115
+    except OSError:  # the number of the error differs between systems, and between files and folders
+        _check_way(folder, parents, last)
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _not_regular(folder / name)
+    return file
+
+
+def open_or_empty(folder: Path, name: str) -> IO[bytes]:
+    """Open a file below a folder to read it, as `open_below`; a missing file reads as an empty one."""
+    try:
+        return open_below(folder, name)
+    except FileNotFoundError:
+        return io.BytesIO()
+
+
+def has_file(folder: Path, name: str) -> bool:
+    """Return whether there is a regular file of that name directly in a folder.
+
+    Raises:
+        ResumeError: it is a link.
+    """
+    if (folder / name).is_symlink():
+        raise _not_regular(folder / name)
+    return (folder / name).is_file()
+
+
+def folder_below(folder: Path, name: str) -> Path:
+    """Return the path of a folder directly in a folder; it need not exist yet.
+
+    Raises:
+        ResumeError: a link or a file is there.
+    """
+    path = folder / name
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise _not_regular(path, "a folder")
+    return path
+
+
+@contextmanager
+def _descriptor_of(folder: Path, names: list[str]) -> Iterator[int]:
+    """Open a folder, then one folder in it after the other without following links; yield the descriptor of the last.
+
+    Raises:
+        OSError: one of them is no folder, or a link.
+    """
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in names:
+            outer, inside = inside, os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=inside)
+            os.close(outer)
+        yield inside
+    finally:
+        os.close(inside)
+
+
+def _check_way(folder: Path, parents: list[str], last: str) -> None:
+    """Refuse links on the way from a folder to a file, and anything in its place that is no regular file.
+
+    Raises:
+        ResumeError: there is one.
+    """
+    for name in parents:
+        folder = folder_below(folder, name)
+    path = folder / last
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise _not_regular(path)
+
+
+def _not_regular(path: Path, want: str = "a regular file") -> ResumeError:
+    kinds = {"link": path.is_symlink(), "file": path.is_file(), "folder": path.is_dir(), "pipe or device": True}
+    what = next(kind for kind, is_one in kinds.items() if is_one)
+    fix = "move it elsewhere"
+    if what == "link":
+        fix = "put what it leads to in its place; to keep a run on another disk, link its whole folder, or --out there"
+    return ResumeError(
+        f"a {what} is in the way", want=f"{want}: no link is followed in a run folder", fix=fix, where=str(path)
+    )
+
+
+def replace_file(file: Path, data: bytes, durable: bool = True) -> None:
+    """Write a file atomically: a reader sees the old one or the new one, never a part.
+
+    Args:
+        durable: wait until the content is on the disk, so that the file survives a crash of the machine.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with temporary.open("wb") as draft:
+    temporary.unlink(missing_ok=True)  # of a killed process with the same number
+    with open_below(file.parent, temporary.name, "xb") as draft:
         draft.write(data)
         draft.flush()
-        os.fsync(draft.fileno())
+        if durable:
+            os.fsync(draft.fileno())
     os.replace(temporary, file)
 
 

@@ -13,7 +13,8 @@ from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is
 from covey.config.schema import HUBS, DataConfig, EnvsConfig
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import CoveyError, RecipeError, WeightsError
-from covey.files import refuse_url
+from covey.files import folder_below, refuse_url
+from covey.train.run_files import CHECKPOINTS
 
 
 class Check(NamedTuple):
@@ -150,7 +151,7 @@ def _command_for(source: str) -> str:
 
 def has_checkpoint(run: str | Path) -> bool:
     """Return whether a run folder has a checkpoint to resume from; one in a bucket is not looked for."""
-    folder = Path(run) / "checkpoints"
+    folder = folder_below(Path(run), CHECKPOINTS)
     return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
 
 

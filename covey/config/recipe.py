@@ -33,8 +33,11 @@ from covey.config.schema import (
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.config.schema.envs import metric_name
 from covey.errors import RecipeError, nearest, raise_together
+from covey.files import has_file
 
 BUILT_IN = Path(__file__).parent / "recipes"
+RUN_RECIPE = "recipe.yaml"
+"""Name of the recipe in a run folder."""
 
 
 class AnyRecipe(Config):
@@ -124,7 +127,9 @@ def find(source: str | Path) -> Path:
     if str(source) in names():
         return BUILT_IN / f"{source}.yaml"
     path = Path(source)
-    path = path / "recipe.yaml" if path.is_dir() else path
+    if path.is_dir():
+        is_run(path)  # refuses a link
+        path /= RUN_RECIPE
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml") or path.name != str(source):
@@ -137,8 +142,12 @@ def find(source: str | Path) -> Path:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Return whether `folder` is a run folder: it has a resolved recipe."""
-    return (Path(folder) / "recipe.yaml").is_file()
+    """Return whether `folder` is a run folder: it has a resolved recipe.
+
+    Raises:
+        ResumeError: the recipe is a link.
+    """
+    return has_file(Path(folder), RUN_RECIPE)
 
 
 def load(

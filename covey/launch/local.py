@@ -26,6 +26,7 @@ from covey.config.base import Config, NonNegativeInt, PositiveInt
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError
+from covey.files import open_below
 from covey.launch.command import TrainingCommand
 
 COVEY = (sys.executable, "-m", "covey")
@@ -193,7 +194,7 @@ class Attempt:
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
         arguments: dict[str, Any] = {"env": environment, "start_new_session": True}
         if number:
-            file = self._stack.enter_context(_log(self._logs, number, self._number).open("ab"))
+            file = self._stack.enter_context(open_below(self._logs, _log(number, self._number), "ab"))
             file.write(f"{_began(self._words)}\n".encode(errors="replace"))
             file.flush()
             arguments |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
@@ -265,8 +266,9 @@ def _free_port() -> int:
         return port
 
 
-def _log(logs: Path, number: int, attempt: int) -> Path:
-    return logs / (f"process-{number}.log" if attempt == 0 else f"process-{number}-restart-{attempt}.log")
+def _log(number: int, attempt: int) -> str:
+    """Return the name of the file with the output of a process."""
+    return f"process-{number}.log" if attempt == 0 else f"process-{number}-restart-{attempt}.log"
 
 
 def _began(words: Sequence[str]) -> str:
@@ -284,8 +286,9 @@ def _show_end(logs: Path, number: int, attempt: int) -> None:
     """Print the last lines that process `number` wrote; those of process 0 are on the terminal already."""
     if number == 0:
         return
-    file = _log(logs, number, attempt)
-    lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    _say(f"the end of {file}:")
+    name = _log(number, attempt)
+    with open_below(logs, name) as file:
+        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    _say(f"the end of {logs / name}:")
     for line in lines:
         print(printable(f"  {line}"), file=sys.stderr, flush=True)

@@ -7,10 +7,10 @@ indexed by the beginning of each line, and only the lines that are kept are pars
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from covey.files import open_below, open_or_empty
 from covey.report.reduce import coarse_to_fine, spread
 from covey.report.run_data import Row
 from covey.report.script_json import number_json, script_json, size_of, text_json
@@ -72,7 +72,7 @@ def collect(
     for location in index:
         by_step.setdefault(location.step, []).append(location)
     found: dict[int, dict[int, str]] = {}
-    with file.open("rb") as lines:
+    with open_below(file.parent, file.name) as lines:
         table, left = _Table(lines, mask), budget
         wanted = [location for location in index if (location.step, location.group) in first]
         others = _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget))
@@ -98,7 +98,7 @@ def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
     """
     found: list[Location] = []
     last, start, place = None, 0, 0
-    with file.open("rb") if file.is_file() else nullcontext(()) as lines:
+    with open_or_empty(file.parent, file.name) as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 break

@@ -22,7 +22,7 @@ from typing import Any
 from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
-from covey.files import replace_file
+from covey.files import open_below, replace_file
 from covey.report import completions, evaluation, token_values
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
@@ -73,7 +73,7 @@ def _refuse_other_file(out: Path) -> None:
     if out.is_dir():
         raise CoveyError("this is a folder", want="the name of a file", where=str(out))
     if out.exists():
-        with out.open("rb") as file:
+        with open_below(out.parent, out.name) as file:
             if GENERATOR.encode() not in file.read(4096):
                 raise CoveyError("this file is no report of Covey", fix="--out ANOTHER, or move it", where=str(out))
 

@@ -17,6 +17,7 @@ from covey.config import recipe, strict_yaml
 from covey.config.base import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
+from covey.files import open_or_empty
 from covey.train.json_lines import is_count, number, parse_line
 from covey.train.run_files import METRICS, SAMPLES, SUMMARY, TOKENS
 
@@ -112,9 +113,7 @@ def read_lines(file: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any
     """Yield the objects in a file of JSON lines, if there is one; count in `unreadable` the lines that are none. An
     unfinished last line is being written, and is not counted.
     """
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
+    with open_or_empty(file.parent, file.name) as lines:
         for line in lines:
             if (row := parse_line(line)) is not None:
                 yield row
@@ -167,8 +166,10 @@ def _metrics(rows: Iterable[Row]) -> tuple[Sequence[int], Sequence[float], dict[
 
 
 def _summary(path: Path) -> Mapping[str, Any]:
+    file = open_or_empty(path.parent, path.name)
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        with file:
+            found = json.loads(file.read() or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

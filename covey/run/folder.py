@@ -17,7 +17,7 @@ import numpy as np
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
-from covey.files import refuse_url, replace_file
+from covey.files import folder_below, has_file, open_below, refuse_url, replace_file
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release
@@ -163,7 +163,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 @contextmanager
 def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, rows: Sequence[str]) -> Iterator[RunFolder]:
     """Open the folder of a run to resume it; `rows` are as for `RunFolder`."""
-    with Checkpointer(out.absolute() / CHECKPOINTS, recipe.training.max_to_keep) as saves:
+    with Checkpointer(folder_below(out.absolute(), CHECKPOINTS), recipe.training.max_to_keep) as saves:
         _refuse_moved_checkpoints(saves, recipe)
         with RunFolder(out, saves, resuming=True, rows=rows) as folder:
             yield folder
@@ -194,12 +194,14 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     Raises:
         ResumeError: the file is not a summary.
     """
-    if not path.is_file():
+    if not has_file(path.parent, path.name):
         return None
+    with open_below(path.parent, path.name) as file:
+        content = file.read()
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(content)
         wrong = _unlike_a_summary(summary)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong:
         raise ResumeError(

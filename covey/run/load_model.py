@@ -15,6 +15,7 @@ from covey.config.recipe import is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
+from covey.files import folder_below
 from covey.models import scratch
 from covey.models.decoder import Decoder
 from covey.models.loading import digests, peft, weights
@@ -185,7 +186,7 @@ def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tupl
 def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
     model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh)
-    with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
+    with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = distributed.agreed(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)

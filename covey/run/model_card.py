@@ -5,7 +5,6 @@ A run may begin with another run's model; the card lists all of them, the first 
 has made it `Markdown`.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from covey.config.recipe import is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.display import escape_markdown, printable
 from covey.models.loading import sources
+from covey.run.folder import read_summary
 from covey.train.run_files import SUMMARY
 
 
@@ -104,8 +104,7 @@ def _describe(run: Path) -> dict[str, Any]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    path = run / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_summary(run / SUMMARY) or {}
 
 
 def _code(text: str) -> Markdown:

@@ -18,6 +18,7 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.envs.runner import open_environments
+from covey.files import folder_below
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
@@ -56,7 +57,7 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
     """
     recipe = load_recipe(folder, overrides)
-    with Checkpointer(folder / CHECKPOINTS, read_only=True) as saves:
+    with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         if may_need_earlier_values(recipe) and saves.latest() is not None:
             recipe = with_earlier_values(recipe, saves.restore(target={}, subset=True)[1]["settings"])
     return RLRun.resume(recipe, folder)

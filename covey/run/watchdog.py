@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from covey.display import mask_secrets
-from covey.errors import Stopped
+from covey.errors import ResumeError, Stopped
+from covey.files import open_below, replace_file
 from covey.train.run_files import HEARTBEAT, STACKS
 from covey.train.status import Status
 
@@ -80,10 +81,8 @@ class Watchdog:
         beat: dict[str, Any] = asdict(self._status())
         beat |= {"phase": phase, "since": round(since, 1), "now": round(time.time(), 1)}
         beat |= {"process": os.getpid(), "host": socket.gethostname()} | self._end
-        draft = file.with_name(f".{file.name}")
         try:
-            draft.write_text(json.dumps(beat) + "\n", encoding="utf-8")
-            draft.replace(file)
+            replace_file(file, json.dumps(beat).encode() + b"\n", durable=False)
             self._failure = None
         except OSError as error:
             if error.strerror != self._failure:
@@ -93,13 +92,13 @@ class Watchdog:
     def _write_stacks(self, file: Path, phase: str, since: float) -> None:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  phase {phase!r} for {time.time() - since:.0f} s\n"
         try:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(head)
+            with open_below(file.parent, file.name, "ab") as out:
+                out.write(head.encode())
                 out.flush()
                 faulthandler.dump_traceback(out, all_threads=True)
-                out.write("\n")
-        except OSError as error:
-            log.warning(f"{file.name} cannot be written: {error.strerror}")
+                out.write(b"\n")
+        except (OSError, ResumeError) as error:
+            log.warning(f"{file.name} cannot be written: {getattr(error, 'strerror', error)}")
         log.warning(f"{phase} has taken {time.time() - since:.0f} s; what every thread was doing: {file}")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from covey.errors import ResumeError
-from covey.files import replace_file
+from covey.files import has_file, open_below, replace_file
 from covey.train.bucket import Bucket, register_file_system
 from covey.train.checksums import SUMS, Digests, compare_digests, format_sums, parse_sums
 from covey.train.steps import is_written_by, name_of
@@ -129,7 +129,7 @@ def open_bucket(folder: Path, address: str, writes: bool) -> BucketSteps | None:
         ResumeError: another run has taken the address.
     """
     pointer = folder / POINTER
-    if not pointer.exists():
+    if not has_file(folder, POINTER):
         if not address:
             return None
         steps, identity = BucketSteps(address), secrets.token_hex(16)
@@ -138,7 +138,8 @@ def open_bucket(folder: Path, address: str, writes: bool) -> BucketSteps | None:
         if writes:
             replace_file(pointer, json.dumps({"address": steps.address, "run": identity}).encode())
         return steps
-    named = json.loads(pointer.read_text())
+    with open_below(folder, POINTER) as file:
+        named = json.loads(file.read())
     steps = BucketSteps(named["address"])
     if writes and not steps.belongs_to(named["run"]):
         raise _taken(steps.address, f"what this run has written there, with its {IDENTITY}")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +219,7 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _finish_interrupted(self, lock: TextIO) -> None:
+    def _finish_interrupted(self, lock: IO[bytes]) -> None:
         try:
             self._steps.finish_interrupted()
         except Exception:

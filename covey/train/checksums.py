@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 from covey.errors import ResumeError
-from covey.files import file_sha256
+from covey.files import file_sha256, folder_below, open_below
 
 SUMS, LOCK = "SHA256SUMS", "lock"
 Digests = dict[str, str]
@@ -55,7 +55,8 @@ def write_checksums(folder: Path, known: Digests | None = None) -> None:
         raise OSError(f"{missing[0]}, which another process has written, is not here: do all share this folder?")
     digests = known | _digests({name: path for name, path in files.items() if name not in known})
     draft = folder / f".{SUMS}"
-    draft.write_text(format_sums({name: digests[name] for name in files}))
+    with open_below(folder, draft.name, "wb") as file:
+        file.write(format_sums({name: digests[name] for name in files}).encode())
     for path in [*(path for path in folder.rglob("*") if str(path.relative_to(folder)) not in known), folder]:
         sync(path)
     draft.rename(folder / SUMS)
@@ -79,9 +80,12 @@ def describe_damage(folder: Path, part: tuple[int, int] = (0, 1)) -> str:
         part: (number, count): only the digests of this part of the files are compared, out of `count` parts.
     """
     try:
-        listed = parse_sums((folder / SUMS).read_text())
+        with open_below(folder, SUMS) as sums:
+            listed = parse_sums(sums.read().decode())
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read ({error})"
+    if odd := [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]:
+        return f"{odd[0].relative_to(folder)} is a link, or no file"
     files = files_in(folder)
     by_size = sorted(files, key=lambda name: -files[name].stat().st_size)
     return compare_digests(listed, files, lambda: _digests({name: files[name] for name in by_size[part[0] :: part[1]]}))
@@ -119,7 +123,7 @@ def compare_digests(listed: Digests, names: Collection[str], digests: Callable[[
 def put_in_place(partial: Path) -> None:
     """Rename a sealed folder `X.partial` to `X`, replacing an older `X`."""
     final = partial.with_suffix("")
-    if refuse_file_at(final).exists():
+    if _place_of(final).exists():
         remove(final)  # after a kill here, `finish_interrupted` finds the sealed folder and continues
     partial.rename(final)
     sync(final.parent)
@@ -127,7 +131,7 @@ def put_in_place(partial: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a folder atomically: a half-removed folder must not be taken for a complete one."""
-    old = refuse_file_at(folder.with_suffix(".old"))
+    old = _place_of(folder.with_suffix(".old"))
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)
@@ -136,27 +140,15 @@ def remove(folder: Path) -> None:
 def finish_interrupted(folder: Path) -> None:
     """Finish or remove what a killed process left behind."""
     found = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.(partial|old)", path.name))
-    for path in map(refuse_file_at, found):
+    for path in map(_place_of, found):
         if path.suffix == ".partial" and (path / SUMS).is_file():
             put_in_place(path)
         else:
             shutil.rmtree(path)
 
 
-def refuse_file_at(path: Path) -> Path:
-    """Return `path`, where a folder exists or may be created.
-
-    Raises:
-        ResumeError: a file or a link is there.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ResumeError(
-            f"a {'link' if path.is_symlink() else 'file'} is in the way",
-            want="nothing there, or a folder of a checkpoint",
-            fix="move it elsewhere; then resume",
-            where=str(path),
-        )
-    return path
+def _place_of(folder: Path) -> Path:
+    return folder_below(folder.parent, folder.name)
 
 
 def make_folder(folder: Path) -> bool:
@@ -214,7 +206,7 @@ def release(folder: Path, made: bool) -> None:
             folder.rmdir()
 
 
-def holds_lock(lock: TextIO, folder: Path) -> bool:
+def holds_lock(lock: IO[bytes], folder: Path) -> bool:
     """Return whether `lock` is still the lock of `folder`; False when the folder was removed or replaced."""
     return is_open_at(lock, folder / LOCK)
 
@@ -222,7 +214,7 @@ def holds_lock(lock: TextIO, folder: Path) -> bool:
 def is_open_at(file: IO[Any], path: Path) -> bool:
     """Return whether the open `file` is the one at `path`; False when that was removed or replaced since."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -230,7 +222,7 @@ def is_open_at(file: IO[Any], path: Path) -> bool:
 def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of `folder`, as far as this machine can see."""
     try:
-        with (folder / LOCK).open() as lock:
+        with open_below(folder, LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
     except BlockingIOError:
         return True
@@ -239,13 +231,13 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def take_lock(folder: Path) -> TextIO:
+def take_lock(folder: Path) -> IO[bytes]:
     """Take the folder's lock and hold it until the file is closed. The system releases it when the process ends, so no
     lock is ever stale.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
+        lock = open_below(folder, LOCK, "a+b")
     except OSError as error:
         raise ResumeError(
             f"checkpoints cannot be written: {error.strerror}",
@@ -257,7 +249,7 @@ def take_lock(folder: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.seek(0)
-        holder = lock.read().strip()
+        holder = lock.read().decode(errors="replace").strip()
         lock.close()
         raise ResumeError(
             f"another run writes its checkpoints here: {holder}",
@@ -266,6 +258,6 @@ def take_lock(folder: Path) -> TextIO:
             where=str(folder),
         ) from error
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     lock.flush()
     return lock

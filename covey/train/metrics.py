@@ -13,14 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from covey.errors import ResumeError
-from covey.files import replace_file
+from covey.files import folder_below, has_file, open_below, open_or_empty, replace_file
 from covey.train.checksums import is_open_at, sync
 from covey.train.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.types import Completion, Group, Message, Prompt, TokenValues
@@ -57,12 +57,12 @@ class MetricsWriter:
         for file in files:
             if resume_at is not None:
                 truncate_rows(file, resume_at, must_reach=file.name in must_reach)
-            elif file.exists() and file.stat().st_size:
+            elif has_file(folder, file.name) and file.stat().st_size:
                 raise ResumeError(
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
                 )
         self._folder = folder
-        self._metrics, self._samples = (file.open("ab", buffering=0) for file in files[:2])
+        self._metrics, self._samples = (self._open(name) for name in (METRICS, SAMPLES))
         self._tokens: IO[bytes] | None = None
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -76,8 +76,11 @@ class MetricsWriter:
     def token_values(self, step: int, values: Iterable[TokenValues]) -> None:
         """Append the token values of a step; the file is made with the first of them."""
         if rows := b"".join(encode_row(token_row(step, one)) for one in values):
-            self._tokens = self._tokens or (self._folder / TOKENS).open("ab", buffering=0)
+            self._tokens = self._tokens or self._open(TOKENS)
             self._append(self._tokens, rows)
+
+    def _open(self, name: str) -> IO[bytes]:
+        return open_below(self._folder, name, "ab", buffering=0)
 
     @property
     def _files(self) -> list[IO[bytes]]:
@@ -135,7 +138,7 @@ def write_answers(folder: Path, name: str, groups: Iterable[Group], correct: Cor
     Args:
         correct: which completions of each group are right, by the name of the metric: written as `correct` of the row.
     """
-    with (folder / f"{name}.jsonl").open("wb") as file:
+    with open_below(folder, f"{name}.jsonl", "wb") as file:
         for row in sample_rows(0, groups):
             judged = {name: bool(right[row["group"]][row["sample"]]) for name, right in (correct or {}).items()}
             file.write(encode_row(row | {"correct": judged} if judged else row))
@@ -145,12 +148,13 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
     """Keep the batch of a non-finite update for debugging: `bad/<step>.jsonl` in the form of `samples.jsonl`, and
     `bad/<step>.npz` with the inputs of the losses. Return their common path without a suffix.
     """
-    path = folder / BAD / f"{step:08d}"
-    path.parent.mkdir(exist_ok=True)
-    with path.with_suffix(".jsonl").open("wb") as file:
+    folder_below(folder, BAD).mkdir(exist_ok=True)
+    name = f"{BAD}/{step:08d}"
+    with open_below(folder, f"{name}.jsonl", "wb") as file:
         file.writelines(encode_row(row) for row in sample_rows(step, groups))
-    np.savez(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
-    return path
+    with open_below(folder, f"{name}.npz", "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    return folder / name
 
 
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
@@ -250,7 +254,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without an unfinished last line."""
-    with file.open("rb") as lines:
+    with open_below(file.parent, file.name) as lines:
         yield from (json.loads(text) for text in lines if text.endswith(b"\n"))
 
 
@@ -266,7 +270,7 @@ def truncate_rows(file: Path, step: int, must_reach: bool = False) -> None:
         ResumeError: a line inside the file is not a valid row; or the rows end before `step`.
     """
     keep = last = 0
-    with file.open("rb") if file.exists() else nullcontext(()) as lines:
+    with open_or_empty(file.parent, file.name) as lines:
         for number, text in enumerate(lines, start=1):
             if not text.endswith(b"\n") or (found := _step_of(text, f"{file}:{number}")) > step:
                 break
@@ -274,7 +278,8 @@ def truncate_rows(file: Path, step: int, must_reach: bool = False) -> None:
     if must_reach and last != step:
         raise _missing_rows(file, last, step)
     if file.exists():
-        os.truncate(file, keep)
+        with open_below(file.parent, file.name, "r+b") as rows:
+            rows.truncate(keep)
 
 
 def _missing_rows(file: Path, last: int, step: int) -> ResumeError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from covey.files import folder_below, open_below
 from covey.train.checksums import is_locked
 from covey.train.json_lines import MAX_LINE, is_count, number, parse_line
 from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
@@ -119,7 +120,7 @@ class WatchedRun:
 
     def _current_state(self) -> str:
         beat = self.heartbeat
-        if is_locked(self.folder / CHECKPOINTS):
+        if is_locked(folder_below(self.folder, CHECKPOINTS)):
             return RUNNING
         if beat is not None and beat.ended:
             return beat.ended
@@ -142,7 +143,7 @@ class NewLines:
     def read(self) -> Iterator[bytes]:
         """Yield the lines that were completed since the last call, and lines longer than `MAX_LINE` in pieces."""
         try:
-            file = self._file.open("rb")
+            file = open_below(self._file.parent, self._file.name)
         except OSError:
             return
         with file:
@@ -158,7 +159,11 @@ class NewLines:
 
 def _read_object(file: Path) -> dict[str, Any] | None:
     try:
-        with file.open("rb") as content:
+        content = open_below(file.parent, file.name)
+    except OSError:
+        return None
+    try:
+        with content:
             found = json.loads(content.read(MAX_LINE))
     except (OSError, ValueError, RecursionError):
         return None

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import jax
 
+from covey.files import folder_below, open_below
 from covey.train.checksums import (
     Digests,
     describe_damage,
@@ -20,7 +21,6 @@ from covey.train.checksums import (
     files_in,
     finish_interrupted,
     put_in_place,
-    refuse_file_at,
     remove,
     write_checksums,
 )
@@ -99,8 +99,8 @@ class FolderSteps:
         self._folder = folder
 
     def whole(self) -> list[int]:
-        found = (path.name for path in self._folder.glob("*") if path.is_dir())
-        return [int(name) for name in found if re.fullmatch(r"\d{8,}", name)]
+        found = (path.name for path in self._folder.glob("*") if re.fullmatch(r"\d{8,}", path.name))
+        return [int(name) for name in found if (self._folder / name).is_dir() and folder_below(self._folder, name)]
 
     def place(self, step: int) -> str:
         return str(self._folder / name_of(step))
@@ -109,13 +109,14 @@ class FolderSteps:
         return f"{self.place(step)}.partial"
 
     def read(self, step: int, name: str) -> bytes:
-        return (self._path(step) / name).read_bytes()
+        with open_below(self._folder, f"{name_of(step)}/{name}") as file:
+            return file.read()
 
     def prepare(self, step: int, needed: int) -> None:
         if needed > shutil.disk_usage(self._folder).free:
             raise OSError("the disk is full")
-        refuse_file_at(self._path(step))
-        shutil.rmtree(refuse_file_at(Path(self.draft(step))), ignore_errors=True)
+        folder_below(self._folder, name_of(step))
+        shutil.rmtree(folder_below(self._folder, f"{name_of(step)}.partial"), ignore_errors=True)
 
     def digest_own(self, step: int) -> Digests:
         files = files_in(Path(self.draft(step)))
@@ -125,7 +126,8 @@ class FolderSteps:
         partial = Path(self.draft(step))
         partial.mkdir(exist_ok=True)
         for name, content in files.items():
-            (partial / name).write_bytes(content)
+            with open_below(partial, name, "wb") as file:
+                file.write(content)
         write_checksums(partial, known)
         put_in_place(partial)
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from covey.display import mask_secrets
 from covey.extras import install_command
+from covey.files import folder_below, has_file, open_below
 
 PROJECT = "covey"
 log = logging.getLogger(__name__)
@@ -45,10 +46,11 @@ class Tracked:
 
     def identity(self) -> str:
         """Return an identifier unique to this run, which stays the same when the run is stopped and resumed."""
-        file = self.folder / ID
-        if not file.exists():
-            file.write_text(secrets.token_hex(4), encoding="utf-8")
-        return file.read_text(encoding="utf-8").strip()
+        if not has_file(self.folder, ID):
+            with open_below(self.folder, ID, "xb") as file:
+                file.write(secrets.token_hex(4).encode())
+        with open_below(self.folder, ID) as file:
+            return file.read().decode().strip()
 
 
 class Tracker(Protocol):
@@ -109,7 +111,8 @@ class TensorBoard:
 
     def __init__(self, run: Tracked):
         again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
-        self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(run.folder / "tensorboard"), **again)
+        place = folder_below(run.folder, "tensorboard")
+        self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(place), **again)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -123,6 +126,7 @@ class WeightsAndBiases:
     """Tracker for W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
 
     def __init__(self, run: Tracked):
+        folder_below(run.folder, "wandb")
         wandb = import_module("wandb")
         online = bool(wandb.api.api_key)
         self.run = wandb.init(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from covey.display import printable
+from covey.files import open_or_empty
 from covey.report.diagnosis.history import RunHistory
 from covey.report.run_data import Row
 from covey.train.json_lines import is_count, number, parse_line
@@ -33,9 +34,9 @@ def samples_to_read(history: RunHistory, high: str = "", low: str = "") -> list[
 
 def _recent_rows(history: RunHistory) -> Iterator[Row]:
     first = int(history.steps[-min(history.window, len(history))]) if len(history) else 0
-    if history.samples is None or not history.samples.is_file():
+    if history.samples is None:
         return
-    with history.samples.open("rb") as lines:
+    with open_or_empty(history.samples.parent, history.samples.name) as lines:
         for line in lines:
             key = _STEP.match(line)
             row = parse_line(line) if (key is None or int(key[1]) >= first) and line.endswith(b"\n") else None
