@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from covey.config import processes
+from covey.config.recipe import AnyRecipe
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, show_log
@@ -19,7 +20,7 @@ from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import text_part
 from covey.parallel import distributed, make_mesh
-from covey.run.load_model import open_with_origin
+from covey.run.load_model import load_for
 from covey.run.model_card import Lineage, model_card
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -46,7 +47,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     distributed.refuse_differences("export", lambda: words, "the same command for all of them")
     options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
     with show_log(info=_say, warning=_say):
-        model, tokenizer, origin = open_with_origin(source, options, _mesh_over_processes())
+        model, tokenizer, origin = load_for(AnyRecipe(model=options), _mesh_over_processes(), source)
     distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
     _say(f"writing {kind}, and reading it back")
     difference = _write(lineage, model, tokenizer, out, kind, dtype, shard_size)

@@ -28,7 +28,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluatio
 from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import available_own_mesh, open_model, open_with_origin
+from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
@@ -47,7 +47,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, origin = open_with_origin(source, recipe.model, available_own_mesh(recipe.model.mesh))
+        model, tokenizer, origin = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
@@ -81,7 +81,7 @@ def play(recipe: Recipe, episodes: int) -> None:
     """
     rows = data_source.load(recipe.data).train[:episodes]
     with show_log(info=lambda _: None, warning=_echo_to_stderr):
-        model, tokenizer = open_model(recipe.model.source, recipe.model, available_own_mesh(recipe.model.mesh))
+        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
         with open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
             groups = worker.generate(rows, 1)
@@ -156,7 +156,7 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     rows = data_source.load(recipe.data).train
     check_columns(recipe.rewards, rows)
     with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer = open_model(recipe.model.source, recipe.model, available_own_mesh(recipe.model.mesh))
+        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
         loader = PromptLoader(fit_to_recipe(rows, tokenizer, recipe).rows, count, seed=recipe.seed)
         worker = RolloutWorker(model, tokenizer, recipe.rollout)
         progress.phase("sampling")

@@ -1,4 +1,8 @@
-"""Load the model of a run: from any model source, or from a run folder with its trained weights."""
+"""Load model and tokenizer under a recipe: from any model source, or from a run folder with its trained weights.
+
+Every use of a recipe loads by `load_for`, or by `programs.abstract_for` where no weights are read. So a setting of the
+recipe that concerns the model or the tokenizer acts in all of them.
+"""
 
 import logging
 import os
@@ -11,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import is_run
+from covey.config.recipe import AnyRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
@@ -53,16 +57,24 @@ def open_model(
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    return open_with_origin(source, options, mesh)[:2]
+    return load_for(AnyRecipe(model=options or ModelOptions()), mesh, source)[:2]
 
 
-def open_with_origin(
-    source: str, options: ModelOptions | None = None, mesh: Mesh | None = None
-) -> tuple[Decoder, Tokenizer, str]:
-    """Load a model as `open_model` does; return it with the origin of its weights."""
-    if is_run(source):
+def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = None) -> tuple[Decoder, Tokenizer, str]:
+    """Load the model that a run of `recipe` begins with, or the one at `source`; return it with the tokenizer and the
+    origin of its weights.
+
+    Args:
+        recipe: names the model, its adapters, and its storage and compute options.
+        mesh: the devices to shard it over; the default device when not given.
+        source: a model in place of the recipe's. A run is loaded as its own recipe says, with its last checkpoint.
+
+    Raises:
+        WeightsError: the source is not available, is incomplete, or is not a supported model.
+    """
+    if source is not None and is_run(source):
         return _load_run(Path(source), load_recipe(source).model, mesh)
-    return load_source(options or ModelOptions(), source, mesh=mesh)
+    return load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:

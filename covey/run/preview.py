@@ -18,7 +18,7 @@ from covey.models.config import ModelConfig
 from covey.report import REPORT
 from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe
-from covey.run.programs import abstract_source
+from covey.run.programs import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.lengths import check_length, check_positions
@@ -62,7 +62,7 @@ def preview(recipe: Recipe | SFTRecipe) -> Preview:
     Raises:
         CoveyError: the data or the model are not there, or a prompt or an example is too long.
     """
-    model, tokenizer = abstract_source(recipe.model, recipe.seed, jax.default_backend())
+    model, tokenizer = abstract_for(recipe, jax.default_backend())
     describe = _describe_rl if isinstance(recipe, Recipe) else _describe_sft
     return describe(recipe, model.config, tokenizer)  # type: ignore[arg-type]  # each gets its own kind
 

@@ -9,9 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import Recipe, SFTRecipe, is_run
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.config.schema import ModelOptions
 from covey.models import scratch
 from covey.models.abstract import abstract_decoder
 from covey.models.compute_dtype import resolve_compute_dtype
@@ -42,7 +41,7 @@ def policy_programs(
     """
     mesh, device = (place, None) if isinstance(place, Mesh) else (None, place)
     platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
-    model, tokenizer = abstract_source(recipe.model, recipe.seed, platform)
+    model, tokenizer = abstract_for(recipe, platform)
     tool = make_tool(tokenizer, recipe.rollout)
     meshes = {role: one for role, one in ((Role.ACTOR, mesh), (Role.ROLLOUT, rollout)) if one is not None}
     return RLPrograms(
@@ -60,22 +59,21 @@ def policy_programs(
 def supervised_programs(recipe: SFTRecipe, place: Mesh | jax.Device, total_steps: int) -> SFTPrograms:
     """Return the programs of the supervised training of `recipe`; arguments and errors as for `policy_programs`."""
     platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
-    model, _ = abstract_source(recipe.model, recipe.seed, platform)
+    model, _ = abstract_for(recipe, platform)
     return SFTPrograms(model, recipe.training, place, total_steps)
 
 
-def abstract_source(options: ModelOptions, seed: int, platform: str) -> tuple[Decoder, Tokenizer]:
-    """Return the model that `load_model.load_source` loads, with shapes in place of arrays and not yet on its devices.
+def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
+    """Return the model that `load_model.load_for` loads, with shapes in place of arrays and not yet on its devices.
 
     Args:
-        options: source, storage and compute options, adapters; the matrices of an adapter are read for their shapes.
-        seed: the run's.
+        recipe: names the model, whose weights are not read, and its adapter, whose matrices are read for their shapes.
         platform: that of the devices, on which the compute type `auto` depends.
 
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    source = options.source
+    options, seed, source = recipe.model, recipe.seed, recipe.model.source
     while is_run(source):
         source = load_recipe(source).model.source
     checkpoint = weights.open_source(scratch.with_seed(source, seed))[1]

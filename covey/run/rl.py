@@ -34,7 +34,7 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import evaluate_held_out, fit_to_recipe
-from covey.run.load_model import decoder_options, load_source, refuse_other_weights, with_digest
+from covey.run.load_model import decoder_options, load_for, refuse_other_weights, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -160,7 +160,7 @@ class RLRun(LearnerRun):
 
     def _load_cluster(self) -> tuple[RLCluster, str]:
         recipe = self.recipe
-        model, tokenizer, origin = load_source(recipe.model, recipe.model.source, recipe.seed, self.mesh)
+        model, tokenizer, origin = load_for(recipe, self.mesh)
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         reward = self._value_model("reward_model", recipe.reward_model) if recipe.reward_model else None
         critic = self._critic(model) if algorithm_of(recipe.grpo).has_critic else None

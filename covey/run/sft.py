@@ -25,7 +25,7 @@ from covey.run.inference import (
     refuse_other_inputs,
     select_answerable,
 )
-from covey.run.load_model import available_mesh, load_source, open_with_origin
+from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import Correct
@@ -57,7 +57,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     refuse_other_inputs(recipe, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
-        model, tokenizer, origin = open_with_origin(source, recipe.model, mesh)
+        model, tokenizer, origin = load_for(recipe, mesh, source)
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
@@ -117,7 +117,7 @@ class SFTRun(SFTLearnerRun):
 
     def __init__(self, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources):
         super().__init__(recipe, data, mesh, resources)
-        model, tokenizer, self.origin = load_source(recipe.model, recipe.model.source, recipe.seed, mesh)
+        model, tokenizer, self.origin = load_for(recipe, mesh)
         distributed.refuse_differences("model", lambda: self.origin, "the same weights for all of them")
         self.learner = SFTLearner(
             model=model,

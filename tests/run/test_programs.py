@@ -12,7 +12,7 @@ from covey.parallel import flatten, make_mesh
 from covey.parallel.placement import place_abstract, place_model
 from covey.parallel.programs import abstract
 from covey.run.load_model import load_source
-from covey.run.programs import abstract_source, policy_programs, supervised_programs
+from covey.run.programs import abstract_for, policy_programs, supervised_programs
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 
@@ -30,7 +30,7 @@ def test_the_model_of_shapes_is_the_one_that_a_run_loads(settings: list[str]) ->
     ready = recipe.load("quickstart", [f"model.source={TINY}", *settings])
     loaded = place_model(load_source(ready.model, TINY, ready.seed)[0], None)
     device = jax.devices()[0]
-    shapes, _ = abstract_source(ready.model, ready.seed, "cpu")
+    shapes, _ = abstract_for(ready, "cpu")
     (graph, found), (made, arrays) = nnx.split(place_abstract(shapes, device)), nnx.split(loaded)
     assert graph == made
     assert flatten(found) == flatten(abstract(arrays))
@@ -43,7 +43,7 @@ def test_an_adapter_is_read_for_its_shapes(tmp_path: Path) -> None:
     write_peft(adapted, 300, tmp_path / "adapter", base="x")
     settings = [f"model.source={TINY}", "model.lora.rank=0", f"model.adapter={tmp_path / 'adapter'}"]
     ready = recipe.load("quickstart", settings)
-    loaded, shapes = load_source(ready.model, TINY, ready.seed)[0], abstract_source(ready.model, ready.seed, "cpu")[0]
+    loaded, shapes = load_source(ready.model, TINY, ready.seed)[0], abstract_for(ready, "cpu")[0]
     assert nnx.split(shapes)[0] == nnx.split(loaded)[0]
     of = lambda model: {name: (x.shape, x.dtype) for name, x in flatten(nnx.state(model)).items()}  # noqa: E731
     assert of(shapes) == of(loaded)
