@@ -221,11 +221,7 @@ class Episodes:
     async def _close(self, state: _State) -> None:
         """Close the environment, if it can be closed."""
         environment, state.environment = state.environment, None
-        if callable(close := getattr(environment, "close", None)):
-            try:
-                await self._runner.call("close", close)
-            except EpisodeError as error:
-                log.warning(f"the environment {self._runner.name!r} {error.what}")
+        await self._runner.close_environment(environment)
 
     @property
     def _schemas(self) -> Sequence[Schema]:

@@ -86,4 +86,7 @@ ADAPTERS = {"openenv": "covey.envs.openenv", "trl": "covey.envs.trl", "verifiers
 imported when it is first used.
 """
 
+REMOTE_ADAPTERS = ("openenv", "verifiers")
+"""Adapters whose episodes are played elsewhere."""
+
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}

@@ -22,7 +22,7 @@ from covey.config.schema.envs import PythonEngine
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
 from covey.envs.protocol import Environment, Factory
-from covey.envs.registry import environment_name, resolve, resolve_tool
+from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
@@ -57,6 +57,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
+        is_remote: whether episodes are played on a server or by another library, which may be slow or cost something.
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
     Raises:
@@ -78,8 +79,9 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
         self._tools = _tools_by_name(functions, self.config.python_engine)
         self.scores, self.keeps_prompts = not functions, not chosen
+        self.is_remote = isinstance(chosen, str) and chosen.partition(":")[0] in REMOTE_ADAPTERS
         self.tools: Toolset | None = None
-        self._factory: Factory = self._tool_environment
+        self._factory: Callable[..., Environment] = ToolEnvironment
         self.name = "tools"
         self._seconds: float | None = None  # each call of a tool has its own limit
         if chosen:
@@ -103,10 +105,6 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
                 _start(self._tools.values())
             self.tools = _toolset(self._tools, self.config, template)
 
-    def _tool_environment(self, row: Mapping[str, Any]) -> Environment:
-        assert self.tools is not None, "prepare() comes before the first episode"
-        return ToolEnvironment(row, self.tools)
-
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine in the event loop, which is started when it is first needed."""
         with self._lock:
@@ -117,13 +115,19 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
                 self._end = weakref.finalize(self, _stop, self._loop, thread)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def make(self, row: Mapping[str, Any]) -> Environment:
+    async def make(self, row: Mapping[str, Any], tools: Toolset | None = None) -> Environment:
         """Make the environment of a sample; it gets a copy of the row.
+
+        Args:
+            row: the data row.
+            tools: tools for an environment that has some; those of the runner if None.
 
         Raises:
             EpisodeError: as for `call`.
         """
-        arguments = (self.tools, self.config.max_turns) if isinstance(self._factory, TrlFactory) else ()
+        arguments: tuple[Any, ...] = ()
+        if self._tools:
+            arguments = (tools or self.tools,) if self.keeps_prompts else (tools or self.tools, self.config.max_turns)
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
         return environment
 
@@ -149,6 +153,14 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
                 raise
             except BaseException as error:
                 raise _raised(what, error) from error
+
+    async def close_environment(self, environment: Environment | None) -> None:
+        """Close the environment of an episode that is over, if it can be closed."""
+        if callable(close := getattr(environment, "close", None)):
+            try:
+                await self.call("close", close)
+            except EpisodeError as error:
+                log.warning(f"the environment {self.name!r} {error.what}")
 
     def accept(self, error: EpisodeError) -> float | None:
         """Count a failure and return the reward of its episode, by the policy.

@@ -18,6 +18,7 @@ from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
+from covey.envs import rehearsal
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
@@ -159,7 +160,15 @@ class Learner(Keywords, ABC):
         self.prepare(total)
         self.check_prompts(loader.rows)
         self._refuse_differences(loader, total)
+        self._rehearse(loader.rows)
         return total
+
+    def _rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rehearse the environment of a run that begins; a run that goes on has done so."""
+        environments = self.cluster.rollout.environments
+        if environments and self.step == 0 and rehearsal.is_due(environments):
+            self.on_phase("rehearsing the environment")
+            rehearsal.rehearse(environments, rows)
 
     def prepare(self, total_steps: int) -> None:
         """Build the trainers and models that the algorithm needs; `train` does so too."""

@@ -60,6 +60,10 @@ class EnvsConfig(Config, section="envs"):
     """Reward of such an episode under the treatment value."""
     budget: NonNegativeInt = 100
     """Number of failures in the whole run that none and value accept; one more stops the run."""
+    rehearsal: bool | None = None
+    """Play one episode twice before the run, with scripted replies, and stop if its course differs. Not set: yes, but
+    not for openenv, verifiers and tools alone.
+    """
     action_field: str | None = None
     """Field of an OpenEnv action that takes the model's reply as text. Not set: the reply must be a JSON object."""
     private_addresses: bool = False
