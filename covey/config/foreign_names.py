@@ -35,7 +35,7 @@ def advice(text: str) -> str:
     return text if not text or text.startswith(_NO_USE) else f"write {text}"
 
 
-OURS = re.compile(r"\{([^}]+)\}")
+OURS = re.compile(r"\{([^{}]+)\}")
 """Pattern of our names in an entry."""
 
 _NO_USE = "leave it out"

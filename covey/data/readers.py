@@ -227,7 +227,7 @@ def _near_name(path: Path) -> str:
 
 def _on_hub(text: str, option: str) -> str:
     """Return the fix for the name or the address of a data set on the hub; for another address, to download it."""
-    name = re.fullmatch(r"(\w[\w.-]*/[\w.-]+)|https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+).*", text)
+    name = re.fullmatch(r"(\w[\w.-]*/[\w.-]+)|https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)(?:[/?#].*)?", text)
     if name and Path(text).suffix not in (".jsonl", *READERS):
         return f"for a data set on the Hugging Face hub write {option} hf:{name[1] or name[2]}"
     return f"download the file: {option} FILE" if "://" in text else ""

@@ -181,7 +181,8 @@ def _bare(text: str) -> list[Call]:
     body = body.removeprefix("<|python_tag|>").strip()
     if not (marked or re.match(r'\{\s*"name"', body)):
         return []
-    return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", body) for call in _read(part)]
+    *closed, last = re.split(r"\}\s*;\s*(?=\{)", body)
+    return [call for part in (*(f"{text}}}" for text in closed), last) for call in _read(part)]
 
 
 def _listed(text: str) -> list[Call]:

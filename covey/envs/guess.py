@@ -38,10 +38,10 @@ class Guess:
 
     def step(self, reply: str) -> Step:
         """Compare the reply with the number."""
-        found = re.fullmatch(r"\s*(\d{1,9})\s*\.?\s*", reply)
+        found = re.fullmatch(r"\d{1,9}", reply.strip().removesuffix(".").rstrip())
         if found is None:
             return Step(self.answers[NO_NUMBER], done=True)
-        guess = int(found[1])
+        guess = int(found[0])
         if guess == self.number:
             return Step(self.answers[RIGHT], reward=1.0 - self.earned, done=True)
         reward = self._exclude(guess)

@@ -13,7 +13,6 @@ import ipaddress
 import json
 import math
 import numbers
-import re
 import socket
 import zlib
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ MAX_ERROR = 500
 CLOSE_SECONDS = 1.0
 """Time to wait for the server's part of closing a connection."""
 
+FENCE = "```"
 WHERE = "envs.environment"
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
@@ -212,14 +212,21 @@ def action_of(reply: str, field: str | None) -> dict[str, Any] | None:
     >>> action_of("12", "number"), action_of('```json\\n{"number": 12}\\n```', None), action_of("12", None)
     ({'number': '12'}, {'number': 12}, None)
     """
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", reply, re.DOTALL)
     try:
-        action = parsed(fenced[1] if fenced else reply)
+        action = parsed(_without_fence(reply))
     except EpisodeError:
         action = None
     if field is not None and (action is None or field not in action):
         return {field: reply.strip()}
     return action
+
+
+def _without_fence(reply: str) -> str:
+    """Return what stands in the code fence that a reply consists of; a reply without one as it is."""
+    text = reply.strip()
+    if len(text) < 2 * len(FENCE) or not (text.startswith(FENCE) and text.endswith(FENCE)):
+        return reply
+    return text[len(FENCE) : -len(FENCE)].removeprefix("json").strip()
 
 
 def with_text(prompt: Prompt, text: str) -> Prompt:

@@ -221,7 +221,7 @@ def _types(lines: list[_Line]) -> dict[str, str]:
 
 
 def _attributes(line: _Line, *names: str) -> list[str]:
-    found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line.rest)
+    found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^{{}}]*\}}|%?[\w.\-]+)", line.rest)
     return [name for value in found for name in re.findall(r"[\w.\-]+", value)]
 
 
@@ -261,7 +261,7 @@ def _group(attributes: str) -> int | None:
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+    if named := re.search(r"replica_groups=mesh\[([^\[\]]*)\] \{([^{}]*)\}", attributes):
         sizes = dict(re.findall(r"('\w+')=(\d+)", named[1]))
         return math.prod(int(sizes.get(axis, 1)) for axis in named[2].split(","))
     return None

@@ -14,7 +14,7 @@ import pytest
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner
 from covey.envs.episodes import Episodes
-from covey.envs.openenv import Server, factory, is_public
+from covey.envs.openenv import Server, action_of, factory, is_public
 from covey.envs.registry import environment_name
 from covey.errors import EpisodeError, RecipeError
 
@@ -101,6 +101,27 @@ def test_a_game_is_played_over_one_connection() -> None:
         assert (right.messages, right.reward, right.done) == ("right", 1.0, True)
         json_only = factory(url, EnvsConfig(environment="guess", private_addresses=True))(ROW)
         assert asyncio.run(play(json_only))[1].messages == "Answer with a JSON object."
+
+
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        (' \n```json\n {"a": 1}\n```\n', {"a": 1}),
+        ('```{"a": 1}```', {"a": 1}),
+        ('```json\n{"a": "```"}```', {"a": "```"}),
+        ("```", {"text": "```"}),
+        ("`````", {"text": "`````"}),
+        ("``````", {"text": "``````"}),
+        ('```{"a": 1}', {"text": '```{"a": 1}'}),
+        (
+            "```" + "\n" * 20_000 + "x",
+            {"text": "```" + "\n" * 20_000 + "x"},
+        ),  # cubic in an expression with \\s*(.*?)\\s*
+    ],
+)
+def test_a_reply_is_an_object_perhaps_in_a_fence_or_a_text(reply: str, action: dict[str, Any]) -> None:
+    assert action_of(reply, "text" if "text" in action else None) == action
 
 
 async def one_gigabyte(socket: Any) -> None:
