@@ -256,7 +256,7 @@ class Progress:
         times = [(row["step_time"], row.get("time/compile", 0.0)) for row in self._rows[-5:] if "step_time" in row]
         warm = [seconds for seconds, compiling in times if not compiling]
         cold = [max(seconds - compiling, 0.0) for seconds, compiling in times]  # programs of two threads may overlap
-        return statistics.median(warm or cold or [0.0])
+        return float(statistics.median(warm or cold or [0.0]))
 
     def _spark(self) -> str:
         marks = SPARKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_SPARKS
