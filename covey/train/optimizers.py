@@ -7,8 +7,8 @@ differs from Jordan's and nanochat's only in the first updates, where its bias f
 Differences from a bare `optax.adamw`:
 
 - no update is wasted: the warm-up starts above 0 and the decay reaches 0 just after the last update;
-- the learning rate follows the step number that the trainer passes, so that a step whose update was skipped counts for
-  the schedule too. The moments count only the updates made;
+- the learning rate is an argument of the update: a run of another length needs no other program, and a step whose
+  update was skipped counts for the schedule too. The moments count only the updates made;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
   Under LoRA only matrices are trained and the two agree;
 - the arithmetic is float32 whatever the dtype of the parameters. Narrower ones have a float32 copy in the optimizer's
@@ -16,6 +16,7 @@ Differences from a bare `optax.adamw`:
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jaxtyping import ArrayLike, Int, PyTree
+from jaxtyping import ArrayLike, Float, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError, nearest
@@ -33,6 +34,8 @@ from covey.parallel.programs import on_host
 from covey.parallel.reshard import dotted_path
 
 Count = jax.Array | int
+LearningRates = Mapping[str, Float[ArrayLike, ""]]
+"""Learning rate of each of `KINDS`."""
 
 
 def make_optimizer(
@@ -51,48 +54,68 @@ def make_optimizer(
     if isinstance(config, optax.GradientTransformation):
         return config
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    return _at_step(_in_float32(optax.chain(clip, _descent(config, total_steps))))
+    descent = _in_float32(_times_learning_rates(optax.chain(clip, _descent(config))))
+    optimizer = ScheduledOptimizer(descent.init, descent.update)
+    optimizer.learning_rates = _learning_rates(config, total_steps)
+    return optimizer
 
 
-def _at_step(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Make the schedules of `inner` follow the `step` passed to `update`; without one, they follow their own count."""
+class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """Optimizer whose `update` takes `learning_rates`: as arguments, they are no constants of a compiled program.
+
+    Attributes:
+        learning_rates: function from the number of an update to the learning rate of each of `KINDS`.
+    """
+
+    learning_rates: "Callable[[int], LearningRates]"
+
+
+def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], LearningRates]":
+    """Return the function of `ScheduledOptimizer`. It is compiled, for the rounding of one program."""
+    rates = {kind: learning_rate(_of_kind(config, kind), total_steps) for kind in KINDS}
+    compiled = jax.jit(lambda count: {kind: jnp.float32(rate(count)) for kind, rate in rates.items()})
+
+    def at(step: int) -> LearningRates:
+        with on_host():
+            return {kind: float(rate) for kind, rate in jax.device_get(compiled(step)).items()}
+
+    return at
+
+
+def _times_learning_rates(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Multiply the updates of `inner` by the learning rate of the kind of each parameter."""
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, *, step: Int[ArrayLike, ""] | None = None, **_: Any
+        grads: PyTree, state: PyTree, params: PyTree = None, *, learning_rates: LearningRates
     ) -> tuple[PyTree, PyTree]:
-        if step is not None:
-            state = optax.tree.set(state, _of_a_schedule, count=jnp.asarray(step, jnp.int32))
-        updated: tuple[PyTree, PyTree] = inner.update(grads, state, params)
-        return updated
+        updates, state = inner.update(grads, state, params)
+        scaled = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[kind_of(path, u)], updates)
+        return scaled, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _of_a_schedule(path: tuple[Any, ...], leaf: Any) -> bool:
-    return bool(getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__)
-
-
-def _descent(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Build one AdamW for all parameters, or one transformation for each kind of parameter."""
+def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Build one AdamW for all parameters, or one transformation for each kind of parameter; learning rates are 1."""
+    adamw = optax.adamw(_one, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed)
     if config.kind == "adamw" and not any(getattr(config, name) is not None for name in KINDS.values() if name):
-        return _adamw(config, total_steps)
-    each = {kind: _adamw(_of_kind(config, kind), total_steps) for kind in KINDS}
+        return adamw
+    each = dict.fromkeys(KINDS, adamw)
     if config.kind == "muon":
-        rate = learning_rate(config, total_steps)
         each[MATRIX] = optax.contrib.muon(
-            rate, beta=config.momentum, weight_decay=config.weight_decay, muon_weight_dimension_numbers=_matrix_axes
+            _one, beta=config.momentum, weight_decay=config.weight_decay, muon_weight_dimension_numbers=_matrix_axes
         )
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(kind_of, params))
+
+
+def _one(count: Count) -> float:
+    """Return the learning rate 1, as a schedule."""
+    return 1.0
 
 
 def _matrix_axes(params: PyTree) -> PyTree:
     """Return which axes of each parameter are those of a matrix: the last two, behind that of stacked layers."""
     return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
-
-
-def _adamw(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    rate = learning_rate(config, total_steps)
-    return optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed)
 
 
 def _of_kind(config: OptimizerConfig, kind: str) -> OptimizerConfig:
@@ -164,21 +187,23 @@ class Float32State(NamedTuple):
     """Float32 copies of the parameters that are stored narrower, None elsewhere."""
 
 
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on float32 gradients and parameters; narrow parameters are their float32 copy, rounded."""
 
     def init(params: PyTree) -> Float32State:
         return Float32State(inner.init(jax.tree.map(_widen, params)), jax.tree.map(_copy_if_narrow, params))
 
-    def update(grads: PyTree, state: Float32State, params: PyTree = None) -> tuple[PyTree, Float32State]:
+    def update(
+        grads: PyTree, state: Float32State, params: PyTree = None, **rates: LearningRates
+    ) -> tuple[PyTree, Float32State]:
         wide = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
-        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide)
+        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide, **rates)
         moved = optax.apply_updates(wide, updates)
         master = jax.tree.map(lambda p, m: m if _is_narrow(p) else None, params, moved)
         updates = jax.tree.map(_update_to, params, moved, updates)
         return updates, Float32State(inner_state, master)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_narrow(x: jax.Array) -> bool:

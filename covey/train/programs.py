@@ -16,6 +16,7 @@ from covey.parallel.order import launched_together
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
 from covey.train.gradient_sums import GradientLayout, GradientSums
+from covey.train.optimizers import KINDS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
@@ -45,7 +46,7 @@ class UpdatePrograms:
         zeros: trainable → sums of no gradients.
         accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
         norm: sums → their norm.
-        apply: trainable, optimizer's state (both donated), sums, scale, step → trainable, optimizer's state.
+        apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
     """
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
@@ -75,6 +76,13 @@ class UpdatePrograms:
             out_shardings=(shardings, self._state_shardings),
         )
         self.apply = launched_together("apply", apply)
+        self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
+
+    def learning_rates(self, step: int) -> LearningRates:
+        """Return the argument of `apply` for the update `step`; nothing for an optax transformation, which has its own
+        rates.
+        """
+        return self._rates(step) if self._rates else {}
 
     def gradients_program(self, batch: Any) -> Program:
         """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
@@ -84,7 +92,8 @@ class UpdatePrograms:
     def apply_program(self) -> Program:
         """Return the program of the update."""
         state = jax.tree.map(abstract, jax.eval_shape(self.init, self.trainable), self._state_shardings)
-        return Program("apply", self.apply, (self.trainable, state, self._sums, 1.0, 0))
+        rates = dict.fromkeys(KINDS if self._rates else (), 1.0)
+        return Program("apply", self.apply, (self.trainable, state, self._sums, 1.0, rates))
 
     @property
     def _sums(self) -> Any:
@@ -126,9 +135,10 @@ def apply_sums(
     opt_state: Any,
     sums: GradientSums,
     scale: float,
-    step: Any,
+    learning_rates: LearningRates,
 ) -> tuple[Any, Any]:
     """Make the optimizer's step with `sums` · `scale`; return the new weights and the optimizer's new state."""
     grads = jax.tree.map(lambda g: g * scale, layout.as_trainable(sums))
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, trainable, step=step)
+    update = optax.with_extra_args_support(optimizer).update
+    updates, opt_state = update(grads, opt_state, trainable, learning_rates=learning_rates)
     return optax.apply_updates(trainable, updates), opt_state

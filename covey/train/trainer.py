@@ -111,7 +111,8 @@ class Trainer:
     def apply(self, gradients: Gradients) -> Metrics:
         """Apply the gradients of `update`: one optimizer step."""
         sums, scale = gradients.sums, gradients.scale
-        self.trainable, self.opt_state = self.programs.apply(self.trainable, self.opt_state, sums, scale, self.step)
+        rates = self.programs.learning_rates(self.step)
+        self.trainable, self.opt_state = self.programs.apply(self.trainable, self.opt_state, sums, scale, rates)
         self.step += 1
         return gradients.metrics
 

@@ -170,7 +170,7 @@ def test_the_trainer_of_a_critic_calls_what_was_built_from_shapes() -> None:
     gradients, score = planned.gradients(2, 64), planned.score(2, 64)
     called = [
         update.accumulate.lower(trainer.trainable, trainer.frozen, grads, gradients.args[3], trainer.step),
-        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, trainer.step),
+        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, update.learning_rates(0)),
         cluster.inference._scorers["critic"]._score.lower(trainer.params, score.args[1]),
     ]
     made = [gradients, planned.apply(), score]

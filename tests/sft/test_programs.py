@@ -36,7 +36,7 @@ def test_a_learner_calls_what_was_built_from_shapes(mesh: tuple[int, ...] | None
     called = [
         learner._held_out._sum.lower(trainer.params, batch),
         update.accumulate.lower(trainer.trainable, trainer.frozen, grads, batch, trainer.step),
-        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, trainer.step),
+        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, update.learning_rates(0)),
     ]
     planned = SFTPrograms(abstract_decoder(SHAPE), CONFIG, place or jax.devices()[0], total_steps=2)
     size = batch.tokens.shape

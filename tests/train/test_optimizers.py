@@ -29,7 +29,16 @@ from covey.parallel.reshard import flatten, reshard
 from covey.parallel.sharding import shardings
 from covey.run.compile_counter import CompileCounter
 from covey.train.checkpoint import Checkpointer
-from covey.train.optimizers import KINDS, decayed, kind_of, last_learning_rate, learning_rate, make_optimizer
+from covey.train.optimizers import (
+    KINDS,
+    ScheduledOptimizer,
+    decayed,
+    kind_of,
+    last_learning_rate,
+    learning_rate,
+    make_optimizer,
+)
+from covey.train.programs import UpdatePrograms
 
 STEADY = OptimizerConfig(learning_rate=0.1, warmup_ratio=0.0, schedule="constant", max_grad_norm=0.0)
 
@@ -143,6 +152,19 @@ def test_the_rate_of_a_number_needs_at_most_one_program() -> None:
             assert programs.counts.total() == (schedule == "cosine")
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("more", [{}, {"kind": "muon", "vector_learning_rate": 1e-3}])
+def test_a_run_of_another_length_makes_its_updates_by_the_same_program(schedule: Any, more: dict[str, Any]) -> None:
+    """The trap: the length as a constant of the program, which each other `max_steps` compiled anew."""
+    config = OptimizerConfig(warmup_ratio=0.1, schedule=schedule, **more)
+    model = nnx.eval_shape(lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    texts = set()
+    for steps, peak in ((20, 1e-3), (30, 1e-3), (30, 2e-3)):
+        optimizer = make_optimizer(dataclasses.replace(config, learning_rate=peak), steps)
+        texts.add(UpdatePrograms(model, optimizer, lambda *_: None).apply_program().lower().as_text())  # type: ignore[arg-type, return-value]
+    assert len(texts) == 1
+
+
 # --- AdamW
 
 
@@ -167,10 +189,19 @@ def adamw_in_numpy(
 
 
 def train(optimizer: optax.GradientTransformation, params: Any, grads: list[Any]) -> tuple[Any, Any]:
-    state = optimizer.init(params)
+    return resumed(optimizer, params, optimizer.init(params), 0, grads)
+
+
+def resumed(
+    optimizer: optax.GradientTransformation, params: Any, state: Any, made: int, grads: list[Any]
+) -> tuple[Any, Any]:
+    """Weights and state behind the updates of `grads`, after `made` others."""
     update = jax.jit(optimizer.update)
-    for step in grads:
-        updates, state = update(step, state, params)
+    for number, step in enumerate(grads, made):
+        rates = (
+            {"learning_rates": optimizer.learning_rates(number)} if isinstance(optimizer, ScheduledOptimizer) else {}
+        )
+        updates, state = update(step, state, params, **rates)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -407,8 +438,8 @@ def test_muon_on_a_mesh_is_muon(mesh: tuple[int, int]) -> None:
     names, where = flatten(many), optimizer_shardings(optimizer, many)
     state = jax.jit(optimizer.init, out_shardings=where)(many)
     update = jax.jit(optimizer.update, out_shardings=(None, where))
-    for step in grads:
-        updates, state = update(step, state, many)
+    for number, step in enumerate(grads):
+        updates, state = update(step, state, many, learning_rates=optimizer.learning_rates(number))
         many = optax.apply_updates(many, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, many)
     momentum = {name.split(".mu.")[1]: leaf for name, leaf in flatten(state).items() if ".mu." in name}
@@ -427,10 +458,7 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as saves:
         saves.save(2, {"params": params, "opt_state": state})
         saved, _ = saves.restore(target={"params": params, "opt_state": state})
-    (params, state), update = (saved["params"], saved["opt_state"]), jax.jit(optimizer.update)
-    for step in grads[2:]:
-        updates, state = update(step, state, params)
-        params = optax.apply_updates(params, updates)
+    params, _ = resumed(optimizer, saved["params"], saved["opt_state"], 2, grads[2:])
     jax.tree.map(np.testing.assert_array_equal, params, straight)
 
 
