@@ -33,7 +33,7 @@ from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, Optio
 from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
-from covey.config.processes import PEER_LOST
+from covey.config.processes import LAUNCHER, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError, Stopped, nearest
 
@@ -67,6 +67,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout, io.TextIOWrapper
     ):  # characters that the terminal's encoding lacks are escaped instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
+    if LAUNCHER in os.environ:
+        from covey.launch.local import stop_with_launcher  # late: other processes need it not
+
+        stop_with_launcher(os.environ)
     try:
         code = parse(sys.argv[1:] if words is None else words)()
         sys.stdout.flush()

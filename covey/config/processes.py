@@ -14,3 +14,5 @@ SILENT = "COVEY_SILENT_SECONDS"
 """Seconds without a sign of a process after which the others give it up."""
 PEER_LOST = 69
 """Exit code of a process that has ended because another one is stopped, gone, or has failed."""
+LAUNCHER = "COVEY_LAUNCHER_PIPE"
+"""Descriptor of a pipe that is open as long as the launcher of this process lives (see `launch.local`)."""

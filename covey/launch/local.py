@@ -3,7 +3,8 @@
 Process 0 writes to the terminal, the others to a file each. When a process fails, the others have some seconds to
 notice and say so; then they are ended, since they would wait for it in an exchange. The first that failed is named,
 with the end of its output. A signal to the launcher is passed on to all, so that the run saves a checkpoint as it does
-in one process.
+in one process. If the launcher itself is killed, each process sees the end of a pipe that it had open, and stops in the
+same way (`stop_with_launcher`).
 """
 
 import os
@@ -12,9 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -23,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from covey.config.base import Config, NonNegativeInt, PositiveInt
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST
+from covey.config.processes import ADDRESS, BIND, COUNT, LAUNCHER, MODE, NUMBER, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError
 from covey.files import open_below
@@ -155,6 +157,7 @@ class Attempt:
     def __enter__(self) -> "Attempt":
         try:
             self._pass_signals_on()
+            self._alive = self._open_pipe()
             port = _free_port()
             for number in range(len(self._members)):
                 self._processes.append(self._start(number, port))
@@ -191,14 +194,22 @@ class Attempt:
 
     def _start(self, number: int, port: int) -> "subprocess.Popen[bytes]":
         environment = process_environment(os.environ, number, self._options, port, self._members)
+        environment[LAUNCHER] = str(self._alive)
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
-        arguments: dict[str, Any] = {"env": environment, "start_new_session": True}
+        arguments: dict[str, Any] = {"env": environment, "start_new_session": True, "pass_fds": (self._alive,)}
         if number:
             file = self._stack.enter_context(open_below(self._logs, _log(number, self._number), "ab"))
             file.write(f"{_began(self._words)}\n".encode(errors="replace"))
             file.flush()
             arguments |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         return subprocess.Popen(self._words, **arguments)
+
+    def _open_pipe(self) -> int:
+        """Open the pipe by which the processes notice the end of the launcher; return the end that they inherit."""
+        read, write = os.pipe()
+        for end in (read, write):
+            self._stack.callback(os.close, end)
+        return read
 
     def _pass_signals_on(self) -> None:
         """Pass SIGINT and SIGTERM on to all processes until the context is left."""
@@ -229,6 +240,24 @@ class Attempt:
         until = time.monotonic() + seconds
         while sum(process.poll() is None for process in self._processes) > left and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
+
+
+def stop_with_launcher(environment: MutableMapping[str, str]) -> None:
+    """Send SIGTERM to this process when the launcher that `environment` names is gone: it would train on without anyone
+    who stops it. A thread waits for that. Without a launcher nothing is done.
+    """
+    if not (text := environment.pop(LAUNCHER, "")):
+        return
+    pipe = int(text)
+    os.set_inheritable(pipe, False)
+
+    def wait() -> None:
+        os.read(pipe, 1)  # nothing is written into it: this returns at its end
+        with suppress(OSError):  # the terminal may be gone too
+            _say("the launcher is gone: this process stops")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 def cause(failures: Sequence[Failure]) -> Failure:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER, PEER_LOST
@@ -106,6 +107,40 @@ def test_a_signal_reaches_all_and_is_no_failure(tmp_path):
     threading.Thread(target=send).start()
     assert launched(tmp_path, code, processes=2, max_restarts=3) == 75
     assert not list((tmp_path / "logs").glob("*restart*"))
+
+
+def test_processes_of_a_killed_launcher_stop(tmp_path):
+    """The trap: they train on, and hold the devices, without anyone who stops them."""
+    rank = "import os, sys, time, covey.cli.main as command\n"
+    rank += f"number = os.environ['{NUMBER}']\n"
+    rank += "def work(): open(f'ready-{number}', 'w').write(str(os.getpid())); time.sleep(60)\n"
+    rank += "command.parse = lambda words: work\ncommand.main()"
+    start = "import sys; from covey.launch import LocalOptions, launch; "
+    start += "from covey.launch.command import TrainingCommand as Command; "
+    start += "launch(Command(('train', 'x'), 'run'), LocalOptions(), (sys.executable, '-c', sys.argv[1]))"
+    launcher = subprocess.Popen([sys.executable, "-c", start, rank], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    ready = [tmp_path / f"ready-{n}" for n in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in ready))
+    launcher.kill()
+    pids = [int(file.read_text()) for file in ready]
+    try:
+        wait_until(lambda: not any(runs(pid) for pid in pids))
+    finally:
+        for pid in filter(runs, pids):
+            os.kill(pid, signal.SIGKILL)
+    assert "the launcher is gone: this process stops" in launcher.communicate()[1]
+
+
+def wait_until(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def runs(pid):
+    """Return whether the process runs; one that has ended and that nobody has waited for does not."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_restart_resumes_the_run_once_it_has_begun(tmp_path):
