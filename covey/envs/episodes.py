@@ -160,6 +160,7 @@ class Episodes:
             step = checked_step(found, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)
         except (EpisodeError, DataError) as error:
+            await self._close(state)  # first, because the policy may be to raise
             self._fail(state, error if isinstance(error, EpisodeError) else _unusable(error))
             response = None
         state.record = replace(state.record, seconds=state.record.seconds + time.perf_counter() - began)

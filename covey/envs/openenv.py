@@ -16,6 +16,7 @@ import numbers
 import socket
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -36,6 +37,11 @@ MAX_ERROR = 500
 CLOSE_SECONDS = 1.0
 """Time to wait for the server's part of closing a connection."""
 
+MORE_SESSIONS = (
+    "at the server create_app(..., max_concurrent_envs=N), which is 1 by default, and SUPPORTS_CONCURRENT_SESSIONS = "
+    "True in the environment's class; N is the number of episodes of a step. Or fewer episodes in a step"
+)
+"""Fix for a server that takes no more connections."""
 FENCE = "```"
 WHERE = "envs.environment"
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -134,8 +140,21 @@ class OpenEnv:
             await self._socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Step:
-        await self._socket.send(json.dumps({"type": kind, "data": data}))
-        return observed(parsed(await self._socket.recv()))
+        from websockets.exceptions import ConnectionClosed
+
+        with suppress(ConnectionClosed):  # what the server said before it closed can still be read
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
+            return observed(parsed(await self._socket.recv()))
+        except ConnectionClosed as error:
+            if error.rcvd is None or not error.rcvd_then_sent:
+                raise
+            said = f"closed the connection in {kind} ({error.rcvd})"
+            if kind != "reset":
+                raise EpisodeError(said) from None
+            raise EpisodeError(
+                f"{said}, before the first observation, as a server does whose capacity is reached", fix=MORE_SESSIONS
+            ) from None
 
 
 def is_public(address: str) -> bool:
@@ -260,7 +279,7 @@ def _refused(error: Mapping[str, Any]) -> Step:
     code, message = error.get("code"), str(error.get("message", ""))[:MAX_ERROR]
     if code == "VALIDATION_ERROR":
         return Step(f"Invalid action: {message}")
-    fix = "more max_concurrent_envs at the server, or fewer episodes at once" if code == "CAPACITY_REACHED" else ""
+    fix = MORE_SESSIONS if code == "CAPACITY_REACHED" else ""
     raise EpisodeError(f"answered with the error {excerpt(code)}: {excerpt(message)}", fix=fix)
 
 

@@ -21,6 +21,7 @@ from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
+from covey.envs.closing import OpenEnvironments
 from covey.envs.protocol import Environment, Factory
 from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
@@ -33,7 +34,9 @@ from covey.types import Prompt
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-END_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
+"""Maximum time to close the environments that are left when a run ends."""
+END_SECONDS = 5.0 + CLOSE_SECONDS
 """Maximum time to wait for the end of the event loop."""
 MAX_MESSAGE = 500
 """Maximum characters kept of an exception's message."""
@@ -93,6 +96,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(self.config.concurrency)
+        self._open = OpenEnvironments(self.name, self.config.concurrency)
 
     def prepare(self, template: str | None) -> None:
         """Choose the form in which a model with this chat template calls the tools, if there are any.
@@ -110,7 +114,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True)
+                thread = threading.Thread(target=_run, args=(self._loop, self._open), name="environments", daemon=True)
                 thread.start()
                 self._end = weakref.finalize(self, _stop, self._loop, thread)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -129,6 +133,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if self._tools:
             arguments = (tools or self.tools,) if self.keeps_prompts else (tools or self.tools, self.config.max_turns)
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
+        self._open.add(environment)
         return environment
 
     async def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -156,11 +161,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
     async def close_environment(self, environment: Environment | None) -> None:
         """Close the environment of an episode that is over, if it can be closed."""
-        if callable(close := getattr(environment, "close", None)):
-            try:
-                await self.call("close", close)
-            except EpisodeError as error:
-                log.warning(f"the environment {self.name!r} {error.what}")
+        await self._open.close(environment, self.call)
 
     def accept(self, error: EpisodeError) -> float | None:
         """Count a failure and return the reward of its episode, by the policy.
@@ -185,7 +186,9 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         return None if policy == "none" else self.config.value
 
     def close(self) -> None:
-        """End the event loop; calls under way are left behind. It also ends with this object and with the process."""
+        """Close the environments that are left, and end the event loop; calls under way are left behind. Both happen
+        with the end of this object and of the process too.
+        """
         if self._loop is not None:
             self._end()
 
@@ -231,14 +234,15 @@ def _start(tools: Iterable[Tool]) -> None:
             begin()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, then cancel what is under way."""
+def _run(loop: asyncio.AbstractEventLoop, environments: OpenEnvironments) -> None:
+    """Run a loop until it is stopped, then cancel what is under way and close the environments that are left."""
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks))
+    loop.run_until_complete(environments.close_rest(CLOSE_SECONDS))
     loop.close()
 
 

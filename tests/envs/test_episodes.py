@@ -270,3 +270,72 @@ def test_branches_are_counted_where_a_history_may_make_them() -> None:
     metrics = episode_metrics([(completion, Episode(turn_ends=(3,))) for completion in branched])
     assert metrics["env/branches"] == 1.0
     assert "env/branches" not in episode_metrics([(plain, Episode())])
+
+
+class Sandbox(Counts):
+    """Holds something until it is closed, and fails in step if its row says so."""
+
+    opened = closed = 0
+
+    def __init__(self, row: Any):
+        super().__init__(row)
+        type(self).opened += 1
+
+    def step(self, reply: str) -> Any:
+        return 1 / 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def counting(**members: Any) -> Any:
+    return type("Sandbox", (Sandbox,), {"opened": 0, "closed": 0, **members})
+
+
+def test_under_raise_every_environment_is_closed_also_those_that_play_on() -> None:
+    sandbox = counting()
+    play = Play(sandbox, samples=16)
+    with pytest.raises(EpisodeError, match="ZeroDivisionError in step"):
+        play.says("one")
+    assert (sandbox.opened, sandbox.closed) == (16, 1)
+    play.runner.close()
+    assert sandbox.closed == 16
+
+
+def test_environments_are_closed_where_one_fails_at_its_beginning() -> None:
+    sandbox = counting(reset=lambda self: 1 / 0)
+    with pytest.raises(EpisodeError, match="ZeroDivisionError in reset"):
+        Play(sandbox)
+    assert sandbox.closed == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_raised_in_close_is_logged_once_and_hides_nothing(
+    asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def later(self: Any) -> None:
+        raise OSError("no such sandbox")
+
+    def now(self: Any) -> None:
+        raise OSError("no such sandbox")
+
+    play = Play(counting(close=later if asynchronous else now), samples=4)
+    with pytest.raises(EpisodeError, match="ZeroDivisionError in step"):
+        play.says("one")
+    play.runner.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "raised OSError in close: no such sandbox; what it holds may be left behind" in first
+    assert last == "4 environments 'sandbox' could not be closed"
+
+
+def test_an_environment_that_does_not_close_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("covey.envs.runner.CLOSE_SECONDS", 0.1)
+    release = threading.Event()
+    play = Play(counting(close=lambda self: release.wait(30)))
+    play.runner.close()
+    release.set()
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "the environment 'sandbox' took longer than 0.1 s in close, at the end of the run"
+    ]

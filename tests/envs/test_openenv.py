@@ -151,6 +151,15 @@ async def leave(socket: Any) -> None:
     socket.transport.close()
 
 
+async def close_at_once(socket: Any) -> None:
+    """Close the connection before a message, as a server that is full."""
+
+
+async def refuse_at_once(socket: Any) -> None:
+    """Say that the server is full, and close the connection before a message."""
+    await socket.send('{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "1 of 1"}}')
+
+
 SENT: list[int] = []
 
 
@@ -182,6 +191,8 @@ HOSTILE = [
     (says(observation(done="no")), "said 'no' for done"),
     (says(observation(observation=[1])), "sent {"),
     (says('{"type": "state", "data": {}}'), "sent {'type': 'state'"),
+    (close_at_once, "closed the connection in reset(.|\n)*capacity is reached(.|\n)*max_concurrent_envs"),
+    (refuse_at_once, "CAPACITY_REACHED(.|\n)*SUPPORTS_CONCURRENT_SESSIONS"),
     (says('{"type": "error", "data": {"code": "CAPACITY_REACHED"}}'), "CAPACITY_REACHED(.|\n)*max_concurrent_envs"),
     (says(observation(observation={"text": "x" * 30_000})), "30,\\d* characters from reset"),
 ]
@@ -195,6 +206,41 @@ def test_a_hostile_server_fails_its_episode_in_time(handle: Callable[[Any], Any]
             Episodes(runner, [ROW], 1, UNUSED).begin()
         assert time.perf_counter() - began < 5
     assert not SENT or SENT[-1] < 1 << 28
+
+
+@pytest.mark.parametrize("handle", [close_at_once, refuse_at_once])
+def test_a_server_that_is_full_is_named_also_when_it_has_closed_before_the_first_message(
+    handle: Callable[[Any], Any],
+) -> None:
+    async def play(environment: Any) -> None:
+        connect = environment._server.connect
+
+        class Slow:
+            async def connect(self) -> Any:
+                socket = await connect()
+                await socket.wait_closed()
+                return socket
+
+        environment._server = Slow()
+        await environment.reset()
+
+    with served(handle) as url, pytest.raises(EpisodeError) as raised:
+        asyncio.run(play(factory(url, EnvsConfig(environment="guess", private_addresses=True))(ROW)))
+    assert "max_concurrent_envs" in str(raised.value.fix)
+
+
+def test_a_server_that_closes_in_a_game_is_not_said_to_be_full() -> None:
+    async def one_message(socket: Any) -> None:
+        await socket.recv()
+        await socket.send(json.dumps(GUESS))
+
+    async def play(environment: Any) -> None:
+        await environment.reset()
+        await environment.step('{"number": 1}')
+
+    with served(one_message) as url, pytest.raises(EpisodeError, match="closed the connection in step") as raised:
+        asyncio.run(play(factory(url, EnvsConfig(environment="guess", private_addresses=True))(ROW)))
+    assert not raised.value.fix
 
 
 def test_a_redirect_is_not_followed() -> None:
