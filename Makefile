@@ -43,9 +43,10 @@ tiny: .venv/ready ## install, then teach a model made from scratch to add, and l
 
 install: .venv/ready ## make .venv with Covey in it (jax for CPU)
 
-schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, and the table of docs/diagnosis.md
+schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, and the tables of docs/diagnosis.md and docs/models.md
 	$(BIN)/python tools/recipe_schema.py
 	$(BIN)/python tools/diagnosis_table.py
+	$(BIN)/python tools/families_table.py
 
 test: lint ## lint, then the whole test suite
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -44,8 +44,9 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: the reader and writer of its config, its Hugging Face names, and its class in transformers."""
+    """One family: its name, reader and writer of its config, its Hugging Face names, and its class in transformers."""
 
+    name: str
     read: Callable[[Config], ModelConfig]
     write: Callable[[ModelConfig], Fields]
     names: NameTable
@@ -240,14 +241,20 @@ _NANOCHAT_MLP = {"mlp.up_proj.kernel": "mlp.fc1.weight", "mlp.down_proj.kernel":
 _NANOCHAT_NAMES = NameTable("model.layers.{}.", _ATTENTION | _NANOCHAT_MLP, _TOP)
 
 FAMILIES = {
-    "llama": Family(hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"),
-    "mistral": Family(hf_config.read_mistral, hf_config.write_mistral, _LLAMA_NAMES, "MistralForCausalLM"),
-    "phi3": Family(hf_config.read_phi3, hf_config.write_phi3, _PHI3_NAMES, "Phi3ForCausalLM"),
-    "olmo2": Family(hf_config.read_olmo2, hf_config.write_olmo2, _OLMO2_NAMES, "Olmo2ForCausalLM"),
-    "smollm3": Family(hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
-    "qwen2": Family(hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
-    "qwen3": Family(hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
-    "gemma2": Family(hf_config.read_gemma2, hf_config.write_gemma2, _GEMMA_NAMES, "Gemma2ForCausalLM"),
-    "gemma3_text": Family(hf_config.read_gemma3, hf_config.write_gemma3, _GEMMA_NAMES, "Gemma3ForCausalLM"),
-    "nanochat": Family(hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"),
+    "llama": Family(
+        "Llama (SmolLM2, Llama 3)", hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"
+    ),
+    "mistral": Family("Mistral", hf_config.read_mistral, hf_config.write_mistral, _LLAMA_NAMES, "MistralForCausalLM"),
+    "phi3": Family("Phi-3", hf_config.read_phi3, hf_config.write_phi3, _PHI3_NAMES, "Phi3ForCausalLM"),
+    "olmo2": Family("OLMo 2", hf_config.read_olmo2, hf_config.write_olmo2, _OLMO2_NAMES, "Olmo2ForCausalLM"),
+    "smollm3": Family("SmolLM3", hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
+    "qwen2": Family("Qwen2", hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3", hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
+    "gemma2": Family("Gemma 2", hf_config.read_gemma2, hf_config.write_gemma2, _GEMMA_NAMES, "Gemma2ForCausalLM"),
+    "gemma3_text": Family(
+        "Gemma 3 text", hf_config.read_gemma3, hf_config.write_gemma3, _GEMMA_NAMES, "Gemma3ForCausalLM"
+    ),
+    "nanochat": Family(
+        "nanochat", hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"
+    ),
 }

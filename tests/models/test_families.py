@@ -5,6 +5,8 @@ in rows, sampled with a cache.
 import dataclasses
 import json
 import math
+import re
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from covey.models import families
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.loading import weights
 from covey.models.loading.config_fields import check_config
-from covey.models.loading.text_part import text_name
+from covey.models.loading.text_part import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
@@ -28,7 +30,8 @@ from covey.sampling.noise import sample_keys, uniform_noise
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "parity" / "golden"
 MODELS = json.loads((GOLDEN / "families.json").read_text())
 INPUTS = json.loads((GOLDEN / "inputs.json").read_text())
 LLAMA = MODELS["llama"]["config"]
@@ -132,6 +135,18 @@ def reads_windows(family: families.Family, config: dict) -> bool:
         return family.read(config | asking).windows is not None
     except WeightsError:
         return False
+
+
+def test_the_documents_name_every_family() -> None:
+    """The table of docs/models.md is written from `FAMILIES`; README and the page on adding one are compared."""
+    tool = runpy.run_path(str(ROOT / "tools" / "families_table.py"))
+    assert tool["FILE"].read_text() == tool["text"](), "make schema writes it again"
+    assert ", ".join(family.name for family in families.FAMILIES.values()) in (ROOT / "README.md").read_text()
+    adding = (ROOT / "docs" / "add-a-model.md").read_text().partition("\n\nA model with one of these")[0]
+    kinds = [
+        kind for cell in re.findall(r"^\| [^|]+ \| ([^|]+) \|", adding, re.M) for kind in re.findall("`(.+?)`", cell)
+    ]
+    assert sorted(set(kinds) - {"model_type"}) == sorted({*families.FAMILIES, *TEXT_PARTS})
 
 
 def test_every_row_of_the_table_has_golden_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
