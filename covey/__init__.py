@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from covey.config.reward_safety import RewardSafetyConfig
     from covey.config.schema import (
         DataConfig,
+        EnvsConfig,
         EvalConfig,
         GRPOConfig,
         LoRAConfig,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         RolloutConfig,
         SFTConfig,
     )
+    from covey.envs.protocol import Step
+    from covey.envs.runner import EnvironmentRunner
     from covey.errors import CoveyError
     from covey.models.export import write_hf, write_peft
     from covey.models.lora import with_lora
@@ -38,10 +41,12 @@ if TYPE_CHECKING:
         pad_to_length,
         selective_log_softmax,
     )
+    from covey.rl.learner import Learner
     from covey.rl.roles import ClusterConfig, Role
     from covey.run import open_model
     from covey.run.learners import GRPOLearner, PPOLearner, SFTLearner
     from covey.train.checkpoint import Checkpointer
+    from covey.train.history import History
     from covey.train.trackers import Tracked, Trackers
 
 __version__ = "0.1.0"
@@ -51,9 +56,13 @@ __all__ = [
     "ClusterConfig",
     "CoveyError",
     "DataConfig",
+    "EnvironmentRunner",
+    "EnvsConfig",
     "EvalConfig",
     "GRPOConfig",
     "GRPOLearner",
+    "History",
+    "Learner",
     "LoRAConfig",
     "MeshConfig",
     "ModelOptions",
@@ -70,6 +79,7 @@ __all__ = [
     "SFTConfig",
     "SFTLearner",
     "SFTRecipe",
+    "Step",
     "Tracked",
     "Trackers",
     "build_positions_from_mask",
@@ -105,9 +115,13 @@ _HOMES = {
     "ClusterConfig": "covey.rl.roles",
     "CoveyError": "covey.errors",
     "DataConfig": "covey.config.schema",
+    "EnvironmentRunner": "covey.envs.runner",
+    "EnvsConfig": "covey.config.schema",
     "EvalConfig": "covey.config.schema",
     "GRPOConfig": "covey.config.schema",
     "GRPOLearner": "covey.run.learners",
+    "History": "covey.train.history",
+    "Learner": "covey.rl.learner",
     "LoRAConfig": "covey.config.schema",
     "MeshConfig": "covey.config.schema",
     "ModelOptions": "covey.config.schema",
@@ -124,6 +138,7 @@ _HOMES = {
     "SFTConfig": "covey.config.schema",
     "SFTLearner": "covey.run.learners",
     "SFTRecipe": "covey.config.recipe",
+    "Step": "covey.envs.protocol",
     "Tracked": "covey.train.trackers",
     "Trackers": "covey.train.trackers",
     "build_positions_from_mask": "covey.rl.helpers",

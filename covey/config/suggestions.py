@@ -4,7 +4,7 @@ another library.
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
@@ -40,16 +40,16 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
     return kinds
 
 
-def suggest(cls: type, name: str) -> str:
-    """Return advice about the unknown keyword `name` of `cls`."""
-    known = list(keywords_of(cls) or ())
+def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
+    """Return advice about the unknown keyword `name` of `cls`, or of its function with the keywords `more`."""
+    known = [*(keywords_of(cls) or ()), *more]
     if found := foreign_names.advice(foreign_names.ARGUMENTS.get(name, "")) or foreign_names.answer(
         name, lambda path: _spelt(path, cls)
     ):
         return found
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
-    everywhere = {key for one in CLASSES for key in keywords_of(one) or ()}
+    everywhere = {key for one in _concrete() for key in keywords_of(one) or ()}
     for close in difflib.get_close_matches(name, sorted(everywhere.union(known)), n=1):
         if close not in known:
             return f"did you mean {next(_owners(close)).__name__}({close}=...)?"
@@ -58,8 +58,13 @@ def suggest(cls: type, name: str) -> str:
 
 def _owners(name: str) -> Iterator[type]:
     """Return the classes that take the keyword `name`, except subclasses of another of them."""
-    having = [cls for cls in CLASSES if name in (keywords_of(cls) or ())]
+    having = [cls for cls in _concrete() if name in (keywords_of(cls) or ())]
     return (cls for cls in having if not any(cls is not other and issubclass(cls, other) for other in having))
+
+
+def _concrete() -> list[type]:
+    """Return the classes of which objects can be made."""
+    return [cls for cls in CLASSES if not inspect.isabstract(cls)]
 
 
 def _spelt(path: str, asked: type) -> str | None:

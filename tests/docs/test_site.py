@@ -1,6 +1,7 @@
 """The documentation site: pages are in its navigation, links lead somewhere, figures and names are true."""
 
 import difflib
+import importlib
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
@@ -105,6 +106,14 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     described = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M)]
     assert {name.rpartition(".")[2] for name in described} >= set(covey.__all__)
     assert len(set(described)) == len(described)
+
+
+def test_every_name_of_the_reference_is_imported_from_covey() -> None:
+    """A learner of `covey` is the described one, with run folders."""
+    described = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M)]
+    for home, _, name in (one.rpartition(".") for one in described):
+        there, public = getattr(importlib.import_module(home), name), getattr(covey, name)
+        assert public is there or issubclass(public, there), name
 
 
 # --- figures
