@@ -250,15 +250,29 @@ class Keywords:
 
 
 def _mistakes(cls: type, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[RecipeError]:
-    if (known := suggestions.keywords_of(cls)) is None:
-        return
-    for name in keywords:
+    if (known := suggestions.keywords_of(cls)) is not None:
+        given = dict(zip(known, args, strict=False)) | dict(keywords)
+        yield from wrong_keywords(cls.__name__, given, known, lambda name: suggestions.suggest(cls, name))
+
+
+def wrong_keywords(
+    callee: str, given: Mapping[str, Any], known: Mapping[str, Any], suggest: Callable[[str], str]
+) -> Iterator[RecipeError]:
+    """Yield an error for each keyword that `callee` does not have, and for settings of a wrong class.
+
+    Args:
+        callee: name of the class or function.
+        given: keywords of a call, with their values.
+        known: type of each keyword of `callee`.
+        suggest: returns advice about an unknown keyword.
+    """
+    for name, value in given.items():
         if name not in known:
-            yield RecipeError(f"{cls.__name__} has no keyword {name!r}", fix=suggestions.suggest(cls, name))
-    for name, value in [*zip(known, args, strict=False), *keywords.items()]:
-        wanted = classes_in(known.get(name))
+            yield RecipeError(f"{callee} has no keyword {name!r}", fix=suggest(name))
+            continue
+        wanted = classes_in(known[name])
         if wanted and value is not None and not isinstance(value, tuple(wanted)):
-            yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=cls.__name__)
+            yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee)
 
 
 def unread_settings(

@@ -275,6 +275,7 @@ PREFIXES = {"vllm_": _NO_ENGINE, "rollout_vllm_": _NO_ENGINE, "rollout_sglang_":
 _CONFIGS = "GRPOLearner(grpo_config=GRPOConfig(...)) or PPOLearner(ppo_config=PPOConfig(...))"
 _TRAIN = "learner.train(train_ds, eval_ds)"
 _OBSERVERS = "observers=[...], each called with the StepRecord of a step"
+_LORA = "RLCluster.load(actor=..., lora=LoRAConfig(rank=...)); to a loaded model with_lora(model, LoRAConfig(rank=...))"
 
 ARGUMENTS = {
     "args": f"{_CONFIGS}; RLCluster(cluster_config=ClusterConfig(...)) has training and rollout",
@@ -296,8 +297,8 @@ ARGUMENTS = {
     "metric_fns": _OBSERVERS,
     "optimizers": "RLTrainingConfig(actor_optimizer=...): an OptimizerConfig, or an optax transformation",
     "optimizer": "RLTrainingConfig(actor_optimizer=...): an OptimizerConfig, or an optax transformation",
-    "peft_config": "with_lora(model, LoRAConfig(...)), or ModelOptions(lora=LoRAConfig(...))",
-    "lora_config": "with_lora(model, LoRAConfig(...)), or ModelOptions(lora=LoRAConfig(...))",
+    "peft_config": _LORA,
+    "lora_config": _LORA,
     "rewards": "GRPOLearner(reward_fns=...)",
     "reward_fn": "GRPOLearner(reward_fns=...)",
     "reward_funcs": "GRPOLearner(reward_fns=...); reward_funcs is taken there too",

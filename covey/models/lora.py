@@ -42,8 +42,7 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
 
     Errors: RecipeError for a target that names no projection of this model, or a rank below 1.
     """
-    if config.rank < 1:
-        raise RecipeError(f"LoRA rank {config.rank}", want="a rank of 1 or more", where="model.lora.rank")
+    check_rank(config)
     model = nnx.merge(*nnx.split(base))
     rngs, chosen = nnx.Rngs(params=seed), find_targets(model, config.targets)
     for number, linear in enumerate(chosen.values()):
@@ -51,6 +50,12 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
         linear.lora = LoRA(n_in, n_out, config.rank, config.alpha, rngs=rngs)
         linear.lora.dropout, linear.lora.noise = config.dropout, (seed, number)
     return model
+
+
+def check_rank(config: LoRAConfig) -> None:
+    """Refuse settings of adapters with rank 0, which has none, with a RecipeError."""
+    if config.rank < 1:
+        raise RecipeError(f"LoRA rank {config.rank}", want="a rank of 1 or more", where="model.lora.rank")
 
 
 def find_targets(model: Decoder | ValueModel, wanted: Iterable[str]) -> dict[str, Linear]:

@@ -6,23 +6,25 @@ or that of the adapters that a run began with. A role on another mesh gets its o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_type_hints
 
 import numpy as np
 from flax import nnx
 
+from covey.config import suggestions
 from covey.config.algorithms import algorithm_of
-from covey.config.base import Keywords
-from covey.config.schema import GRPOConfig, RolloutConfig
+from covey.config.base import Keywords, wrong_keywords
+from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
 from covey.envs.runner import EnvironmentRunner
-from covey.errors import RecipeError
+from covey.errors import RecipeError, raise_together
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.export import Difference, write_hf
 from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
 from covey.models.loading.weights import DecoderOptions
-from covey.models.lora import split_trainable, without_lora
+from covey.models.lora import check_rank, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
@@ -114,6 +116,7 @@ class RLCluster(Keywords):
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
         environments: EnvironmentRunner | None = None,
+        lora: LoRAConfig | None = None,
         **options: Unpack[DecoderOptions],
     ) -> "RLCluster":
         """Load the models of a run.
@@ -124,15 +127,20 @@ class RLCluster(Keywords):
             tokenizer: replaces that of the actor's source.
             cluster_config: meshes, training, sampling.
             environments: runs the environment in which the model acts, as for the constructor.
+            lora: adapters to train on the actor, in place of all of its weights; their seed is the rollout's.
             options: dtypes and rematerialisation of the models that are loaded; see `models.loading.weights.load`.
 
         Raises:
             WeightsError: a source is unavailable, incomplete, or not a supported model.
+            RecipeError: a keyword is unknown, or the adapters have no rank or a target that the actor lacks.
         """
+        _check_load_keywords({"lora": lora, **options})
         config = cluster_config or ClusterConfig()
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
         models, tokenizer_of_source = load_models(given, config, **options)
         tokenizer = tokenizer or tokenizer_of_source
+        if lora is not None:
+            models[Role.ACTOR] = with_lora(models[Role.ACTOR], lora, seed=config.rollout_config.seed)
         return cls(**models, tokenizer=tokenizer, cluster_config=config, environments=environments)
 
     def prepare(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> None:
@@ -376,3 +384,12 @@ class RLCluster(Keywords):
             self.inference.host(Role.CRITIC, new)
         critic: ValueModel = self.inference.model(Role.CRITIC)
         return critic
+
+
+def _check_load_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that `RLCluster.load` lacks, before anything is loaded."""
+    known = {**get_type_hints(DecoderOptions), "lora": LoRAConfig | None}
+    advice = partial(suggestions.suggest, RLCluster, more=known)
+    raise_together(list(wrong_keywords("RLCluster.load", keywords, known, advice)))
+    if (lora := keywords["lora"]) is not None:
+        check_rank(lora)

@@ -115,6 +115,20 @@ def test_a_wrong_keyword_is_answered_with_the_right_one(cls: type, name: str, fi
     assert fix in message
 
 
+@pytest.mark.parametrize("make", [covey.RLCluster, covey.GRPOLearner, covey.SFTLearner, covey.RLCluster.load])
+@pytest.mark.parametrize("name", ["peft_config", "lora_config"])
+def test_adapters_of_other_libraries_are_answered_with_ours(make: Any, name: str) -> None:
+    given = {"actor": "scratch:arithmetic-tiny", name: {"r": 8}} if make == covey.RLCluster.load else {name: {"r": 8}}
+    assert "write RLCluster.load(actor=..., lora=LoRAConfig(rank=...))" in refused(make, **given)
+
+
+def test_a_wrong_keyword_of_load_is_refused_before_anything_is_loaded() -> None:
+    load = covey.RLCluster.load
+    assert refused(load, actor="no/such", param_dtyp="bfloat16").endswith("fix: did you mean 'param_dtype'?")
+    assert "wanted: LoRAConfig(...)" in refused(load, actor="no/such", lora={"rank": 4})
+    assert "a rank of 1 or more" in refused(load, actor="no/such", lora=covey.LoRAConfig())
+
+
 def test_a_learner_takes_no_keyword_that_only_its_base_has() -> None:
     assert "GRPOLearner has no keyword 'config'" in refused(covey.GRPOLearner, rl_cluster=None, config=None)
 

@@ -425,6 +425,21 @@ def test_every_role_is_loaded_from_a_source_with_the_dtypes_asked_for() -> None:
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(made.actor))} == {"bfloat16"}
 
 
+def test_a_source_is_loaded_with_new_adapters() -> None:
+    """On the projections named, sharing the base with the reference, and only they are trained."""
+    lora = LoRAConfig(rank=2, targets=("q_proj",))
+    made = RLCluster.load(actor=str(TINY), cluster_config=config(), lora=lora)
+    made.prepare(GRPOConfig(beta=0.04), 2)
+    adapters = {name for name in flatten(nnx.state(made.actor)) if ".lora." in name}
+    assert {name.split(".")[3] for name in adapters} == {"q_proj"}
+    assert made.trainer is not None
+    assert len(jax.tree.leaves(made.trainer.trainable)) == len(adapters) > 0
+    actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])
+    assert {name: at for name, at in actor.items() if name not in adapters} == reference
+    with pytest.raises(RecipeError, match="LoRA target 'wq' names no projection"):
+        RLCluster.load(actor=str(TINY), lora=LoRAConfig(rank=2, targets=("wq",)))
+
+
 def test_a_model_without_a_tokenizer_is_a_clear_error(decoder: Callable) -> None:
     with pytest.raises(RecipeError, match="no tokenizer") as caught:
         RLCluster(actor=decoder())
