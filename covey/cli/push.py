@@ -13,12 +13,11 @@ from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply
 from covey.display import echo
 from covey.errors import CoveyError
+from covey.files import has_file
+from covey.train.run_files import REPORT, RUN_FILES, RunFile
 
 USAGE = "covey push RUN hf:org/name [--yes] [--private] [--samples] [--no-report]"
 SWITCHES = ("--yes", "--private", "--samples", "--no-report")
-RECORDS = ("recipe.yaml", "metrics.jsonl", "summary.json")
-"""Files of a run that are published beside the model, whatever the switches."""
-SAMPLES, REPORT = "samples.jsonl", "report.html"
 
 
 def parse(words: Sequence[str]) -> Callable[[], int]:
@@ -49,22 +48,28 @@ def push(run: Path, repository: str, switches: set[str], options: PushOptions, s
         return 2
     from covey.run.push import publish  # late: it needs JAX
 
-    publish(run, repository, records, "--private" in switches, options.format, options.dtype, shard_bytes)
+    names = [file.name for file in records]
+    publish(run, repository, names, "--private" in switches, options.format, options.dtype, shard_bytes)
     return 0
 
 
-def records_of(run: Path, switches: set[str]) -> list[str]:
-    """Return the names of the files of the run that are published beside the model."""
-    names = [*RECORDS, *([SAMPLES] if "--samples" in switches else [])]
-    report = [] if "--no-report" in switches else [REPORT]
-    return [name for name in names if (run / name).is_file()] + report
+def records_of(run: Path, switches: set[str]) -> list[RunFile]:
+    """Return the files of the run that are published beside the model; the report is written anew.
+
+    Raises:
+        ResumeError: one of them is a link.
+    """
+    chosen = {"always": True, "unless --no-report": "--no-report" not in switches}
+    chosen |= {"with --samples": "--samples" in switches, "never": False}
+    listed = [file for file in RUN_FILES if chosen[file.publish]]
+    return [file for file in listed if has_file(run, file.name) or file.name == REPORT]
 
 
-def describe(run: Path, repository: str, records: Sequence[str], form: str) -> list[str]:
+def describe(run: Path, repository: str, records: Sequence[RunFile], form: str) -> list[str]:
     """Return lines that say what would be published, and what is in it."""
     lines = [f"{run} would be published as hf:{repository}", f"  the trained model ({form}) and its card README.md"]
-    lines += [f"  {name}: {CONTENTS[name]}" for name in records]
-    data = [name for name in records if name in (SAMPLES, REPORT)]
+    lines += [f"  {file.name}: {file.content}" for file in records]
+    data = [file.name for file in records if file.publish != "always"]
     if data:
         lines.append(f"text of your data and of the model becomes public, in {' and '.join(data)}")
         lines.append("  --no-report leaves the report out")
@@ -78,13 +83,3 @@ def _agrees() -> bool:
         return input("publish this? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-CONTENTS = {
-    "recipe.yaml": "all settings, with paths of this machine where the recipe names some",
-    "metrics.jsonl": "metrics of each step",
-    "summary.json": "results, versions, devices, and where the first weights came from",
-    SAMPLES: "every completion with its prompt and rewards",
-    REPORT: "curves, the recipe, and prompts with completions, also held-out ones",
-}
-"""Contents of the files that are published, by name."""

@@ -23,7 +23,7 @@ from covey.errors import CoveyError
 from covey.train.formats import duration
 from covey.train.json_lines import is_count, number
 from covey.train.progress import Progress, SampleLine
-from covey.train.run_files import RECIPE, REPORT
+from covey.train.run_files import AFTER, RECIPE, REPORT, SAMPLES
 from covey.train.run_status import DEAD, FINISHED, RUNNING, WatchedRun
 from covey.train.status import Status
 
@@ -46,7 +46,7 @@ class WatchedProgress(Progress):
 
     def __init__(self, run: WatchedRun, console: Console, settings: Mapping[str, Any]):
         supervised = settings.get("method") == "sft"
-        headline, answers = ("loss", "after.jsonl") if supervised else ("reward", "samples.jsonl")
+        headline, answers = ("loss", AFTER) if supervised else ("reward", SAMPLES)
         show = settings.get("show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
         super().__init__(0, console, headline=headline, show=names, answers=answers)

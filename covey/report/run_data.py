@@ -19,7 +19,7 @@ from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.files import open_or_empty
 from covey.train.json_lines import is_count, number, parse_line
-from covey.train.run_files import METRICS, SAMPLES, SUMMARY, TOKENS
+from covey.train.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
 
 Row = Mapping[str, Any]
 
@@ -103,8 +103,8 @@ def read_run(folder: Path) -> RunData:
         seconds=seconds,
         series=series,
         summary=_summary(folder / SUMMARY),
-        before=list(read_lines(folder / "before.jsonl", unreadable)),
-        after=list(read_lines(folder / "after.jsonl", unreadable)),
+        before=list(read_lines(folder / BEFORE, unreadable)),
+        after=list(read_lines(folder / AFTER, unreadable)),
         unreadable=unreadable,
     )
 
@@ -136,7 +136,7 @@ def built_in_settings(name: str) -> Mapping[str, Any]:
 
 def _settings(folder: Path) -> Mapping[str, Any]:
     """Read the settings without checking them: an older or a newer Covey may have written them."""
-    path = folder / "recipe.yaml"
+    path = folder / RECIPE
     tree = strict_yaml.plain(strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)))
     if not isinstance(tree, dict):
         raise CoveyError("this is no recipe", want="settings by name", where=str(path))

@@ -15,7 +15,6 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
-from covey.report import REPORT
 from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_for
@@ -25,7 +24,7 @@ from covey.sampling.lengths import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
 from covey.train.loop import total_steps
-from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
+from covey.train.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.types import Prompt
 
 
@@ -91,8 +90,8 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     shown = tokenizer.decode(tokens, skip_special=False) if recipe.envs.tools else _render(tokenizer, first)
     rendered = shown, tokens.tolist(), None
     every = interval(training, recipe.grpo.num_generations, steps)
-    files = (METRICS, SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
-    return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, _files(files))
+    files = _files(SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
+    return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, files)
 
 
 def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
@@ -111,7 +110,7 @@ def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -
     rendered = _render(tokenizer, first["prompt"]), encode(first)[0].tolist(), str(first["completion"])
     unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated}
     steps = total_steps(training, len(loader))
-    files = _files((METRICS, *_evaluation_files(recipe)))
+    files = _files(*_evaluation_files(recipe))
     return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, files)
 
 
@@ -124,8 +123,10 @@ def _evaluation_files(recipe: Recipe | SFTRecipe) -> list[str]:
     return [f"{name}{preset}.jsonl" for name in ("before", "after") for preset in ("", *others)]
 
 
-def _files(written: Sequence[str]) -> list[str]:
-    return [RECIPE, *written, SUMMARY, REPORT, HEARTBEAT, f"{CHECKPOINTS}/"]
+def _files(*optional: str) -> list[str]:
+    """Return the names of the files that every run writes, and of the `optional` ones, in the order of the table."""
+    written = [file for file in RUN_FILES if not file.optional or file.name in optional]
+    return [f"{file.name}/" if file.is_folder else file.name for file in written]
 
 
 def preview_to_json(found: Preview) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.extras import install_command
+from covey.files import open_below
 from covey.report import REPORT, write_report
 from covey.run.export import export
 
@@ -37,7 +38,8 @@ def publish(
             if name == REPORT:
                 write_report(folder / REPORT, [run])
             else:
-                shutil.copyfile(run / name, folder / name)
+                with open_below(run, name) as record, (folder / name).open("xb") as copy:
+                    shutil.copyfileobj(record, copy)
         with _hub_errors(f"publishing {repository}"):
             api.create_repo(repository, private=private, exist_ok=True)
             echo(f"uploading {len(list(folder.iterdir()))} files")

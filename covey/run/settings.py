@@ -18,6 +18,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.base import flatten
 from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
+from covey.train.run_files import RECIPE
 
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path, fix: s
             want="data, batch, seed, types and adapters as they were",
             fix=fix
             or f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
-            where=str(folder / "recipe.yaml"),
+            where=str(folder / RECIPE),
         )
     if changed:
         log.warning("changed since the run was saved: " + "; ".join(changed.values()))

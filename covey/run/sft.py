@@ -30,7 +30,7 @@ from covey.sft.learner import SFTLearner
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import Correct
 from covey.train.progress import Progress
-from covey.train.run_files import METRICS
+from covey.train.run_files import AFTER, METRICS
 from covey.train.trainer import Trainer
 from covey.types import Group
 
@@ -82,7 +82,7 @@ class SFTLearnerRun(Run[SFTRecipe]):
         held_out: examples of the held-out loss.
     """
 
-    headline, answers, rows = "loss", "after.jsonl", (METRICS,)
+    headline, answers, rows = "loss", AFTER, (METRICS,)
     learner: SFTLearner
     trainer: Trainer
     held_out: Sequence[Row]

@@ -1,8 +1,55 @@
-"""Names of the files in a run folder. This module imports nothing, so that a command can name them at once."""
+"""Table of the files in a run folder. This module imports nothing of Covey, so that a command can name them at once."""
+
+from typing import Literal, NamedTuple
 
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
 TOKENS = "tokens.jsonl"
+BEFORE, AFTER = "before.jsonl", "after.jsonl"
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 REPORT = "report.html"
+TRACKING = "tracking-id"
 CHECKPOINTS, BAD = "checkpoints", "bad"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+
+
+class RunFile(NamedTuple):
+    """File or folder in a run folder.
+
+    Attributes:
+        name: its name.
+        content: its content, for the user.
+        publish: when `covey push` publishes it.
+        optional: whether only some runs have it.
+        is_folder: whether it is a folder.
+    """
+
+    name: str
+    content: str
+    publish: Literal["always", "unless --no-report", "with --samples", "never"] = "never"
+    optional: bool = False
+    is_folder: bool = False
+
+
+RUN_FILES = (
+    RunFile(RECIPE, "all settings, with paths of this machine where the recipe names some", "always"),
+    RunFile(METRICS, "metrics of each step", "always"),
+    RunFile(SAMPLES, "every completion with its prompt and rewards", "with --samples", optional=True),
+    RunFile(TOKENS, "values of the tokens of some completions", optional=True),
+    RunFile(BEFORE, "held-out completions before training", optional=True),
+    RunFile("before-standard.jsonl", "the same, sampled by the preset standard", optional=True),
+    RunFile("before-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
+    RunFile(AFTER, "held-out completions after training", optional=True),
+    RunFile("after-standard.jsonl", "the same, sampled by the preset standard", optional=True),
+    RunFile("after-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
+    RunFile(SUMMARY, "results, versions, devices, and where the first weights came from", "always"),
+    RunFile(REPORT, "curves, the recipe, and prompts with completions, also held-out ones", "unless --no-report"),
+    RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
+    RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
+    RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
+    RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),
+    RunFile(TRACKING, "identifier of the run for trackers", optional=True),
+    RunFile(TENSORBOARD, "metrics for TensorBoard", optional=True, is_folder=True),
+    RunFile(WANDB, "metrics for Weights & Biases", optional=True, is_folder=True),
+)
+"""Table of the files and folders in a run folder, in the order of documents and commands."""

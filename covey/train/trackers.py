@@ -23,11 +23,10 @@ from typing import Any, Protocol
 from covey.display import mask_secrets
 from covey.extras import install_command
 from covey.files import folder_below, has_file, open_below
+from covey.train.run_files import TENSORBOARD, TRACKING, WANDB
 
 PROJECT = "covey"
 log = logging.getLogger(__name__)
-ID = "tracking-id"
-"""Name of the file in the run folder with the identifier under which trackers resume the run."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ class Tracked:
 
     def identity(self) -> str:
         """Return an identifier unique to this run, which stays the same when the run is stopped and resumed."""
-        if not has_file(self.folder, ID):
-            with open_below(self.folder, ID, "xb") as file:
+        if not has_file(self.folder, TRACKING):
+            with open_below(self.folder, TRACKING, "xb") as file:
                 file.write(secrets.token_hex(4).encode())
-        with open_below(self.folder, ID) as file:
+        with open_below(self.folder, TRACKING) as file:
             return file.read().decode().strip()
 
 
@@ -111,7 +110,7 @@ class TensorBoard:
 
     def __init__(self, run: Tracked):
         again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
-        place = folder_below(run.folder, "tensorboard")
+        place = folder_below(run.folder, TENSORBOARD)
         self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(place), **again)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -126,7 +125,7 @@ class WeightsAndBiases:
     """Tracker for W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
 
     def __init__(self, run: Tracked):
-        folder_below(run.folder, "wandb")
+        folder_below(run.folder, WANDB)
         wandb = import_module("wandb")
         online = bool(wandb.api.api_key)
         self.run = wandb.init(
@@ -140,7 +139,7 @@ class WeightsAndBiases:
             settings={"console": "off", "disable_git": True, "save_code": False, "silent": True, "init_timeout": 30.0},
         )
         address = getattr(self.run, "url", None)
-        log.info(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / 'wandb'}")
+        log.info(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / WANDB}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from covey.cli import help as help_texts
 from covey.cli import main as cli
 from covey.config import recipe
+from covey.train.run_files import RUN_FILES
 
 ROWS = [
     {"step": n, "reward": n / 10, "reward_error": 0.3, "kl": 0.1, "step_time": 2.0, "eval/accuracy": 0.5}
@@ -173,6 +175,23 @@ def test_data_can_be_left_out_or_put_in(hub: type[FakeHub], capsys: Any) -> None
     assert cli.main(["push", "mine", "hf:me/run", "--yes", "--samples"]) == 0
     assert {"report.html", "samples.jsonl"} <= hub.files.keys()
     assert "becomes public, in samples.jsonl and report.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "report.html"])
+def test_nothing_that_a_link_leads_to_is_published(hub: type[FakeHub], name: str, capsys: Any) -> None:
+    run, mine = write_run("theirs"), Path("id_rsa")
+    mine.write_bytes((run / name).read_bytes() if (run / name).exists() else b"secret")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(mine.absolute())
+    assert cli.main(["push", "theirs", "hf:me/run", "--yes", "--samples"]) == 2
+    assert f"theirs/{name}: a link is in the way" in capsys.readouterr().err
+    assert (hub.files, hub.created) == ({}, [])
+
+
+def test_what_is_published_stands_in_the_table_and_in_the_help() -> None:
+    published = {file.name for file in RUN_FILES if file.publish != "never"}
+    assert published == {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "report.html"}
+    assert all(name in help_texts.PUSH for name in published)
 
 
 def test_nothing_is_published_without_consent(hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -23,8 +23,8 @@ from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import finish_interrupted, is_locked, take_lock
 from covey.train.metrics import MetricsWriter, write_answers, write_bad_batch
-from covey.train.run_files import HEARTBEAT, STACKS, SUMMARY
-from covey.train.trackers import ID, Tracked
+from covey.train.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
+from covey.train.trackers import Tracked
 
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()
@@ -55,7 +55,7 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("after.jsonl", lambda run: write_answers(run, "after", [])),
     ("bad/00000007.jsonl", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
     ("bad/00000007.npz", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
-    (ID, lambda run: Tracked(run, {}).identity()),
+    (TRACKING, lambda run: Tracked(run, {}).identity()),
 ]
 
 
