@@ -112,6 +112,7 @@ TABLE = (
     Metric("env/done", "share", "episodes that the environment ended, before a limit did"),
     Metric("env/seconds", "s", "mean seconds of an episode in the environment"),
     Metric("env/failed", "episodes", "episodes in which it failed, if `envs.on_error` lets the run continue"),
+    Metric("env/dropped", "episodes", "episodes without another of their prompt; with `envs.different_prompts: group`"),
     Metric("env/tool_calls", "calls", "mean number of tool calls in an episode"),
     Metric("env/tool_failures", "calls", "mean number of those that failed or could not be executed"),
     Metric(

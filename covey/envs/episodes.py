@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,20 @@ class _State:
     record: Episode = field(default_factory=Episode)
 
 
+class SamePrompt(NamedTuple):
+    """Samples of a row that begin with the same prompt: a request to the sampler.
+
+    Attributes:
+        row: index of the row.
+        first: number of the first of them among the samples of the row.
+        size: number of them.
+    """
+
+    row: int
+    first: int
+    size: int
+
+
 class Episodes:
     """Episodes of the samples of some rows: a `sampling.turns.Responder`.
 
@@ -55,6 +69,10 @@ class Episodes:
         rows: data rows.
         samples: number of episodes per row.
         tokenizer: the model's.
+
+    Attributes:
+        requests: samples that begin with the same prompt: all of a row, unless `begin` finds different ones and
+            `envs.different_prompts` lets it group them.
     """
 
     pause_id: None = None
@@ -66,27 +84,34 @@ class Episodes:
         self._runner, self._tokenizer = runner, tokenizer
         self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
+        self.requests = [SamePrompt(row, 0, samples) for row in range(len(rows))]
         self._rewrites = runner.config.history == "template"
         self._warned = False
         runner.prepare(tokenizer.chat_template)
         self._tools = runner.tools
 
     def begin(self) -> list[Prompt]:
-        """Make and reset all environments; return the prompt of each row.
+        """Make and reset all environments; return the prompt of each of `requests`.
 
         Raises:
-            EpisodeError: an environment failed and the policy is to raise, or those of a row gave different prompts.
+            EpisodeError: an environment failed and the policy is to raise, or those of a row gave different prompts and
+                may not be grouped.
         """
         futures = [[self._runner.submit(self._reset(state)) for state in group] for group in self._states]
-        prompts = [
-            self._common_prompt(number, [f.result() for f in group], self._states[number])
-            for number, group in enumerate(futures)
+        prompts = [[future.result() for future in group] for group in futures]
+        by_prompt = [
+            (number, *group)
+            for number, states in enumerate(self._states)
+            for group in self._group(number, prompts[number], states)
         ]
-        if self._rewrites:
-            for states, prompt in zip(self._states, prompts, strict=True):
-                for state in states:
-                    state.sequence = self.encode_prompt(prompt)
-        return prompts
+        for _, prompt, states in by_prompt:
+            for state in states:
+                state.chat, state.sequence = prompt, self.encode_prompt(prompt) if self._rewrites else None
+        self._states, self.requests = [states for _, _, states in by_prompt], []
+        for row, _, states in by_prompt:
+            first = sum(request.size for request in self.requests if request.row == row)
+            self.requests.append(SamePrompt(row, first, len(states)))
+        return [prompt for _, prompt, _ in by_prompt]
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Encode a prompt that `begin` returned to int32 [n]; the chat template lists the tools, if there are any."""
@@ -127,19 +152,25 @@ class Episodes:
         state.record = replace(state.record, seconds=time.perf_counter() - began)
         return prompt
 
-    def _common_prompt(self, number: int, prompts: Sequence[Prompt | None], states: Sequence[_State]) -> Prompt:
-        """Return the one prompt of a row's environments, or the row's own if all of them failed."""
-        found = [prompt for prompt in prompts if prompt is not None]
-        if any(prompt != found[0] for prompt in found):
+    def _group(
+        self, number: int, prompts: Sequence[Prompt | None], states: Sequence[_State]
+    ) -> list[tuple[Prompt, list[_State]]]:
+        """Return each prompt of a row's environments with its samples. One whose environment failed goes with the
+        first prompt, which is the row's own if all failed.
+        """
+        known = [prompt for prompt in prompts if prompt is not None] or [states[0].row["prompt"]]
+        different = [prompt for index, prompt in enumerate(known) if prompt not in known[:index]]
+        if len(different) > 1 and self._runner.config.different_prompts == "refuse":
             raise EpisodeError(
                 f"the environments {self._runner.name!r} of row {number} of a step gave different prompts",
                 want="one prompt for all samples of a row, which are compared with each other",
-                fix="draw what differs between rows from the row, not at random",
+                fix="draw what differs between rows from the row, not at random; or envs.different_prompts: group, "
+                "which compares samples with equal prompts",
             )
-        prompt: Prompt = found[0] if found else states[0].row["prompt"]
-        for state in states:
-            state.chat = prompt
-        return prompt
+        groups: list[list[_State]] = [[] for _ in different]
+        for prompt, state in zip(prompts, states, strict=True):
+            groups[0 if prompt is None else different.index(prompt)].append(state)
+        return list(zip(different, groups, strict=True))
 
     async def _respond(self, state: _State, turn: Turn) -> Response:
         """Give the model's turn to the environment; return the tokens to append, or None at the end of the episode."""

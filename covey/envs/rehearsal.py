@@ -31,10 +31,11 @@ Course = dict[str, Any]
 
 def is_due(runner: EnvironmentRunner) -> bool:
     """Return whether a run with these environments begins with a rehearsal: by `envs.rehearsal`, or if that is not set
-    where they are in this process. Tools alone are no environment.
+    where they are in this process and may not begin at random. Tools alone are no environment.
     """
-    chosen = runner.config.rehearsal
-    return chosen if chosen is not None else not (runner.is_remote or runner.keeps_prompts)
+    config = runner.config
+    excused = runner.is_remote or runner.keeps_prompts or config.different_prompts == "group"
+    return not excused if config.rehearsal is None else config.rehearsal
 
 
 def rehearse(runner: EnvironmentRunner, rows: Sequence[Row]) -> None:

@@ -60,6 +60,18 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     return _map_groups(rewards, lambda values: (values - values.mean()) * values.size / (values.size - 1))
 
 
+def reward_table(rewards: Sequence[Float[np.ndarray, "G"]]) -> Rewards:
+    """Return the rewards of groups as a table, with NaN behind those of smaller groups.
+
+    >>> reward_table([np.array([1.0, 0.0]), np.array([0.5])]).tolist()
+    [[1.0, 0.0], [0.5, nan]]
+    """
+    table = np.full((len(rewards), max(map(len, rewards), default=1)), np.nan)
+    for row, group in zip(table, rewards, strict=True):
+        row[: len(group)] = group
+    return table
+
+
 def turn_returns(rewards: Float[np.ndarray, "K"], gamma: float) -> Float[np.ndarray, "K"]:
     """Compute the return of each of K turns: its reward and the discounted ones after it, R_k = r_k + γ·R_{k+1}.
 

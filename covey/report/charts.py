@@ -68,6 +68,7 @@ CHARTS = (
     Chart("Episodes ended by the environment", "Completions", ("env/done",)),
     Chart("Seconds in the environment", "Completions", ("env/seconds",)),
     Chart("Failed episodes", "Completions", ("env/failed",)),
+    Chart("Episodes without another of their prompt", "Completions", ("env/dropped",)),
     Chart("Tool calls of an episode", "Completions", ("env/tool_calls",)),
     Chart("Failed tool calls", "Completions", ("env/tool_failures",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),

@@ -132,7 +132,8 @@ def evaluate_groups(
     correct = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
     scored = distributed.all_of(scored, "evaluation")
     right = correct.get("accuracy", [])
-    fractions, counts = np.array([r.mean() for r in right]), range(1, config.pass_k + 1 if right else 1)
+    fractions, largest = np.array([r.mean() for r in right]), max(map(len, right), default=0)
+    enough = {k: [r for r in right if len(r) >= k] for k in range(1, min(config.pass_k, largest) + 1)}
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     return Evaluation(
@@ -141,8 +142,8 @@ def evaluate_groups(
         format_accuracy=_mean_fraction(correct.get("format_accuracy", [])),
         reward=None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
         error=float(fractions.std(ddof=1) / len(fractions) ** 0.5) if len(fractions) > 1 else None,
-        pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in right])) for k in counts),
-        pass_at_any=tuple(float(np.mean([r[:k].any() for r in right])) for k in counts),
+        pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in of])) for k, of in enough.items()),
+        pass_at_any=tuple(float(np.mean([r[:k].any() for r in of])) for k, of in enough.items()),
         samples=len(completions),
         mean_length=float(np.mean([c.num_sampled for c in completions])),
         clipped_ratio=float(np.mean([c.finish.was_cut for c in completions])),

@@ -16,7 +16,8 @@ import numpy as np
 
 from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig, RLTrainingConfig
-from covey.losses.advantages import has_reward_variance
+from covey.errors import EpisodeError
+from covey.losses.advantages import has_reward_variance, reward_table
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
@@ -92,8 +93,13 @@ class Experience:
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards, float64 [P, G]; NaN where no function scored the completion."""
-        return np.stack([np.asarray(g.rewards) for g in self.groups]) if self.groups else np.zeros((0, 1))
+        """Rewards, float64 [P, G]; NaN where no function scored the completion, and behind smaller groups."""
+        return reward_table([np.asarray(g.rewards) for g in self.groups])
+
+    @property
+    def completion_rewards(self) -> np.ndarray:
+        """Reward of each completion, float64 [B]; NaN where no function scored it."""
+        return np.concatenate([np.zeros(0), *(np.asarray(g.rewards) for g in self.groups)])
 
     def between(self, start: int, stop: int) -> "Experience":
         """Return the experience of groups `start` to `stop`."""
@@ -114,6 +120,7 @@ class StepLog:
         tied: number of groups of equal rewards that were kept because the budget was spent.
         waste: fraction of padding in each micro-batch's rows.
         failed: number of failed completions by reward function, for functions with a failure policy.
+        dropped: number of completions without another one of their prompt, which were left out.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -123,6 +130,7 @@ class StepLog:
     tied: int = 0
     waste: list[float] = field(default_factory=list)
     failed: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
 
     def set_advantages(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
         """Replace groups by the same groups with their advantages."""
@@ -200,11 +208,18 @@ class ExperienceBuilder:
         start, own = distributed.share(prompts.examples)
         groups: list[Group] = []
         with self.clock("rollout"):
+            number = prompts.first + start
             for part in slices(own, self.sizes.rollout):
-                number = prompts.first + start + len(groups)
                 groups += self.cluster.generate(part, self.config.num_generations, step=self.step, first=number)
+                number += len(part)
                 self.log.stats += self.cluster.rollout.stats
-        return groups
+        return groups if self.algorithm.has_critic else self._drop_single(groups)
+
+    def _drop_single(self, groups: Sequence[Group]) -> list[Group]:
+        """Leave out completions that have no other one of their prompt to be compared with, and count them."""
+        kept = [group for group in groups if len(group.completions) > 1]
+        self.log.dropped += len(groups) - len(kept)
+        return kept
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
@@ -224,7 +239,7 @@ class ExperienceBuilder:
             return groups
         wanted = num_sampled = len(self.examples)
         kept, tied = split_by_reward_variance(groups)
-        while (missing := wanted - len(kept)) and self.log.rounds < self.algorithm.max_sampling_rounds:
+        while (missing := max(wanted - len(kept), 0)) and self.log.rounds < self.algorithm.max_sampling_rounds:
             fresh = self.take(missing)
             if not fresh:
                 break
@@ -264,6 +279,12 @@ class ExperienceBuilder:
                 rows = x.packed.rows(start, stop)
                 self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
                 yield self._train_batch(x.between(start, stop), rows)
+        if not self.log.waste:
+            raise EpisodeError(
+                f"all {self.log.dropped} episodes of a step began with different prompts: there is nothing to compare",
+                want="several samples with equal prompts",
+                fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
+            )
 
     def _penalise_length(self, group: Group) -> Group:
         """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
@@ -328,10 +349,11 @@ class PackedGroups:
 
 def gather_step_log(log: StepLog, clock: Clock) -> tuple[StepLog, Clock]:
     """Return the log with what all processes sampled and scored, and the time of each phase in the slowest process."""
-    stats, failed, seconds = zip(*distributed.gathered((log.stats, log.failed, clock.seconds), "step"), strict=True)
+    own = log.stats, log.failed, log.dropped, clock.seconds
+    stats, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
     counts = {name: sum(each.get(name, 0) for each in failed) for one in failed for name in one}
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
-    of_all = replace(log, stats=sum(stats, SamplerStats()), failed=counts)
+    of_all = replace(log, stats=sum(stats, SamplerStats()), failed=counts, dropped=sum(dropped))
     return of_all, Clock(phases, started=clock.started)
 
 
@@ -361,7 +383,7 @@ def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
 def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
     if x.returns is None or x.values is None:
         return None
-    scored = ~np.isnan(x.rewards.ravel())
+    scored = ~np.isnan(x.completion_rewards)
     weight = [mask & is_scored for mask, is_scored in zip(in_loss, scored, strict=True)]
     return ValueInputs(
         returns=scatter_to_rows(rows, x.returns),

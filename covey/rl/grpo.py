@@ -15,7 +15,7 @@ from jaxtyping import Float
 from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
-from covey.losses.advantages import ADVANTAGES, AdvantageFn, turn_returns
+from covey.losses.advantages import ADVANTAGES, AdvantageFn, reward_table, turn_returns
 from covey.losses.shaping import kl_penalty
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, sampled_mask
@@ -31,7 +31,8 @@ class GRPOLearner(Learner):
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or the names of built-in
             ones.
         grpo_config: the algorithm: a preset and the settings that override it.
-        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups, instead of the algorithm's.
+        advantage_fn: `fn(rewards [P, G]) -> [P, G]` on a service batch's groups, instead of the algorithm's; NaN stands
+            for a completion that is not scored, and behind the rewards of smaller groups.
         others: see `Learner`.
 
     Raises:
@@ -73,12 +74,14 @@ def group_advantages(
     compute = ADVANTAGES[algorithm.advantage] if advantage_fn is None else partial(_as_table, advantage_fn)
     if algorithm.credit == "turn":
         return turn_advantages(x, algorithm, compute, penalties)
-    rewards = x.rewards
+    rewards, sizes = x.rewards, [len(g.completions) for g in x.groups]
     if penalties is not None:
-        rewards = rewards - np.array([p.sum() for p in penalties]).reshape(rewards.shape)
+        sums = np.array([p.sum() for p in penalties])
+        rewards = rewards - reward_table(np.split(sums, np.cumsum(sizes[:-1], dtype=int)) if sizes else [])
     advantages = compute(rewards).astype(np.float32)
-    groups = [replace(g, advantages=a) for g, a in zip(x.groups, advantages, strict=True)]
-    per_token = [np.full(n, a) for n, a in zip(x.lengths, advantages.ravel(), strict=True)]
+    groups = [replace(g, advantages=a[:size]) for g, a, size in zip(x.groups, advantages, sizes, strict=True)]
+    of_completions = np.concatenate([np.zeros(0, np.float32), *(g.advantages for g in groups)])
+    per_token = [np.full(n, a) for n, a in zip(x.lengths, of_completions, strict=True)]
     return replace(x, groups=groups, advantages=per_token)
 
 
@@ -106,7 +109,7 @@ def turn_advantages(
             turn_rewards(c, total, weight, penalty)
             for c, total, penalty in zip(group.completions, totals, given[index:], strict=False)
         ]
-        tables.append(_by_turn([turn_returns(one, algorithm.turn_gamma) for one in rewards]))
+        tables.append(_by_turn([turn_returns(one, algorithm.turn_gamma) for one in rewards], x.rewards.shape[1]))
         index += len(rewards)
     computed = compute(np.concatenate(tables)).astype(np.float32)
     of_groups = np.split(computed, np.cumsum([len(table) for table in tables[1:]])[:-1])
@@ -153,9 +156,9 @@ def _turn_of_tokens(completion: Completion) -> np.ndarray:
     return np.searchsorted(_turn_ends(completion), np.arange(len(completion.tokens)), side="right")
 
 
-def _by_turn(returns: Sequence[Float[np.ndarray, "K"]]) -> Float[np.ndarray, "K G"]:
-    """Return the returns of a group's episodes by turn, NaN where an episode has no such turn."""
-    table = np.full((max(map(len, returns)), len(returns)), np.nan)
+def _by_turn(returns: Sequence[Float[np.ndarray, "K"]], size: int) -> Float[np.ndarray, "K G"]:
+    """Return the returns of a group's episodes by turn, NaN where an episode has no such turn, for `size` episodes."""
+    table = np.full((max(map(len, returns)), size), np.nan)
     for number, one in enumerate(returns):
         table[: len(one), number] = one
     return table

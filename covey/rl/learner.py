@@ -338,12 +338,14 @@ class Learner(Keywords, ABC):
     def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
         training, trainer = self.cluster.config.training_config, self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
-        dynamic = self.algorithm.max_sampling_rounds > 1
+        dynamic, environments = self.algorithm.max_sampling_rounds > 1, self.cluster.rollout.environments
+        groups_prompts = environments is not None and environments.config.different_prompts == "group"
         return {
             "step": self.step,
             **group_metrics(log.groups),
             **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
             **combine_updates(updates),
+            **({"env/dropped": float(log.dropped)} if groups_prompts else {}),
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from covey.losses.advantages import has_reward_variance
+from covey.losses.advantages import has_reward_variance, reward_table
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, Episode, Group
 
@@ -18,7 +18,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
     means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that truncation kept.
     """
-    rewards = np.stack([g.rewards for g in groups if g.rewards is not None])
+    rewards = reward_table([g.rewards for g in groups if g.rewards is not None])
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     lengths = np.array([c.num_sampled for g in groups for c in g.completions])
     clipped = np.array([c.finish.was_cut for g in groups for c in g.completions])

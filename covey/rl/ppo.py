@@ -90,7 +90,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     penalties = [np.zeros(n) for n in x.lengths]
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
-    rewards = x.rewards.ravel()
+    rewards = x.completion_rewards
     rewards_per_token = token_rewards(rewards, penalties, x.sampled_masks)
     advantages, returns = gae(
         rewards_per_token, x.values, gamma=algorithm.gamma, lam=algorithm.gae_lambda, mask=x.sampled_masks

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from covey.config.schema import RolloutConfig
-from covey.envs.episodes import Episodes
+from covey.envs.episodes import Episodes, SamePrompt
 from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
@@ -129,7 +129,8 @@ class RolloutWorker:
         config: RolloutConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Rollout":
-        """Sample each prompt `samples` times.
+        """Sample each prompt `samples` times, as one group; as several where its episodes begin with different prompts
+        and `envs.different_prompts` allows it.
 
         Args:
             prompts: text or chat messages, or data rows with a prompt, whose other columns are kept in the group.
@@ -142,13 +143,16 @@ class RolloutWorker:
         episodes = self.environments and Episodes(self.environments, examples, samples, self.tokenizer)
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
-        tokens = [encode(prompt) for prompt in row_prompts]
-        requests = [Request(t, samples, index, step) for index, t in enumerate(tokens, first)]
+        shared = episodes.requests if episodes else [SamePrompt(row, 0, samples) for row in range(len(examples))]
+        requests = [
+            Request(encode(prompt), one.size, first + one.row, step, one.first)
+            for prompt, one in zip(row_prompts, shared, strict=True)
+        ]
         params = self._convert(nnx.split(with_rounded_head(self.model))[1])
         sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
         if episodes:
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
-        columns = [{name: value for name, value in row.items() if name != "prompt"} for row in examples]
+        columns = [{name: value for name, value in examples[one.row].items() if name != "prompt"} for one in shared]
         groups = [
             Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)
             for prompt, request, completions, column in zip(row_prompts, requests, sampled, columns, strict=True)

@@ -41,12 +41,14 @@ class Request:
         samples: number of completions.
         index: the prompt's index in the step; with `step` and the sample index it seeds the noise.
         step: the training step (or any other number that distinguishes calls).
+        first: number of the first completion among those of the prompt's index.
     """
 
     prompt: np.ndarray
     samples: int
     index: int
     step: int = 0
+    first: int = 0
 
 
 class Sampler:
@@ -192,6 +194,6 @@ class _Call:
 
 def _sample_keys(requests: Sequence[Request], seed: int) -> dict[Sample, np.ndarray]:
     """Return the random key of each sample, uint32 [2]."""
-    samples = {Sample(i, n): (r.step, r.index, n) for i, r in enumerate(requests) for n in range(r.samples)}
+    samples = {Sample(i, n): (r.step, r.index, r.first + n) for i, r in enumerate(requests) for n in range(r.samples)}
     rows = np.array(list(samples.values()), np.uint32).reshape(-1, 3)
     return dict(zip(samples, sample_keys(seed, rows), strict=True))

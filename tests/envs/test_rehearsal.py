@@ -155,6 +155,7 @@ def test_it_is_due_for_environments_in_this_process_unless_a_setting_says_otherw
     assert due("openenv:http://games.example", rehearsal=True)
     assert not due(tools=["calculator"])
     assert not due(rehearsal=False)
+    assert not due(different_prompts="group")
 
 
 def test_one_process_plays_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,10 +154,11 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
-    other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, {"reward": 9.0}
+    other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, 2, {"reward": 9.0}
     monkeypatch.setattr(distributed, "gathered", lambda mine, about: [mine, other])
     log, clock = gather_step_log(builder.log, Clock({"reward": 1.0, "update": 2.0}))
     assert log.failed == {"in_order": 4, "another": 0}
+    assert log.dropped == 2
     assert log.stats.tokens == builder.log.stats.tokens + 5
     assert clock.seconds == {"reward": 9.0, "update": 2.0}
 

@@ -154,6 +154,8 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
     later = sample([Request(prompt, 4, 0, step=1)], **wild)
     assert not texts & {tuple(c.tokens) for c in later[0]}
     same(first, sample(twins, **wild))
+    halves = sample([Request(prompt, 2, 0), Request(prompt, 2, 0, first=2)], **wild)
+    same(first[:1], [[*halves[0], *halves[1]]])
     assert not texts & {tuple(c.tokens) for c in sample(twins, seed=1, **wild)[0]}
 
 

@@ -41,6 +41,10 @@ class EnvsConfig(Config, section="envs"):
     """Turns of the model before the one that is sampled, where the chat template renders them differently once others
     follow: as they were sampled, or as the template renders them, in a new branch of the sample.
     """
+    different_prompts: Literal["refuse", "group"] = "refuse"
+    """Treatment of samples of a row whose episodes begin with different prompts: stop the run (refuse), or compare
+    samples with equal prompts (group). A sample without another of its prompt is then left out of training and counted.
+    """
     max_characters: PositiveInt = 20_000
     """Largest number of characters of the environment's messages of one turn; more is a failure."""
     timeout: NonNegativeFloat = 60.0
@@ -62,7 +66,7 @@ class EnvsConfig(Config, section="envs"):
     """Number of failures in the whole run that none and value accept; one more stops the run."""
     rehearsal: bool | None = None
     """Play one episode twice before the run, with scripted replies, and stop if its course differs. Not set: yes, but
-    not for openenv, verifiers and tools alone.
+    not for openenv, verifiers and tools alone, nor where different prompts are grouped.
     """
     action_field: str | None = None
     """Field of an OpenEnv action that takes the model's reply as text. Not set: the reply must be a JSON object."""
@@ -92,7 +96,14 @@ class EnvsConfig(Config, section="envs"):
             yield Problem("python_engine", what, "auto, or python in envs.tools")
 
 
-CHANGES = {"max_turns": 8, "max_turn_tokens": None, "history": "sampled", "on_error": "raise", "value": 0.0}
+CHANGES = {
+    "max_turns": 8,
+    "max_turn_tokens": None,
+    "history": "sampled",
+    "different_prompts": "refuse",
+    "on_error": "raise",
+    "value": 0.0,
+}
 """Settings whose change without an environment is a mistake, with their defaults."""
 
 
