@@ -16,7 +16,7 @@ from covey.parallel.order import launched_together
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
 from covey.train.gradient_sums import GradientLayout, GradientSums
-from covey.train.optimizers import KINDS, LearningRates, ScheduledOptimizer
+from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
@@ -92,7 +92,7 @@ class UpdatePrograms:
     def apply_program(self) -> Program:
         """Return the program of the update."""
         state = jax.tree.map(abstract, jax.eval_shape(self.init, self.trainable), self._state_shardings)
-        rates = dict.fromkeys(KINDS if self._rates else (), 1.0)
+        rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
         return Program("apply", self.apply, (self.trainable, state, self._sums, 1.0, rates))
 
     @property

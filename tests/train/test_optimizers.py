@@ -1,5 +1,5 @@
-"""The learning rate of each step by hand, AdamW and Muon against float64 NumPy, kinds of parameters with rates of their
-own, and small steps on bfloat16 weights.
+"""The learning rate of each step by hand, AdamW and Muon against float64 NumPy, groups of parameters with learning
+rates of their own, and small steps on bfloat16 weights.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from covey.parallel.sharding import shardings
 from covey.run.compile_counter import CompileCounter
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
-    KINDS,
+    PARAM_GROUPS,
     ScheduledOptimizer,
     decayed,
-    kind_of,
     last_learning_rate,
     learning_rate,
     make_optimizer,
+    param_group,
 )
 from covey.train.programs import UpdatePrograms
 
@@ -315,7 +315,7 @@ def tree(seed: int = 0, dtype: str = "float32") -> Any:
 
 
 def kinds(state: Any) -> dict[str, str]:
-    return flatten(jax.tree_util.tree_map_with_path(kind_of, state))
+    return flatten(jax.tree_util.tree_map_with_path(param_group, state))
 
 
 def test_every_parameter_has_its_kind() -> None:
@@ -329,7 +329,7 @@ def test_every_parameter_has_its_kind() -> None:
         return split_trainable(nnx.eval_shape(build))[1]
 
     found = kinds(model())
-    assert set(found.values()) == set(KINDS)
+    assert set(found.values()) == set(PARAM_GROUPS)
     assert (found["embed.embedding"], found["head.embedding"]) == ("embedding", "unembedding")
     ends = {"kernel": "matrix", "scale": "vector", "bias": "vector"}
     assert all(kind == ends.get(name.split(".")[-1], kind) for name, kind in found.items())

@@ -1,0 +1,45 @@
+"""The choices of a setting are those that the code has: a name without its function would pass the check of a recipe
+and fail in its run.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from covey.config.base import Config, without_none
+from covey.config.recipe import METHODS, AnyRecipe
+from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, OptimizerConfig, RolloutConfig
+from covey.data.sources import TASKS
+from covey.envs.calls import FORMATS
+from covey.envs.python_tool import ENGINES
+from covey.rl.evaluate import PRESETS
+from covey.sampling.tools import TOOLS
+from covey.train.optimizers import OPTIMIZERS, SCHEDULES
+from covey.train.trackers import TRACKERS
+
+
+def choices(cls: type[Config], name: str) -> set[str]:
+    kind = without_none(cls.kinds[name])[0]
+    kind = kind if get_origin(kind) is Literal else get_args(kind)[0]
+    return set(get_args(kind))
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "table", "more"),
+    [
+        (AnyRecipe, "method", METHODS, set()),
+        (AnyRecipe, "tracking", TRACKERS, set()),
+        (DataConfig, "task", TASKS, {"python"}),
+        (EnvsConfig, "tool_format", FORMATS, {"auto"}),
+        (EnvsConfig, "python_engine", ENGINES, set()),
+        (EvalConfig, "preset", PRESETS, {"all"}),
+        (OptimizerConfig, "kind", OPTIMIZERS, set()),
+        (OptimizerConfig, "schedule", SCHEDULES, set()),
+        (RolloutConfig, "tool", TOOLS, {"none"}),
+    ],
+)
+def test_a_choice_has_its_entry_in_the_table(
+    cls: type[Config], name: str, table: Mapping[str, Any], more: set[str]
+) -> None:
+    assert choices(cls, name) == {*table, *more}
