@@ -134,7 +134,7 @@ class GRPOConfig(Config, section="grpo"):
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings that contradict each other, or that the algorithm does not use."""
         a = algorithm_of(self)
-        yield from unread_settings(self, READ_IF, a.name, a)
+        yield from unread_settings(self, READ_IF, f"{a.name} with these settings", a)
         yield from _group_contradictions(self, a)
         if a.beta and a.kl == "k1" and a.kl_in == "loss":
             what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"

@@ -289,7 +289,7 @@ def unread_settings(
         default = defaults(type(config)).get(name)
         value = getattr(config, name, default)
         if value != default and value is not False:
-            what = f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} with these settings has no use for it"
+            what = f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it"
             yield Problem(name, what, f"{'null' if default is None else default}, or {want}")
 
 

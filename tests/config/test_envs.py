@@ -4,6 +4,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
+from covey.config.schema.envs import READ_IF
 from covey.errors import RecipeError
 
 
@@ -30,11 +31,21 @@ def test_a_tool_beside_an_environment_is_refused() -> None:
 
 def test_settings_without_what_they_are_for_are_a_mistake() -> None:
     for settings, what in (
-        (["--envs.max-turns", "3"], r"envs\.max_turns is 3, and envs\.environment is not set"),
-        (["--envs.tool-format", "llama"], r"envs\.tool_format is llama, and there are no tools"),
-        (["--envs.python-engine", "wasm"], r"envs\.python_engine is wasm, and the tool python is not in envs\.tools"),
+        (
+            ["--envs.max-turns", "3"],
+            r"envs\.max_turns is set, and a run with these settings has no use for it\n  wanted: 8, or an envs\.env",
+        ),
+        (["--envs.tool-format", "llama"], r"envs\.tool_format is set(.|\n)*auto, or envs\.tools"),
+        (["--envs.python-engine", "wasm"], r"envs\.python_engine is set(.|\n)*auto, or python in envs\.tools"),
+        (["--envs.timeout", "3"], r"envs\.timeout is set"),
+        (["--envs.environment", "guess", "--envs.action-field", "x"], r"envs\.action_field is set(.|\n)*openenv:"),
     ):
         with pytest.raises(RecipeError, match=what):
             recipe.load("quickstart", settings)
     assert EnvsConfig(environment="trl:module:Class", tool_format="llama").tool_format == "llama"
     assert EnvsConfig(max_turns=3).max_turns == 3  # a script gives its environment to the runner
+
+
+def test_every_setting_of_an_environment_has_its_condition() -> None:
+    conditional = [name for condition in READ_IF for name in condition.names]
+    assert sorted([*conditional, "environment", "tools"]) == sorted(EnvsConfig.kinds)

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
+from covey.config.base import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Problem,
+    ReadIf,
+    unread_settings,
+)
 from covey.config.reward_safety import OnRewardError
 
 PythonEngine = Literal["auto", "child", "wasm"]
@@ -83,28 +91,32 @@ class EnvsConfig(Config, section="envs"):
 
     def unused_settings(self) -> Iterator[Problem]:
         """Yield a problem for each setting of a recipe that nothing uses. Scripts have their environments elsewhere."""
-        acts = self.environment is not None or self.tools
-        if not acts and (changed := [name for name in CHANGES if getattr(self, name) != CHANGES[name]]):
-            what = f"envs.{changed[0]} is {getattr(self, changed[0])}, and envs.environment is not set"
-            yield Problem(changed[0], what, "an environment, tools, or no other setting of envs")
-        calls = bool(self.tools) or (self.environment or "").startswith("trl:")
-        if self.tool_format != "auto" and not calls:
-            what = f"envs.tool_format is {self.tool_format}, and there are no tools"
-            yield Problem("tool_format", what, "auto, or envs.tools")
-        if self.python_engine != "auto" and "python" not in self.tools:
-            what = f"envs.python_engine is {self.python_engine}, and the tool python is not in envs.tools"
-            yield Problem("python_engine", what, "auto, or python in envs.tools")
+        yield from unread_settings(self, READ_IF, "a run with these settings")
 
 
-CHANGES = {
-    "max_turns": 8,
-    "max_turn_tokens": None,
-    "history": "sampled",
-    "different_prompts": "refuse",
-    "on_error": "raise",
-    "value": 0.0,
-}
-"""Settings whose change without an environment is a mistake, with their defaults."""
+def _acts(envs: EnvsConfig) -> bool:
+    return envs.environment is not None or bool(envs.tools)
+
+
+OWN_CONDITIONS = (
+    ReadIf(
+        ("tool_format",),
+        lambda envs: bool(envs.tools) or (envs.environment or "").startswith("trl:"),
+        "envs.tools, or an envs.environment of trl:",
+    ),
+    ReadIf(("python_engine",), lambda envs: "python" in envs.tools, "python in envs.tools"),
+    ReadIf(
+        ("action_field", "private_addresses"),
+        lambda envs: (envs.environment or "").startswith("openenv:"),
+        "an envs.environment of openenv:",
+    ),
+)
+_NAMED = ("environment", "tools", *(name for condition in OWN_CONDITIONS for name in condition.names))
+READ_IF = (
+    *OWN_CONDITIONS,
+    ReadIf(tuple(name for name in EnvsConfig.kinds if name not in _NAMED), _acts, "an envs.environment, or envs.tools"),
+)
+"""Settings that a recipe does not read without an environment or tools: all but those two."""
 
 
 def metric_name(environment: str) -> str:
