@@ -1,4 +1,4 @@
-"""Mutation testing of the modules that compute a loss: does a test fail when a line of them is wrong?
+"""Mutation testing of the modules that a loss depends on: does a test fail when a line of them is wrong?
 
 Every mutant changes one place of one module: an operator, a comparison, a number, a condition, an argument. `--count`
 of them are drawn at random from all that can be generated; `--seed` says which. Each is put into a copy of the package,
@@ -7,6 +7,7 @@ printed as a diff. With `--wide` the other quick tests of reinforcement learning
 
     python tools/mutants.py --count 200 --seed 0 --out mutants.jsonl
     python tools/mutants.py --list | head
+    python tools/mutants.py --only covey/models --count 50
     python tools/mutants.py --again mutants.jsonl --wide   # only those that survived there
 
 The exit status is 1 when fewer than `--want` per cent were killed, survivors listed in `EQUIVALENT` left out.
@@ -60,8 +61,30 @@ TESTS = {
         "tests/rl/test_experience.py",
         "tests/rl/test_inference.py",
     ),
+    "covey/packing/branches.py": ("tests/packing/test_branches.py", "tests/rl/test_token_values.py"),
+    "covey/models/attention.py": (
+        "tests/models/test_layers.py",
+        "tests/models/test_layers.py::test_windows_and_padding_follow_positions",
+    ),
+    "covey/models/spans.py": (
+        "tests/models/test_blockwise.py",
+        "tests/models/test_kernels.py",
+        "tests/packing/test_rows.py",
+    ),
+    "covey/models/span_attention.py": (
+        "tests/models/test_kernels.py",
+        "tests/packing/test_rows.py",
+        "tests/models/test_kernels.py::test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device",
+        "tests/models/test_kernels.py::test_values_and_gradients_are_those_of_plain_attention",
+    ),
+    "covey/models/lora.py": ("tests/models/test_lora.py", "tests/models/test_layer_stack.py"),
+    "covey/rl/grpo.py": ("tests/rl/test_turn_credit.py", "tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "covey/envs/episodes.py": ("tests/envs/test_episodes.py", "tests/envs/test_dialogue.py"),
 }
-"""Module → the tests that specify what it computes, the fastest first; the module's doctests run before them."""
+"""Module → the tests that specify what it computes, the fastest first; the module's doctests run before them. A test
+that is named runs also if it is marked slow.
+"""
 
 WIDE = (
     "tests/losses",
@@ -198,28 +221,31 @@ class Mutant:
 
 def main() -> int:
     options = _arguments()
-    drawn = _again(options.again) if options.again else draw(options.count, options.seed)
+    modules = [module for module in TESTS if module.startswith(options.only)]
+    drawn = _again(options.again) if options.again else draw(modules, options.count, options.seed)
     if options.list:
         print(*drawn, sep="\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = _copy(Path(folder))
         _prepare(copy)
-        for module in TESTS:  # a test that fails on the code as it is would kill every mutant
+        for module in sorted(
+            {mutant.module for mutant in drawn}
+        ):  # a test that fails on the code as it is would kill every mutant
             if failed := _failure(module, TESTS[module], copy, options.timeout):
                 raise SystemExit(f"{failed} fails without any mutant: mend it first")
         survived = [mutant for mutant, killer in _tried(drawn, copy, options) if not killer]
     return _verdict(drawn, survived, options.want)
 
 
-def draw(count: int, seed: int) -> list[Mutant]:
-    """Return `count` of all mutants, drawn without replacement, in the order of the modules."""
-    everything = [mutant for module in TESTS for mutant in mutants(module)]
-    listed = {(module, diff) for module, reasons in EQUIVALENT.items() for diff in reasons}
+def draw(modules: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """Return `count` of all mutants of `modules`, drawn without replacement, in the order of the modules."""
+    everything = [mutant for module in modules for mutant in mutants(module)]
+    listed = {(module, diff) for module in modules for diff in EQUIVALENT.get(module, {})}
     if gone := listed - {(mutant.module, mutant.diff) for mutant in everything}:
         raise SystemExit(f"no mutant is what EQUIVALENT lists, so that it can be removed there: {sorted(gone)}")
     count = min(count, len(everything))
-    print(f"{len(everything)} mutants can be generated of {', '.join(TESTS)}; {count} drawn with seed {seed}")
+    print(f"{len(everything)} mutants can be generated of {', '.join(modules)}; {count} drawn with seed {seed}")
     return [everything[i] for i in sorted(random.Random(seed).sample(range(len(everything)), count))]
 
 
@@ -295,8 +321,11 @@ def _run(module: str, tests: Sequence[str], copy: Path, log: Path) -> int:
         if doctest.testmod(importlib.import_module(module.removesuffix(".py").replace("/", "."))).failed:
             print("EXAMPLE in the module", flush=True)
             return 1
-        quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        return int(pytest.main([*quiet, "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]))
+        quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        named = [test for test in tests if "::" in test]
+        status = int(pytest.main([*quiet, "-m", "not slow", *(test for test in tests if test not in named)]))
+        return status or (int(pytest.main([*quiet, *named])) if named else 0)
     except BaseException:
         traceback.print_exc()
         print("ERROR while importing", flush=True)
@@ -383,7 +412,7 @@ def _calls(node: ast.Call) -> Iterator[ast.Call | ast.expr]:
         other = SWAPPED[name]
         func = ast.Attribute(node.func.value, other) if isinstance(node.func, ast.Attribute) else ast.Name(other)
         yield ast.Call(func, node.args, node.keywords)
-    if name == "stop_gradient":
+    if name in ("stop_gradient", "fold_in"):
         yield node.args[0]
     if name == "where" and len(node.args) == 3:
         yield ast.Call(node.func, [node.args[0], node.args[2], node.args[1]], node.keywords)
@@ -422,6 +451,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="PATH", help="mutate only modules whose path begins so")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run of tests on one mutant")
     parser.add_argument("--wide", action="store_true", help="run more tests on what survives a module's own")
     parser.add_argument("--want", type=float, default=95, help="per cent that must be killed")

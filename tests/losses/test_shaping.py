@@ -73,6 +73,16 @@ def test_kl_penalty_by_the_formulas(policy: list[list[float]], name: str, beta: 
         assert got.dtype == np.float64
 
 
+@pytest.mark.parametrize("name", sorted(KLS))
+def test_kl_penalty_is_proportional_to_beta(name: str) -> None:
+    """Also to a small one."""
+    policy, ref = [np.array([-1.0, -3.0])], [np.array([-1.5, -0.5])]
+    [whole] = kl_penalty(policy, ref, name, 1.0)
+    assert whole.all()
+    for beta in (1e-5, 1e-3, 0.1):
+        np.testing.assert_allclose(kl_penalty(policy, ref, name, beta)[0], beta * whole, rtol=1e-12)
+
+
 def test_the_sum_of_k1_is_the_log_ratio_of_the_answers() -> None:
     policy, ref = np.log([0.5, 0.25, 0.8]), np.log([0.25, 0.5, 0.4])
     [got] = kl_penalty([policy], [ref], "k1", 1.0)

@@ -124,6 +124,16 @@ def test_a_causal_span_is_a_triangle_over_the_tokens_there_are() -> None:
     np.testing.assert_array_equal(allowed[0, 3:], np.eye(5, dtype=bool)[3:])
 
 
+def test_a_window_counts_the_token_itself() -> None:
+    """By hand: a prompt of 3 tokens with two completions of 3; under a window of 2 a token sees itself and one more."""
+    spans = Spans(jnp.zeros((1, 9), jnp.int32), jnp.array([[9, 9, 9, 6, 6, 6, 9, 9, 9]]))
+    positions = jnp.array([[0, 1, 2, 3, 4, 5, 3, 4, 5]])
+    allowed = span_mask(spans.limit(positions, 2))[0]
+    seen = [np.flatnonzero(row).tolist() for row in np.asarray(allowed)]
+    assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [2, 6], [6, 7], [7, 8]]
+    np.testing.assert_array_equal(span_mask(spans.limit(positions, 1))[0], np.eye(9, dtype=bool))
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_square_of_the_row() -> None:
     """The same number of tokens in rows four times as long; plain attention takes four times the memory."""

@@ -1,6 +1,7 @@
 """Adapters: on, off, merged; what they share with the base and what they leave alone."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -248,6 +249,21 @@ def test_its_noise_follows_from_seed_and_step_alone() -> None:
     assert np.array_equal(seen(noisy(), 5)[name], seen(noisy(), 5)[name])
     assert not np.array_equal(seen(noisy(), 5)[name].any(1), seen(noisy(), 6)[name].any(1))
     assert not np.array_equal(seen(noisy(1), 5)[name].any(1), seen(noisy(2), 5)[name].any(1))
+
+
+@pytest.mark.slow
+def test_each_update_of_the_trainer_draws_zeros_of_its_own() -> None:
+    """The trap: a mask that never changes; a run that goes on elsewhere draws the same then too."""
+    part = lambda _, params, batch: (batch * sum(x.sum() for x in jax.tree.leaves(params)), {})  # noqa: E731
+    trainer = Trainer(noisy(), optax.sgd(0.0), part)
+    masks = []
+    for _ in range(3):
+        gradients = trainer.gradients([MicroBatch(jnp.float32(1.0), 1.0)]).sums
+        by_name = flatten(trainer.programs.layout.as_trainable(gradients))
+        masks.append(np.concatenate([np.asarray(x[:, 0] > 0) for n, x in by_name.items() if n.endswith("lora.a")]))
+        trainer.skip()
+    assert all(0 < mask.mean() < 1 for mask in masks)
+    assert not any(np.array_equal(one, other) for one, other in combinations(masks, 2))
 
 
 def test_without_it_nothing_is_touched() -> None:

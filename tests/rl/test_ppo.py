@@ -126,7 +126,7 @@ def agree(config: GRPOConfig, answers: Sequence[Answer], beta: float, old: bool)
 def test_the_estimate_agrees_with_the_oracle(whiten: bool, mask_truncated: bool, kl_in: Any) -> None:
     """Random answers with holes, cut off, empty, not scored; with stored old log-probs and without."""
     rng = np.random.default_rng(0)
-    for kl, beta, old in product(KLS, (0.0, 0.3), (False, True)):
+    for kl, beta, old in product(KLS, (0.0, 0.002, 0.3), (False, True)):
         for gamma, lam in ((1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.8, 0.0), (0.0, 0.5)):
             moved = {"kl": kl, "kl_in": kl_in, "mask_truncated": mask_truncated, "gamma": gamma, "gae_lambda": lam}
             config = replace(algorithm_of(PPOConfig(whiten=whiten)), **moved)
@@ -217,3 +217,13 @@ def test_group_advantages_take_the_kl_of_the_drawn_tokens_alone() -> None:
     x = experience([plain, called, plain], old=False)
     got = group_advantages(x, algorithm_of(GRPOConfig("rloo")), beta=0.3)
     assert not np.concatenate(got.advantages).any()
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.002, 0.05, 2.0])
+def test_group_advantages_subtract_beta_times_the_kl(beta: float) -> None:
+    """RLOO by hand: rewards are equal, and the log-ratios 0.5 and −0.25 of two tokens each are all that differs."""
+    one, other = ([-1.0 + d, -2.0 + d] for d in (0.5, -0.25))
+    answers = [Answer(1.0, [True, True], False, [], logps, logps, [-1.0, -2.0]) for logps in (one, other, other)]
+    got = group_advantages(experience(answers, old=False), algorithm_of(GRPOConfig("rloo")), beta)
+    by_hand = [-1.5 * beta, 0.75 * beta, 0.75 * beta]
+    np.testing.assert_allclose([a[0] for a in got.advantages], by_hand, rtol=1e-6)

@@ -48,7 +48,7 @@ def settings(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("beta", [0.0, 0.002, 0.3])
 def test_a_turn_is_compared_with_the_same_turn_of_the_others(gamma: float, beta: float) -> None:
     x = episodes(1)
     kl = {"beta": beta, "kl": "k1", "kl_in": "reward"} if beta else {}
