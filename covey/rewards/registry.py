@@ -72,11 +72,23 @@ def import_user_module(module_name: str, what: str, want: str, where: str) -> Mo
         raise
     except BaseException as error:  # including scripts that exit when they are imported
         what = f"{what}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
-        fix = f"name a module that Python can import from {here}"
+        fix = _import_fix(error, module_name, here)
         raise RecipeError(what, want=want, fix=fix, where=_import_location(error) or where) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)
+
+
+def _import_fix(error: BaseException, module_name: str, here: str) -> str:
+    """Return how to make the import of `module_name` succeed after it raised `error`."""
+    if isinstance(error, SyntaxError):
+        return f"correct line {error.lineno} of {Path(str(error.filename)).name}"
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"correct {module_name}: it raises while it is imported"
+    package = error.name.partition(".")[0]
+    if package == module_name.partition(".")[0]:
+        return f"name a module that Python can import from {here}"
+    return f"pip install {package}, or the package of another name that brings this module"
 
 
 def _import_location(error: BaseException) -> str:

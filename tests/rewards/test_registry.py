@@ -60,6 +60,30 @@ def test_a_module_that_fails_is_told_with_its_line(tmp_path, monkeypatch):
         assert caught.value.where == f"{tmp_path / name}.py:{line}"
 
 
+IMPORT_MISTAKES = {
+    "a syntax error": ("x = 1\ndef f(:\n", 2, "correct line 2 of covey_mine.py"),
+    "a missing package": ("x = 1\n\nimport no_such_package.part\n", 3, "pip install no_such_package, or"),
+    "a missing name": ("from os import no_such_name\n", 1, "correct covey_mine: it raises"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "fix"), IMPORT_MISTAKES.values(), ids=IMPORT_MISTAKES)
+def test_a_module_that_cannot_be_imported_is_told_with_line_and_fix(tmp_path, monkeypatch, text, line, fix):
+    (tmp_path / "covey_mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        resolve("covey_mine:f")
+    assert caught.value.where == f"{tmp_path / 'covey_mine'}.py:{line}"
+    assert caught.value.fix.startswith(fix)
+
+
+def test_a_module_that_is_not_there_is_told_with_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=f"import from {tmp_path}") as caught:
+        resolve("covey_nowhere.part:f")
+    assert caught.value.where == "rewards"
+
+
 @pytest.mark.parametrize(
     "name", ["no_such_module_of_covey:f", ":f", "covey.rewards.gsm8k:", "covey.rewards.gsm8k:Fraction.x"]
 )
