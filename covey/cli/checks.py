@@ -126,11 +126,24 @@ def refuse_model(source: str, kind: type[AnyRecipe]) -> None:
         raise RecipeError("this is a model", want="a recipe: a built-in name or a YAML file", fix=fix, where=source)
 
 
+def check_not_recipe(source: str) -> None:
+    """Refuse a recipe in the place of a model.
+
+    Raises:
+        WeightsError: it is a built-in recipe or a YAML file; the error says which command makes a model of it.
+    """
+    is_file = Path(source).suffix in (".yaml", ".yml") and Path(source).is_file()
+    if is_file or (source in names() and not Path(source).exists()):
+        fix = f"{COMMANDS[kind_of(source).method]} {source}, and then the folder of its run in this place"
+        raise WeightsError("this is a recipe", want="a run or a model", fix=fix, where=source)
+
+
 def check_source(source: str) -> None:
     """Refuse a source that is neither a model nor a run with a checkpoint."""
     from covey.models.loading import sources
 
     if not is_run(source):
+        check_not_recipe(source)
         if not Path(source).exists() and (command := _command_for(source)):
             raise WeightsError("this run does not exist yet", fix=command, where=source)
         sources.check_source(source)

@@ -17,6 +17,7 @@ from covey.config.base import Config, without_none
 from covey.config.overrides import resolve
 from covey.config.strict_yaml import leaves
 from covey.errors import CoveyError, nearest
+from covey.plan import machines
 
 FILES = "FILES"
 """Stands for the names of files and folders among values."""
@@ -51,6 +52,25 @@ def print_script(shell: str) -> None:
     """Print the completion script of `shell`."""
     write: dict[str, Callable[[Mapping[str, Command]], Iterable[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     print("\n".join(write[shell](commands())))
+
+
+def check_flags(name: str, words: Iterable[str]) -> None:
+    """Refuse an option of another command, which `name` does not have.
+
+    Raises:
+        CoveyError: it has none; the error names the commands that do.
+    """
+    for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+        owners = [other for other, (switches, taking) in OPTIONS.items() if flag in (*switches, *taking)]
+        if owners and name not in owners and not _is_setting(name, flag):
+            fix = f"leave it out; it belongs to covey {' or '.join(owners)}"
+            raise CoveyError(f"{flag} is no option of covey {name}", want=f"covey {name} --help", fix=fix)
+
+
+def _is_setting(name: str, flag: str) -> bool:
+    """Return whether a setting of the command `name` may be meant by `flag`."""
+    ends = "." + flag.removeprefix("--").replace("-", "_")
+    return any(f".{path}".endswith(ends) for cls in SETTINGS.get(name, ()) for path in leaves(cls))
 
 
 def commands() -> dict[str, Command]:
@@ -277,7 +297,6 @@ SETTINGS: dict[str, Sequence[type[Config]]] = {
 }  # fmt: skip
 """Classes of the settings of each command."""
 RUN: tuple[Sequence[str], Flags] = ("--dry-run", "--json"), {"--resume": (FILES,)}
-MACHINES = ("cpu", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8")
 LAUNCH: Flags = {"--logs": (FILES,), "--file": (FILES,), "--workdir": (FILES,), "--out": (FILES,)} | dict.fromkeys(
     (
         "--processes", "--max-restarts", "--min-processes", "--gpus-per-process", "--name", "--nodes",
@@ -297,6 +316,6 @@ OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "compare": (("--json",), {}),
     "push": (("--yes", "--private", "--samples", "--no-report"), {}),
     "recipes": (("--json",), {}),
-    "plan": (("--json", "--here"), {"--on": MACHINES, "--prompt-tokens": (), "--completion-tokens": ()}),
+    "plan": (("--json", "--here"), {"--on": machines.EXAMPLES, "--prompt-tokens": (), "--completion-tokens": ()}),
 }
 """Options of each command that are no settings: switches, and the values of the others."""

@@ -40,7 +40,8 @@ covey train --resume RUN [--setting value ...]
 
 Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
 Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
-and the end of a name is enough where only one setting ends so. Beside --resume the settings change the run's recipe,
+and the end of a name is enough where only one setting ends so. Of a setting that is given twice the last value counts,
+and the parts of a list are joined: --rewards a --rewards b. Beside --resume the settings change the run's recipe,
 as far as it stays the same run; --max-steps trains a finished one longer. --help grpo lists the settings of a section,
 --help beta explains one, and --help all lists all.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from covey.cli.checks import new_run_folder
+from covey.cli.words import take_switches
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
 from covey.display import echo
@@ -34,10 +35,26 @@ def parse(words: Sequence[str]) -> Callable[[], int | None]:
         raise CoveyError(f"there is no place {place!r}", want=USAGE, fix=nearest(place, ("local", *JOBS)))
     start = next((n for n, word in enumerate(rest) if word in VERBS and _is_command(rest, n)), len(rest))
     options, command = rest[:start], [word for word in rest[start:] if word != "--"]
+    if not command:
+        _require_verb(place, options)
     dry_run = "--dry-run" in options
     if place == "local":
         return _local(_build(LocalOptions, options), command)
     return _job(place, _build(JobOptions, [word for word in options if word != "--dry-run"]), command, dry_run)
+
+
+def _require_verb(place: str, options: Sequence[str]) -> None:
+    """Refuse words without a command behind the options, such as a recipe alone.
+
+    Raises:
+        CoveyError: there is a word that is neither an option nor the value of one.
+    """
+    switches, words = take_switches(options, ("--dry-run",))
+    for word in split(words, len(words))[0][:1]:
+        known = word in recipe.names() or Path(word).suffix in (".yaml", ".yml")
+        command = f"{recipe.COMMANDS[recipe.kind_of(word).method]} {word}".removeprefix("covey ") if known else ""
+        fix = f"covey launch {' '.join([place, *sorted(switches), command])}" if known else nearest(word, VERBS)
+        raise CoveyError(f"{word!r} is no command to launch", want=USAGE, fix=fix)
 
 
 def _is_command(words: Sequence[str], n: int) -> bool:

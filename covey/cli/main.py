@@ -20,6 +20,7 @@ from typing import Any
 from covey import __version__
 from covey.cli import help
 from covey.cli.checks import (
+    check_not_recipe,
     check_run,
     check_source,
     has_checkpoint,
@@ -141,6 +142,10 @@ def parse(words: Sequence[str]) -> Action:
     before_dashes = rest[: rest.index("--")] if "--" in rest else rest
     if {"-h", "--help"} & set(before_dashes):
         return partial(help.show, name, rest)
+    if any(word.startswith("--") for word in before_dashes) and name != "launch":  # which has those of its command too
+        from covey.cli.completion import check_flags  # late: it reads the tables of all commands
+
+        check_flags(name, before_dashes)
     return COMMANDS[name](rest)
 
 
@@ -194,6 +199,8 @@ def rollout(words: Sequence[str]) -> Action:
 
 def generate(words: Sequence[str]) -> Action:
     """Parse `covey generate RUN_OR_MODEL "prompt" [settings]`."""
+    if len(words) == 1:  # a recipe is the mistake, and not the prompt that is missing
+        check_not_recipe(words[0])
     (source, prompt), pairs = split_exactly(2, words, 'covey generate RUN_OR_MODEL "PROMPT"')
     return partial(_generate, source, prompt, _options(GenerateOptions, source, pairs))
 

@@ -38,13 +38,17 @@ def parse(words: Sequence[str]) -> Callable[[], None]:
     (source,), pairs = split_exactly(1, words, USAGE)
     own, pairs = take_options(pairs, ("--samples", "--prompts"))
     loaded = recipe.load(source, join_pairs(pairs))
-    return partial(show_signal, loaded, own.get("--samples"), parse_count(own, "--prompts"), bool(switches))
+    return partial(show_signal, source, loaded, own.get("--samples"), parse_count(own, "--prompts"), bool(switches))
 
 
-def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None, as_json: bool = False) -> None:
+def show_signal(
+    source: str, loaded: recipe.Recipe, samples: str | None, prompts: int | None, as_json: bool = False
+) -> None:
     """Print the learning signal of the recipe's reward functions.
 
     Args:
+        source: the recipe's name or file.
+        loaded: the recipe with the settings of the command line.
         samples: file with recorded completions; the model samples new ones if it is None.
         prompts: number of prompts; of a file all if it is None.
 
@@ -58,7 +62,7 @@ def show_signal(loaded: recipe.Recipe, samples: str | None, prompts: int | None,
             else "what the model does with tools"
         )
         what = f"this recipe scores by {by}, in several turns"
-        raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {loaded.name} plays episodes")
+        raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {source} plays episodes")
     if not loaded.rewards:
         also = ", and its reward model is not asked" if loaded.reward_model else ""
         what = f"this recipe names no reward function{also}"

@@ -1,7 +1,8 @@
 """Settings from the command line, which override those of a recipe.
 
 `--grpo.beta 0.1`, `--grpo.beta=0.1` and `grpo.beta=0.1` mean the same, and so do `-` and `_`. The end of a dotted
-name is enough if only one setting ends so: `--max-steps 3`, `--lora.rank 8`.
+name is enough if only one setting ends so: `--max-steps 3`, `--lora.rank 8`. Of a setting that is given twice the last
+value counts, and the parts of a list are joined: `--rewards a --rewards b` is `--rewards a,b`.
 """
 
 import difflib
@@ -29,12 +30,23 @@ def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str
     assert not positionals
     hidden = hidden or {}
     kinds = {path: kind for path, kind in leaves(cls).items() if path not in hidden}
+    values: dict[str, Item] = {}
     for flag, text in pairs:
         if _name(flag) in hidden:
             raise RecipeError(f"{flag} {hidden[_name(flag)]}")
         path = resolve(flag, kinds)
-        item = override(item, path, from_text(kinds[path], text, flag))
+        value = from_text(kinds[path], text, flag)
+        values[path] = _joined(values[path], value) if path in values else value
+    for path, value in values.items():
+        item = override(item, path, value)
     return item
+
+
+def _joined(first: Item, second: Item) -> Item:
+    """Return both parts of a list; of any other value the second."""
+    if not (isinstance(first.value, list) and isinstance(second.value, list)):
+        return second
+    return Item([*first.value, *second.value], first.where)
 
 
 def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tuple[str, str]]]:

@@ -237,12 +237,15 @@ def parse(
     kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
 ) -> RecipeT:
     """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors."""
-    item = apply(kind, strict_yaml.read(text, name), overrides, HIDDEN)
+    file = strict_yaml.read(text, name)
+    item = apply(kind, file, overrides, HIDDEN)
     hidden = [
         RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strict_yaml.places(item).items() if key in HIDDEN
     ]
     raise_together(hidden)
-    return strict_yaml.build(kind, item, check=contradictions)
+    recipe = strict_yaml.build(kind, item, check=contradictions)
+    raise_together(list(_unused_lora(recipe, item, file)))
+    return recipe
 
 
 def to_yaml(recipe: AnyRecipe) -> str:
@@ -340,6 +343,24 @@ def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
     for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, rewards):
         if problem.what not in told:
             yield problem._replace(key=f"training.{problem.key}")
+
+
+def _unused_lora(recipe: AnyRecipe, item: strict_yaml.Item, file: strict_yaml.Item) -> Iterator[RecipeError]:
+    """Yield an error for each setting of adapters beside a rank of 0, with which every weight would be trained.
+
+    Args:
+        item: the tree with the command line's settings.
+        file: the tree of the file alone. There the settings may stand beside a rank of 0, as in every run folder.
+    """
+    places, of_file = strict_yaml.places(item), strict_yaml.places(file)
+    if recipe.model.lora.rank:
+        return
+    for key, where in places.items():
+        name = key.removeprefix("model.lora.")
+        beside_rank = where == of_file.get(key) and "model.lora.rank" in places
+        if name != key and name != "rank" and not beside_rank and not (recipe.model.adapter and name == "dropout"):
+            what = f"model.lora.{name} is set without a model.lora.rank: every weight would be trained"
+            yield RecipeError(what, want=f"--model.lora.rank 16, for example; or no model.lora.{name}", where=where)
 
 
 HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}

@@ -235,10 +235,22 @@ class _Builder:
         if len(self.basic) > MAX_LISTED:
             return
         elsewhere = [p for p in self.paths if p.endswith("." + name)]
-        fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else ""
+        fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else _nested(name, path, self.paths)
         fix = fix or foreign_names.answer(f"{path}.{name}", {p: p for p in self.paths}.get) or nearest(name, choices)
         inside = f" in {path}" if path else ""
         self.basic.append(RecipeError(f"there is no setting {shortened(name)}{inside}", fix=fix, where=where))
+
+
+def _nested(name: str, path: str, paths: Iterable[str]) -> str:
+    """Return the fix for a key `name` in the section `path` that is a dotted name of a setting; "" if it is none.
+
+    >>> _nested("grpo.beta", "", ["grpo.beta"])
+    'write it nested, or as grpo: {beta: VALUE}'
+    """
+    if "." not in name or f"{path}.{name}".lstrip(".") not in paths:
+        return ""
+    *sections, last = name.split(".")
+    return f"write it nested, or as {''.join(f'{one}: {{' for one in sections)}{last}: VALUE{'}' * len(sections)}"
 
 
 def _error(problem: Problem, where: str) -> RecipeError:

@@ -61,7 +61,9 @@ MACHINES = {
 """Name → device; a CPU is measured (`peaks`), not listed."""
 
 CPU = "cpu"
-FORMS = "v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8 or cpu"
+EXAMPLES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8", CPU)
+"""One target for each machine, for help, errors and completion."""
+FORMS = f"{', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}"
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,24 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Return the devices that `--on` names.
+    """Return the devices that `--on` names; a GPU without a number is one.
 
     Raises:
         CoveyError: there is no such device, or its number is missing or malformed.
 
-    >>> parse_target("v5e:2x4")
+    >>> parse_target("V5e:2x4")
     Target(name='v5e:2x4', machine='v5e', count=8)
     """
-    machine, colon, shape = text.partition(":")
+    machine, colon, shape = text.lower().partition(":")
     if machine not in (CPU, *MACHINES):
-        raise CoveyError(f"there is no machine {machine!r}", want=FORMS, fix=nearest(machine, [CPU, *MACHINES]))
+        raise CoveyError(f"there is no machine {machine!r}", want=FORMS, fix=nearest(machine, EXAMPLES))
     if machine == CPU:
         if colon:
             raise CoveyError(f"--on {text}", want="--on cpu: it has as many devices as model.mesh asks for")
-        return Target(text, CPU, None)
+        return Target(CPU, CPU, None)
+    shape = "1" if machine == "h100" and not colon else shape
     form = r"[1-9]\d{0,4}" if machine == "h100" else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
     if not re.fullmatch(form, shape):
-        raise CoveyError(f"--on {text}: {shape!r} is no number of devices", want=FORMS)
-    return Target(text, machine, math.prod(map(int, shape.split("x"))))
+        fix = next(f"--on {example}" for example in EXAMPLES if example.startswith(machine))
+        raise CoveyError(f"--on {text}: {shape!r} is no number of devices", want=FORMS, fix=fix)
+    return Target(f"{machine}:{shape}", machine, math.prod(map(int, shape.split("x"))))

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_its_rows_and_files() -> None:
     assert len(ROWS) == PAGE.count("| `$ covey ") >= 40
-    assert len(FILES) == PAGE.count("\n```") // 2 == 13
+    assert len(FILES) == PAGE.count("\n```") // 2 == 15
 
 
 @pytest.mark.parametrize(("command", "line"), ROWS, ids=[command for command, _ in ROWS])

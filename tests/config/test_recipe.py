@@ -197,6 +197,34 @@ def test_an_override_can_be_written_in_several_ways(words):
     assert recipe.parse(SMALL, words).grpo.num_generations == 4
 
 
+def test_a_list_may_be_given_in_parts():
+    words = ["--rewards", "sentence", "--rewards=first_letter,number_only", "--lora.rank=4", "--lora.targets=q_proj"]
+    read = recipe.parse(SMALL, [*words, "model.lora.targets=[k_proj, v_proj]"])
+    assert read.rewards == ("sentence", "first_letter", "number_only")
+    assert read.model.lora.targets == ("q_proj", "k_proj", "v_proj")
+
+
+ALONE = ("--model.lora.alpha=32", "--lora.targets=q_proj", "--lora.dropout=0.1")
+
+
+@pytest.mark.parametrize("word", ALONE)
+@pytest.mark.parametrize("text", [SMALL, SMALL + "model: {lora: {rank: 0, alpha: 64}}"])
+def test_a_setting_of_adapters_without_a_rank_is_refused(text, word):
+    """With the default value too: who sets it does not mean to train every weight."""
+    name = word.partition("=")[0].rpartition(".")[2]
+    assert f"model.lora.{name} is set without a model.lora.rank" in refused(text, word)
+    assert recipe.parse(text, [word, "--lora.rank=8"]).model.lora.rank == 8
+
+
+def test_a_setting_of_adapters_may_stand_beside_a_written_rank_of_0():
+    assert "r.yaml:3: model.lora.alpha is set without" in refused(SMALL + "model: {lora: {alpha: 64}}")
+    whole = recipe.parse(SMALL + "model: {lora: {rank: 8, alpha: 64}}", ["--lora.rank=0"])
+    assert recipe.parse(recipe.to_yaml(whole)) == whole
+    on_adapter = ["--model.adapter=folder", "--lora.dropout=0.1"]
+    assert recipe.parse(SMALL, on_adapter).model.lora.dropout == 0.1
+    assert "model.lora.alpha is set" in refused(SMALL, *on_adapter, "--lora.alpha=8")
+
+
 def test_overrides_are_read_as_the_type_of_their_field():
     words = [
         "--learning-rate",
@@ -210,7 +238,16 @@ def test_overrides_are_read_as_the_type_of_their_field():
         "--rewards",
         "one, two",
     ]
-    words += ["--reward-weights", "[1, 0.5]", "--lora.targets", "q_proj", "--remat", "false", "--epsilon-high=null"]
+    words += [
+        "--reward-weights",
+        "[1, 0.5]",
+        "--lora.rank=8",
+        "--lora.targets",
+        "q_proj",
+        "--remat",
+        "false",
+        "--epsilon-high=null",
+    ]
     read = recipe.parse(SMALL + "grpo: {epsilon_high: 0.3}", words)
     assert read.training.actor_optimizer.learning_rate == 1e-5
     assert (read.data.path, read.description) == ("123", "a=b: [c")

@@ -1,5 +1,7 @@
 """The table of hardware, and what `--on` may name."""
 
+import re
+
 import pytest
 
 from covey.errors import CoveyError
@@ -23,11 +25,30 @@ def test_clocks_are_those_at_which_the_units_for_products_reach_the_peak(name: s
 
 @pytest.mark.parametrize(
     ("text", "platform", "count"),
-    [("v5e:2x4", "tpu", 8), ("v5p:2x2x2", "tpu", 8), ("h100:8", "gpu", 8), ("cpu", "cpu", None)],
+    [
+        ("v5e:2x4", "tpu", 8),
+        ("v5p:2x2x2", "tpu", 8),
+        ("h100:8", "gpu", 8),
+        ("H100", "gpu", 1),
+        ("V6E:2X4", "tpu", 8),
+        ("CPU", "cpu", None),
+        ("cpu", "cpu", None),
+    ],
 )
 def test_devices_are_counted(text: str, platform: str, count: int | None) -> None:
     target = parse_target(text)
     assert (target.platform, target.count) == (platform, count)
+
+
+@pytest.mark.parametrize("text", ["H100", "h100s", "a100", "v5e", "V5P", "v6", "v6e:", "h100:"])
+def test_a_suggestion_is_accepted(text: str) -> None:
+    try:
+        target = parse_target(text)
+    except CoveyError as error:
+        for name in re.sub(r"did you mean |one of: |--on |[?']", "", error.fix).split(", "):
+            assert parse_target(name).name == name
+    else:
+        assert target.name == "h100:1"
 
 
 @pytest.mark.parametrize(

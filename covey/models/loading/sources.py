@@ -136,6 +136,10 @@ def _suggest_fix(text: str, path: Path) -> str:
         return hint
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", text):
         return f"for a repository on the hub write hf:{text}"
+    if "://" in text:
+        on_hub = re.match(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)(?:/tree/([\w.-]+))?", text)
+        revision = f"@{on_hub[2]}" if on_hub and on_hub[2] else ""
+        return f"hf:{on_hub[1]}{revision}" if on_hub else "download it, and give the folder or the .gguf file"
     return "" if beside else f"look into {parent}: there is nothing to read"
 
 
