@@ -59,7 +59,9 @@ class Waits:
 
 
 def main() -> None:
-    """Print the share of slot-steps that drew a token, and the seconds, of each variant, and the ratio to lock-step."""
+    """Print the share of slot-steps and of the slots' time that drew a token, and the seconds, of each variant, and the
+    ratio to lock-step.
+    """
     tokenizer = Tokenizer.from_folder(TOKENIZER)
     model = ModelConfig(
         vocab_size=tokenizer.vocab_size,
@@ -86,7 +88,8 @@ def main() -> None:
         tokens, stats = drawn, worker.stats
         fastest[name] = min(seconds, fastest.get(name, seconds))
         fewest[name] = min(stats.slot_steps, fewest.get(name, stats.slot_steps))
-        print(f"{name:12} {1 - stats.waste:6.1%} of slot-steps drew a token  {seconds:6.1f} s  {stats.tokens} tokens")
+        busy = f"{1 - stats.waste:6.1%} of slot-steps, {1 - stats.slot_waste:6.1%} of the slots' time drew a token"
+        print(f"{name:12} {busy}  {seconds:6.1f} s  {stats.tokens} tokens")
     for name in ("kept", "given away"):
         time_ratio, step_ratio = fastest["lock-step"] / fastest[name], fewest["lock-step"] / fewest[name]
         print(f"lock-step takes {time_ratio:.2f} times the seconds and {step_ratio:.2f} times the slot-steps of {name}")

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-CLOCKS = ("time/", "step_time", "tokens_per_second")
-"""Metrics that no two runs share."""
+from covey.config.metrics import CLOCKS
+
 WARM = 0.3
 """Fraction of the first steps that is ignored, because compilation happens in them."""
 

@@ -37,7 +37,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, KILLED_BEHIND = 6, 3
-CLOCKS = ("time/", "step_time", "tokens_per_second", "env/seconds", "waste/rollout")
+CLOCKS = ("time/", "step_time", "tokens_per_second", "env/seconds", "waste/rollout", "waste/slots")
 """Metrics that depend on the clock, by the beginnings of their names."""
 SECONDS = 300
 """Limit for one process."""

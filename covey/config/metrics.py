@@ -25,6 +25,7 @@ class Metric(NamedTuple):
         meaning: short description.
         methods: training methods that log the metric.
         lower_is_better: whether the best checkpoint is the one with the lowest value.
+        clock: whether the value follows the clock, so that it differs between runs that are otherwise equal.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Metric(NamedTuple):
     meaning: str
     methods: tuple[str, ...] = (RL,)
     lower_is_better: bool = False
+    clock: bool = False
 
 
 def metric(name: str) -> Metric | None:
@@ -110,7 +112,7 @@ TABLE = (
     Metric("env/branches", "branches", "mean number of branches in an episode, with `envs.history: template`"),
     Metric("env/tokens", "tokens", "mean number of tokens of the environment in an episode"),
     Metric("env/done", "share", "episodes that the environment ended, before a limit did"),
-    Metric("env/seconds", "s", "mean seconds of an episode in the environment"),
+    Metric("env/seconds", "s", "mean seconds of an episode in the environment", clock=True),
     Metric("env/failed", "episodes", "episodes in which it failed, if `envs.on_error` lets the run continue"),
     Metric("env/dropped", "episodes", "episodes without another of their prompt; with `envs.different_prompts: group`"),
     Metric("env/tool_calls", "calls", "mean number of tool calls in an episode"),
@@ -165,15 +167,22 @@ TABLE = (
     ),
     Metric("num_tokens", "tokens", "tokens of prompts and completions in the step", BOTH),
     Metric("loss_tokens", "tokens", "tokens that carry loss", (SFT,)),
-    Metric("tokens_per_second", "tokens/s", "sampled tokens per second; in supervised training all tokens", BOTH),
-    Metric("step_time", "s", "seconds of the whole step", BOTH),
-    Metric("time/rollout", "s", "seconds of sampling; phases may overlap"),
-    Metric("time/reward", "s", "seconds of the reward functions"),
-    Metric("time/logps", "s", "seconds of log-probs and values"),
-    Metric("time/update", "s", "seconds of the updates"),
-    Metric("time/sync", "s", "seconds until the rollout had the new weights"),
-    Metric("time/compile", "s", "seconds of tracing and compiling, within the phases of the step", BOTH),
+    Metric(
+        "tokens_per_second",
+        "tokens/s",
+        "sampled tokens per second; in supervised training all tokens",
+        BOTH,
+        clock=True,
+    ),
+    Metric("step_time", "s", "seconds of the whole step", BOTH, clock=True),
+    Metric("time/rollout", "s", "seconds of sampling; phases may overlap", clock=True),
+    Metric("time/reward", "s", "seconds of the reward functions", clock=True),
+    Metric("time/logps", "s", "seconds of log-probs and values", clock=True),
+    Metric("time/update", "s", "seconds of the updates", clock=True),
+    Metric("time/sync", "s", "seconds until the rollout had the new weights", clock=True),
+    Metric("time/compile", "s", "seconds of tracing and compiling, within the phases of the step", BOTH, clock=True),
     Metric("waste/rollout", "share", "decoded positions that belong to no completion"),
+    Metric("waste/slots", "share", "the slots' time in the rollout without a token of a completion", clock=True),
     Metric("waste/rows", "share", "positions of the rows that were padding", BOTH),
     Metric(
         "eval/loss", "", "loss on held-out examples; every `training.eval_every_n_steps`", (SFT,), lower_is_better=True
@@ -191,6 +200,9 @@ TABLE = (
     Metric("eval/clipped_ratio", "share", "held-out completions that were cut in this way"),
 )
 """All metrics, in the order of docs/metrics.md."""
+
+CLOCKS = tuple(row.name for row in TABLE if row.clock)
+"""Names of the metrics that follow the clock."""
 
 _EXACT = {row.name: row for row in TABLE if "<" not in row.name}
 _PATTERNS = [

@@ -8,6 +8,7 @@ some do with reasoning, the episode goes on with the turns as they were sampled,
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,9 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
 
 log = logging.getLogger(__name__)
+
+MUCH_WAITING = 0.3
+"""Share of the slots' time in a rollout beyond which a warning says that they wait for environments."""
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Episodes:
         self.requests = [SamePrompt(row, 0, samples) for row in range(len(rows))]
         self._rewrites = runner.config.history == "template"
         self._warned = False
+        self._waited = 0.0
         runner.prepare(tokenizer.chat_template)
         self._tools = runner.tools
 
@@ -138,6 +143,27 @@ class Episodes:
         if record.done:
             return FinishReason.STOP
         return FinishReason.TURNS if len(record.turn_ends) >= self._runner.config.max_turns else FinishReason.LENGTH
+
+    def warn_of_waiting(self, slots: int, seconds: float) -> None:
+        """Warn, once in a run, if the slots of a rollout waited much for their environments and `envs.max_live` would
+        help.
+
+        Args:
+            slots: number of the sampler's slots.
+            seconds: time that the sampler took.
+        """
+        samples, share = sum(map(len, self._states)), self._waited / max(slots * seconds, 1e-9)
+        helps = samples > slots >= (self.max_live or 0)
+        if self._runner.warned_of_waiting or not helps or share < MUCH_WAITING:
+            return
+        self._runner.warned_of_waiting = True
+        live = useful_live(slots, samples, share)
+        turns = sum(len(state.record.turn_ends) for states in self._states for state in states)
+        log.warning(
+            f"the environment {self._runner.name!r} took {self._waited / max(turns, 1):.2g} s to answer a turn, and "
+            f"the {slots} slots waited for it in {share:.0%} of the rollout's time; envs.max_live: {live} lets {live} "
+            f"episodes be under way, with memory for the caches of {live - slots} more"
+        )
 
     async def _reset(self, state: _State) -> Prompt | None:
         """Make and reset the environment of a sample; return its prompt, or None when it failed."""
@@ -194,7 +220,9 @@ class Episodes:
             await self._close(state)  # first, because the policy may be to raise
             self._fail(state, error if isinstance(error, EpisodeError) else _unusable(error))
             response = None
-        state.record = replace(state.record, seconds=state.record.seconds + time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._waited += seconds
+        state.record = replace(state.record, seconds=state.record.seconds + seconds)
         if response is None:
             await self._close(state)
         return response
@@ -269,6 +297,16 @@ class Episodes:
             " reasoning); episodes go on with the turns as they were sampled. With envs.history: template they go on as"
             " the template renders them"
         )
+
+
+def useful_live(slots: int, samples: int, share: float) -> int:
+    """Return the number of episodes that keep the slots busy, if with as many as slots each waits for this share of the
+    time (Little's law), up to the number of samples.
+
+    >>> useful_live(16, 192, 0.75), useful_live(16, 20, 0.75), useful_live(16, 192, 0.0)
+    (64, 20, 17)
+    """
+    return max(slots + 1, min(samples, math.ceil(slots / max(1 - share, 1e-9))))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

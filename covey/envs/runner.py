@@ -60,6 +60,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
+        warned_of_waiting: whether a warning has said that the sampler waits for the environments.
         is_remote: whether episodes are played on a server or by another library, which may be slow or cost something.
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
@@ -92,7 +93,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
-        self.failed = 0
+        self.failed, self.warned_of_waiting = 0, False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(self.config.concurrency)

@@ -106,6 +106,7 @@ CHARTS = (
         ("time/rollout", "time/reward", "time/logps", "time/update", "time/sync"),
     ),
     Chart("Padding", "Speed", ("waste/rollout", "waste/rows")),
+    Chart("Slots without work", "Speed", ("waste/slots",)),
     Chart("Tokens of a step", "Speed", ("num_tokens", "loss_tokens")),
 )
 """All charts, in the order of the page; the sections are in the order of their first chart."""

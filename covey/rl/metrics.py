@@ -86,6 +86,7 @@ def work_metrics(
     return {
         "num_tokens": stats.tokens + stats.appended_tokens + stats.prompt_tokens,
         "waste/rollout": stats.waste,
+        "waste/slots": stats.slot_waste,
         "waste/rows": row_waste,
         "tokens_per_second": stats.tokens / step_time,
         "step_time": step_time,

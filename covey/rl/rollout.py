@@ -151,6 +151,7 @@ class RolloutWorker:
         params = self._convert(nnx.split(with_rounded_head(self.model))[1])
         sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
         if episodes:
+            episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         columns = [{name: value for name, value in examples[one.row].items() if name != "prompt"} for one in shared]
         groups = [

@@ -12,6 +12,7 @@ With a responder (`turns`: a tool, an environment) a sample that halts gets a re
 prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ class Sampler:
         for number, request in enumerate(requests, 1):
             check_length(len(request.prompt), config, f"prompt {number}")
         call = _Call(self.programs, params, requests, config, responder)
-        scheduler, self.stats = call.scheduler, call.device.stats
+        scheduler, self.stats, began = call.scheduler, call.device.stats, time.perf_counter()
         while scheduler.unfinished:
             call.take_responses(block=scheduler.stalled)
             call.exchange()
@@ -105,6 +106,7 @@ class Sampler:
                 call.decode()
             if progress is not None:
                 progress(scheduler.finished, len(scheduler.samples))
+        self.stats.seconds = time.perf_counter() - began
         return [[call.collector.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
 
 
@@ -153,7 +155,10 @@ class _Call:
             self.device.resize(kept, self.scheduler.cache_length)
         ready = [sample for sample in self._responses if sample not in self.scheduler.parked]
         self.device.resume({self.scheduler.slot_of(sample): self._responses.pop(sample) for sample in ready})
-        self._collect(self.scheduler.active, self.device.decode())
+        began = time.perf_counter()
+        chunk = self.device.decode()
+        self.device.stats.decode_seconds += time.perf_counter() - began
+        self._collect(self.scheduler.active, chunk)
 
     def take_responses(self, *, block: bool) -> None:
         """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""

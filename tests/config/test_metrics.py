@@ -87,6 +87,8 @@ def test_the_page_has_the_rows_of_the_table() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(), re.M)
     wanted = [(row.name, row.unit or "—", row.meaning, ", ".join(row.methods)) for row in TABLE]
     assert [tuple(part.strip() for part in row) for row in rows] == wanted
+    (clocks,) = re.findall(r"These follow the clock ([^;]*);", PAGE.read_text())
+    assert re.findall(r"`([^`]+)`", clocks) == [row.name for row in TABLE if row.clock]
 
 
 def test_the_screen_has_the_names_of_the_files() -> None:

@@ -5,6 +5,7 @@ samples is seldom what its text would be encoded to.
 """
 
 import random
+import re
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -19,6 +20,7 @@ from flax import nnx
 
 from covey.config.schema import CALCULATOR_MARKERS, EnvsConfig, RolloutConfig
 from covey.envs import EnvironmentRunner, Step
+from covey.envs import episodes as episodes_module
 from covey.envs.calls import FORMATS, Call, CallFormat
 from covey.errors import EpisodeError, RecipeError
 from covey.models.attention import causal_attention
@@ -211,6 +213,23 @@ def test_a_sample_that_waits_gives_its_slot_to_another() -> None:
     played(Noted, rows=[ROWS[2]] * 3, max_live=6)
     assert {number for number, turn in turns[:6]} == set(range(6))
     assert {turn for _, turn in turns[:6]} == {0}
+
+
+def test_slots_that_wait_for_environments_are_a_warning_once_that_names_max_live(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six episodes on four slots; two would not need more, and whoever has set max_live knows."""
+    monkeypatch.setattr(episodes_module, "MUCH_WAITING", 0.0)
+    played(LateSums, rows=ROWS[:1])
+    played(LateSums, max_live=6)
+    assert "max_live" not in caplog.text
+    config = EnvsConfig(environment="guess", max_turn_tokens=9, max_turns=3)
+    with EnvironmentRunner(LateSums, config) as WORKER.environments:
+        for _ in range(2):
+            WORKER.generate(ROWS, 2)
+    (told,) = [record.message for record in caplog.records if "max_live" in record.message]
+    assert re.search(r"the 4 slots waited for it in \d+% of the rollout's time; envs\.max_live: [56] ", told)
+    assert WORKER.stats.slot_waste > WORKER.stats.waste
 
 
 def test_tools_answer_turns_and_the_last_turn_is_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import pytest
 from covey import run
 from covey.cli.main import STOPPED, main
 from covey.config import recipe
+from covey.config.metrics import CLOCKS
 from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
 from covey.run.rl import RLRun
@@ -43,7 +44,6 @@ SFT_SETTINGS = [
     "evaluation.answers=0",
     "evaluation.prompts=4",
 ]
-CLOCKS = ("time/", "step_time", "tokens_per_second")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 

@@ -46,6 +46,7 @@ from covey import (
 )
 from covey.cli.main import STOPPED, main
 from covey.config import recipe
+from covey.config.metrics import CLOCKS
 from covey.config.processes import ADDRESS, COUNT, NUMBER
 from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
@@ -64,7 +65,7 @@ from covey.types import Group
 
 exporting = importlib.import_module("covey.run.export")  # covey.run has a function of this name
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-OWN = ("time/", "step_time", "tokens_per_second", "waste/")
+OWN = (*CLOCKS, "waste/")
 """Metrics that say how the work was done, not what came of it."""
 SETTINGS = [
     "rewards=[exact_answer,fragile:fragile]",

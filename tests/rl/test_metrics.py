@@ -114,11 +114,13 @@ def test_ties_count_as_uninformative_whatever_rounding_does_to_their_mean() -> N
 
 def test_work_by_hand() -> None:
     """A step is as long as the clock says: phases of two threads overlap."""
-    stats = SamplerStats(tokens=30, slot_steps=40, chunks=3, prompt_tokens=10, prefill_cells=64)
+    counts = {"tokens": 30, "slot_steps": 40, "chunks": 3, "prompt_tokens": 10, "prefill_cells": 64}
+    stats = SamplerStats(**counts, seconds=8.0, decode_seconds=6.0)
     got = work_metrics(stats, {"rollout": 2.0, "update": 4.0}, 5.0, 0.125)
     assert got == {
         "num_tokens": 40,
         "waste/rollout": 0.25,
+        "waste/slots": 0.4375,
         "waste/rows": 0.125,
         "tokens_per_second": 6.0,
         "step_time": 5.0,

@@ -30,6 +30,7 @@ from covey import (
 from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.cli.watch import watch
+from covey.config.metrics import CLOCKS
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.models.loading.weights import load
 from covey.report.run_data import read_run
@@ -76,8 +77,7 @@ def learner(
 def measured(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics without times, which differ from run to run."""
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    timed = ("time/", "step_time", "tokens_per_second")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 
 def weights(of: GRPOLearner | PPOLearner) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ import yaml
 from covey import run
 from covey.cli.main import main
 from covey.config import recipe
-from covey.config.metrics import RL, is_logged
+from covey.config.metrics import CLOCKS, RL, is_logged
 from covey.config.schema import LoRAConfig
 from covey.errors import DataError, NumbersError, ResumeError
 from covey.models.export import write_peft
@@ -29,7 +29,6 @@ from covey.train.checksums import write_checksums
 from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
-CLOCKS = ("time/", "step_time", "tokens_per_second")
 SETTINGS = [
     "rollout.max_new_tokens=8",
     "rollout.max_prompt_length=32",

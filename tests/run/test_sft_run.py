@@ -18,7 +18,7 @@ from flax import nnx
 from covey import run
 from covey.cli.main import main
 from covey.config import recipe
-from covey.config.metrics import SFT, is_logged
+from covey.config.metrics import CLOCKS, SFT, is_logged
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
@@ -33,7 +33,6 @@ from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 LETTERS = str(Path(__file__).parents[1] / "letters.jsonl")
-CLOCKS = ("time/", "step_time", "tokens_per_second")
 SETTINGS = [
     "name=tiny",
     f"model.source={TINY}",

@@ -60,7 +60,7 @@ class EnvsConfig(Config, section="envs"):
     max_live: PositiveInt | None = None
     """Largest number of episodes that are begun and not over. If it is more than rollout.slots, a sample that waits for
     its environment gives its slot to another, and its cache is kept beside the slots: memory for as many caches. As
-    many as there are slots when not set.
+    many as there are slots when not set; a warning says if they wait much, and how many would keep them busy.
     """
     concurrency: PositiveInt = 64
     """Largest number of calls of environments under way at once."""
