@@ -30,7 +30,7 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
 
 from covey.config import suggestions
@@ -326,7 +326,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-MAPPINGS = ("reward_safety.on_error_of",)
+MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
 """Settings whose value is itself a mapping."""
 
 
@@ -404,3 +404,4 @@ _building: ContextVar[type | None] = ContextVar("building", default=None)
 """Class whose validator is being built."""
 _LIMITS = (Ge, Gt, Le, Lt)
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+_WORDS[JsonValue] = "text, numbers, true or false, null, lists and mappings"

@@ -17,7 +17,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -59,7 +59,7 @@ def factory(url: str, config: EnvsConfig) -> Factory:
         raise RecipeError(
             "OpenEnv needs the package websockets", fix=install_command("openenv"), where=WHERE
         ) from error
-    server = Server(_websocket_url(url), config.action_field, config.private_addresses)
+    server = Server(_websocket_url(url), config.action_field, config.private_addresses, config.arguments)
     return lambda row: OpenEnv(server, row)
 
 
@@ -71,11 +71,13 @@ class Server:
         url: address of its WebSocket.
         action_field: field of an action that takes a reply that is no JSON object; None if actions are JSON only.
         private_addresses: whether it may have a private address.
+        arguments: arguments of every `reset`.
     """
 
     url: str
     action_field: str | None = None
     private_addresses: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     async def connect(self) -> Any:
         """Connect to the server, at an address that has been checked.
@@ -112,12 +114,14 @@ class Server:
 class OpenEnv:
     """One episode on a server.
 
-    The row's `reset`, a mapping, is what the environment is begun with; by default that is a seed made from the row.
+    The row's `reset`, a mapping, is what the environment is begun with beside `envs.arguments`; by default that is a
+    seed made from the row.
     """
 
     def __init__(self, server: Server, row: Mapping[str, Any]):
         self._server, self._prompt = server, row["prompt"]
-        self._start = row["reset"] if isinstance(row.get("reset"), Mapping) else {"seed": row_seed(row)}
+        own = row["reset"] if isinstance(row.get("reset"), Mapping) else {"seed": row_seed(row)}
+        self._start = {**server.arguments, **own}
         self._socket: Any = None
 
     async def reset(self) -> Prompt:

@@ -9,6 +9,7 @@ from typing import Any
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine, metric_name
 from covey.envs import python_wasm
+from covey.envs.arguments import with_arguments
 from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
@@ -26,14 +27,14 @@ def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
         config: settings that an adapter may need.
 
     Raises:
-        RecipeError: it does not exist, or its module cannot be imported.
+        RecipeError: it does not exist, its module cannot be imported, or it does not take `envs.arguments`.
     """
     adapter, colon, rest = name.partition(":")
     if adapter in ADAPTERS and colon:
         adapted: Factory = import_module(ADAPTERS[adapter]).factory(rest, config or EnvsConfig(environment=name))
         return adapted
     factory: Factory = _resolve(name, ENVIRONMENTS, "environment", "Class", "envs.environment")
-    return factory
+    return with_arguments(factory, config.arguments if config else {}, name, "row")
 
 
 def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
+from covey.envs.arguments import with_arguments
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
 from covey.envs.closing import OpenEnvironments
@@ -65,7 +66,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
     Raises:
-        RecipeError: there is no environment or tool of this name, or a tool has no JSON Schema.
+        RecipeError: there is no environment or tool of this name, a tool has no JSON Schema, or the environment does
+            not take `envs.arguments`.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self._seconds: float | None = None  # each call of a tool has its own limit
         if chosen:
             self.name, self._seconds = environment_name(chosen), self.config.timeout or None
-            self._factory = resolve(chosen, self.config) if isinstance(chosen, str) else chosen
+            self._factory = _factory(chosen, self.config, self.name)
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
         self.failed, self.warned_of_waiting = 0, False
@@ -213,6 +215,15 @@ def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt
         return tokenizer.encode_prompt
     tools = _toolset(_tools_by_name(config.tools, config.python_engine), config, tokenizer.chat_template)
     return partial(tools.encode_prompt, tokenizer=tokenizer)
+
+
+def _factory(environment: str | Factory, config: EnvsConfig, name: str) -> Callable[..., Environment]:
+    """Return the factory of an environment by its name, or the one that a program gives, with `envs.arguments`."""
+    if isinstance(environment, str):
+        return resolve(environment, config)
+    if isinstance(environment, TrlFactory):  # it has its arguments
+        return environment
+    return with_arguments(environment, config.arguments, name, "row")
 
 
 def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None) -> Toolset:

@@ -1,6 +1,6 @@
 """Environments in the shape of TRL's `environment_factory`: `trl:module:Class`.
 
-    environment = Class()              without arguments
+    environment = Class()              without arguments, or with envs.arguments
     environment.reset(**row)           text behind the prompt's last message, or None
     environment.add(amount=3)          every public method is a tool that the model calls
     environment.get_reward()           reward of the episode, at its end, if there is one
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from covey.config.schema import EnvsConfig
+from covey.envs.arguments import with_arguments
 from covey.envs.calling import call
 from covey.envs.protocol import Step
 from covey.envs.tools import ToolEnvironment, Toolset
@@ -29,17 +30,17 @@ WHERE = "envs.environment"
 
 
 def factory(name: str, config: EnvsConfig) -> "TrlFactory":
-    """Return the factory of a class, or of a function without arguments, by `module:Class`.
+    """Return the factory of a class, or of a function, by `module:Class`. It gets `envs.arguments`, and nothing else.
 
     Raises:
-        RecipeError: it does not exist, cannot be made without arguments, or has no tool.
+        RecipeError: it does not exist, cannot be made with these arguments, or has no tool.
     """
     module_name, _, attribute = name.partition(":")
     module = import_user_module(module_name, f"environment {name!r}", "trl:package.module:Class", WHERE)
     make = getattr(module, attribute, None)
     if not callable(make):
         raise RecipeError(f"{module_name} has no class or function {attribute!r}", want="trl:module:Class", where=WHERE)
-    return TrlFactory(make)
+    return TrlFactory(with_arguments(make, config.arguments, attribute))
 
 
 class TrlFactory:
@@ -57,11 +58,12 @@ class TrlFactory:
     """
 
     def __init__(self, make: Callable[[], Any]):
-        name = getattr(make, "__name__", type(make).__name__)
+        function = make.func if isinstance(make, partial) else make
+        name = getattr(function, "__name__", type(function).__name__)
         try:
             sample = make()
         except Exception as error:
-            what = f"{name} cannot be made without arguments: {type(error).__name__}: {error}"
+            what = f"{name} cannot be made: {type(error).__name__}: {error}"
             raise RecipeError(what, want="a class whose reset takes the row", where=WHERE) from error
         self._make, self.__name__ = make, name
         self.tools = tools_of(sample)

@@ -38,7 +38,7 @@ def factory(name: str, config: EnvsConfig) -> Factory:
         RecipeError: verifiers is missing or has another shape, or there is no such environment.
     """
     shape = verifiers_02 if _installed_version().startswith("0.2.") else sys.modules[__name__]
-    library: Library | verifiers_02.Library = shape.Library(name, config.max_turns)
+    library: Library | verifiers_02.Library = shape.Library(name, config.max_turns, config.arguments)
     return lambda row: _begin(row, library)
 
 
@@ -61,12 +61,13 @@ class Library:
     Args:
         name: module of the taskset.
         max_turns: largest number of turns of the model.
+        arguments: settings of the taskset.
     """
 
-    def __init__(self, name: str, max_turns: int):
+    def __init__(self, name: str, max_turns: int, arguments: Mapping[str, Any]):
         self._vf, self.name = _import_verifiers(), name
         _register_harness(self._vf)
-        self._env = self._load(max_turns)
+        self._env = self._load(max_turns, arguments)
         self.tasks = list(itertools.islice(self._env.taskset, verifiers_02.MAX_TASKS))
         self._dialogues: dict[str, Ask] = {}
         self._served: asyncio.Task[None] | None = None
@@ -93,16 +94,16 @@ class Library:
             raise EpisodeError(what, want="an episode of one agent without an error")
         return float(episode.traces[0].reward)
 
-    def _load(self, max_turns: int) -> Any:
+    def _load(self, max_turns: int, arguments: Mapping[str, Any]) -> Any:
         """Return the environment: that of the taskset's module, or the one of a single agent."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         agent = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
-        settings = {"taskset": {"id": self.name}}
+        settings = {"taskset": {**arguments, "id": self.name}}
         try:
             agents = dict.fromkeys(agent_config_fields(resolve_env_config(settings)), agent)
-            return load_environment(resolve_env_config({"taskset": {"id": self.name}, **agents}))
+            return load_environment(resolve_env_config({**settings, **agents}))
         except Exception as error:
             what = f"verifiers cannot load {self.name!r}: {type(error).__name__}: {error}"
             raise RecipeError(what, want="verifiers:MODULE of a taskset in the shape of 0.4", where=WHERE) from error

@@ -9,8 +9,11 @@ refused: they are offered in the request, in a form of its own.
 
 import itertools
 import time
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
+from covey.envs.arguments import check_arguments
 from covey.envs.dialogue import Ask, plain_messages
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import excerpt
@@ -25,13 +28,14 @@ class Library:
     Args:
         name: module with `load_environment`.
         max_turns: largest number of turns of the model; the environment's own, if that is smaller.
+        arguments: arguments of `load_environment`.
 
     Raises:
-        RecipeError: it cannot be loaded, has tools, or scores whole groups.
+        RecipeError: it cannot be loaded, does not take the arguments, has tools, or scores whole groups.
     """
 
-    def __init__(self, name: str, max_turns: int):
-        self.name, self._env = name, _load(name)
+    def __init__(self, name: str, max_turns: int, arguments: Mapping[str, Any]):
+        self.name, self._env = name, _load(name, arguments)
         if self._env.tool_defs or self._env.requires_group_rollouts:
             has = "tools" if self._env.tool_defs else "rewards of whole groups"
             what = f"the environment {name!r} of verifiers has {has}"
@@ -54,12 +58,17 @@ class Library:
         return float(state["reward"])
 
 
-def _load(name: str) -> Any:
-    """Return the environment of a module, with the module's defaults."""
+def _load(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return the environment of a module, whose other arguments are the module's defaults."""
     try:
         import verifiers
 
-        return verifiers.load_environment(name)
+        # The library looks for the module in the same way, and says less about wrong arguments.
+        module = import_module(name.replace("-", "_").rpartition("/")[2])
+        check_arguments(module.load_environment, arguments, f"{name}.load_environment")
+        return verifiers.load_environment(name, **arguments)
+    except RecipeError:
+        raise
     except Exception as error:
         what = f"verifiers cannot load {name!r}: {type(error).__name__}: {error}"
         want = "verifiers:MODULE with load_environment, in the shape of 0.2"

@@ -110,9 +110,9 @@ BEFORE_IT_EXISTED = {
 
 DECISIVE = (
     "seed", "rollout.seed", "data", "model.dtype", "model.compute_dtype", "model.quantize", "model.quantize_block",
-    "model.lora", "envs.environment", "envs.tools", "envs.tool_format", "envs.python_engine", "envs.history",
-    "envs.max_turns", "envs.max_turn_tokens", "training.prompts_per_step", "training.batch_size", "grpo.algorithm",
-    "grpo.num_generations", "grpo.num_iterations",
+    "model.lora", "envs.environment", "envs.arguments", "envs.tools", "envs.tool_format", "envs.python_engine",
+    "envs.history", "envs.max_turns", "envs.max_turn_tokens", "training.prompts_per_step", "training.batch_size",
+    "grpo.algorithm", "grpo.num_generations", "grpo.num_iterations",
 )  # fmt: skip
 """Settings, and sections of settings, that may not change when a run is resumed."""
 

@@ -10,6 +10,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from covey.cli.options import ChatOptions
 from covey.config import recipe, strict_yaml
@@ -388,7 +389,13 @@ def in_range(kind, limits):
         return st.integers(low, high)
     ends = {"exclude_min": Gt in limits, "exclude_max": Lt in limits}
     number = partial(st.floats, low, high, allow_nan=False, allow_infinity=False, **ends)
-    return {str: st.text, bool: st.booleans, float: number}[kind]()
+    return {str: st.text, bool: st.booleans, float: number, JsonValue: values_of_json}[kind]()
+
+
+def values_of_json():
+    plain = st.none() | st.booleans() | st.integers(-10, 10) | st.floats(-10, 10) | st.text(max_size=3)
+    wrap = lambda part: st.lists(part, max_size=2) | st.dictionaries(st.text(max_size=3), part, max_size=2)  # noqa: E731
+    return st.recursive(plain, wrap, max_leaves=3)
 
 
 @pytest.mark.slow

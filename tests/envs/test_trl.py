@@ -93,7 +93,7 @@ def test_the_reward_is_asked_for_at_the_limit_of_turns() -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("trl_counter:Needs", "cannot be made without arguments"),
+        ("trl_counter:Needs", "cannot be made: missing a required argument"),
         ("trl_counter:NoTools", "has no tool"),
         ("trl_counter:No", "no class or function 'No'"),
         ("trl_counter", "no class or function ''"),

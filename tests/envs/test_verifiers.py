@@ -32,8 +32,8 @@ async def right(completion, answer, **kwargs):
     return 0.5 * any(message["content"] == answer for message in completion)
 
 
-def load_environment():
-    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": str(answer)} for answer in range(9)]
+def load_environment(numbers=9):
+    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": str(answer)} for answer in range(numbers)]
     return Guess(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=5)
 """
 
@@ -104,6 +104,21 @@ def test_the_game_of_the_page_is_the_same_with_verifiers_and_without(here: Path)
         verifiers.factory("no_such_taskset", EnvsConfig(environment="guess"))
 
 
+@needs("0.4.")
+def test_a_taskset_gets_the_arguments_as_its_settings(here: Path) -> None:
+    text = THEIRS.replace("range(1, 17)", "range(1, 1 + self.config.numbers)")
+    text = text.replace(
+        "class GuessTaskset(", "class Numbers(vf.TasksetConfig):\n    numbers: int = 16\n\n\nclass GuessTaskset("
+    )
+    text = text.replace("vf.Taskset[Guess, vf.TasksetConfig]", "vf.Taskset[Guess, Numbers]")
+    (here / "vf_numbers.py").write_text(text)
+    make = verifiers.factory("vf_numbers", EnvsConfig(environment="verifiers:vf_numbers", arguments={"numbers": 3}))
+    with pytest.raises(EpisodeError, match=r"has no task 3(.|\n)*below 3"):
+        make({"task": 3})
+    with pytest.raises(RecipeError, match=r"cannot load 'vf_numbers'(.|\n)*number"):
+        verifiers.factory("vf_numbers", EnvsConfig(environment="verifiers:vf_numbers", arguments={"number": 3}))
+
+
 @needs("0.2.")
 def test_a_game_in_the_shape_of_0_2_is_played(here: Path) -> None:
     (here / "vf_old.py").write_text(OLD)
@@ -118,6 +133,12 @@ def test_a_game_in_the_shape_of_0_2_is_played(here: Path) -> None:
         assert (last.reward, last.done) == (0.0, True)  # the limit of turns
         with pytest.raises(EpisodeError, match="has no task 9"):
             runner.submit(play(runner, {"prompt": "", "task": 9})).result(60)
+    arguments = {"numbers": 3}
+    shorter = verifiers.factory("vf_old", EnvsConfig(environment="verifiers:vf_old", arguments=arguments))
+    with pytest.raises(EpisodeError, match=r"has no task 3(.|\n)*below 3"):
+        shorter({"task": 3})
+    with pytest.raises(RecipeError, match=r"unexpected keyword argument 'number'(.|\n)*did you mean 'numbers'"):
+        verifiers.factory("vf_old", EnvsConfig(environment="verifiers:vf_old", arguments={"number": 3}))
     for name, what in (("no_such_module", "cannot load 'no_such_module'"), ("vf_old_tools", "has tools")):
         with pytest.raises(RecipeError, match=what):
             verifiers.factory(name, EnvsConfig(environment="guess"))

@@ -1,7 +1,11 @@
 """Settings of the section `envs`: environments of several turns, their limits and the treatment of their failures."""
 
+import math
 from collections.abc import Iterator
-from typing import Literal
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic import JsonValue
 
 from covey.config.base import (
     Config,
@@ -25,6 +29,10 @@ class EnvsConfig(Config, section="envs"):
     """A built-in environment (guess, wordle), your own (module:Class), one of the library verifiers
     (verifiers:MODULE), one in the shape of TRL's environment_factory (trl:module:Class), or one of an OpenEnv server
     (openenv:URL). Not set: every sample is one turn, unless there are tools.
+    """
+    arguments: dict[str, JsonValue] = field(default_factory=dict)
+    """Arguments by name for what makes the environment: your class behind the row, load_environment of verifiers 0.2,
+    the taskset of verifiers 0.4, a class for TRL, or reset of an OpenEnv server.
     """
     tools: tuple[str, ...] = ()
     """Functions that the model may call: built-in ones (calculator, python), and your own: module:function. Their
@@ -88,6 +96,8 @@ class EnvsConfig(Config, section="envs"):
             yield Problem("tools", what, "one of them: an environment can answer calls itself")
         if len(set(self.tools)) < len(self.tools):
             yield Problem("tools", "envs.tools names a tool twice", "each once")
+        if not all(map(math.isfinite, _numbers(self.arguments))):
+            yield Problem("arguments", "envs.arguments has a number that is not finite", "numbers that JSON has")
 
     def unused_settings(self) -> Iterator[Problem]:
         """Yield a problem for each setting of a recipe that nothing uses. Scripts have their environments elsewhere."""
@@ -104,6 +114,7 @@ OWN_CONDITIONS = (
         lambda envs: bool(envs.tools) or (envs.environment or "").startswith("trl:"),
         "envs.tools, or an envs.environment of trl:",
     ),
+    ReadIf(("arguments",), lambda envs: envs.environment is not None, "an envs.environment"),
     ReadIf(("python_engine",), lambda envs: "python" in envs.tools, "python in envs.tools"),
     ReadIf(
         ("action_field", "private_addresses"),
@@ -117,6 +128,14 @@ READ_IF = (
     ReadIf(tuple(name for name in EnvsConfig.kinds if name not in _NAMED), _acts, "an envs.environment, or envs.tools"),
 )
 """Settings that a recipe does not read without an environment or tools: all but those two."""
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the floats in a value of JSON."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, (list, dict)):
+        yield from (one for part in (value.values() if isinstance(value, dict) else value) for one in _numbers(part))
 
 
 def metric_name(environment: str) -> str:
