@@ -6,20 +6,26 @@ text can move the cursor, colour the screen or change the writing direction; sec
 The package reports through the loggers of its modules, below `covey`; a command shows their records with `show_log`.
 """
 
+import errno
 import html
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from covey.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
 """Pattern of the names of environment variables whose values are secret."""
 LINK = re.compile(r"://|www\.|@", re.I)
 """Pattern of words that Markdown turns into links without link syntax (GitHub's autolinks, `user@host` included)."""
+UNLIMITED = 100_000
+"""Width of a line that nothing wraps, in columns."""
 MIN_SECRET_LENGTH = 8
 """Minimum length of a secret, in characters: a value such as `1` would be masked in every number."""
 
@@ -38,6 +44,27 @@ def printable(text: str, keep: str = "") -> str:
 def echo(text: str, keep: str = "", file: TextIO | None = None) -> None:
     """Print `text` as `printable` returns it, to standard output when `file` is not given."""
     print(printable(text, keep), file=file, flush=True)
+
+
+def make_console(wrap: bool = False, **options: Any) -> "Console":
+    """Make a console of rich for standard output.
+
+    A pipe whose reader has left raises `BrokenPipeError`, as `print` does; rich would end the process with exit code 1.
+
+    Args:
+        wrap: wrap lines in files and pipes too, after the 80 columns that rich assumes for them.
+        options: arguments of rich's class.
+    """
+    from rich.console import Console  # late: mistakes are answered without it
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    console = Output(**options)
+    if not wrap and not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNLIMITED
+    return console
 
 
 @contextmanager

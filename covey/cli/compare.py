@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli.words import take_switches
 from covey.config.overrides import split
-from covey.display import printable
+from covey.display import make_console, printable
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
@@ -56,12 +56,10 @@ def compare(folders: Sequence[Path], as_json: bool = False) -> None:
 def _print(
     runs: "Sequence[RunData]", settings: dict[str, list[str | None]], results: "dict[str, list[Figure | None]]"
 ) -> None:
-    from rich.console import Console
-
     table = _table("setting that differs", [str(run.path) for run in runs])
     for name, values in settings.items():
         table.add_row(printable(name), *("not set" if value is None else printable(value) for value in values))
-    console = Console(highlight=False, markup=False)
+    console = make_console(highlight=False, markup=False)
     if settings:
         console.print(table)
     else:

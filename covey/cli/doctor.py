@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.text import Text
 
+from covey.display import make_console
 from covey.extras import install_command, missing_packages
 from covey.models.loading.cache import cache_folder
 
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 def examine() -> int:
     """Print all findings. Return exit code 2 if JAX does not work, otherwise 0 whatever they are."""
-    console, works = Console(highlight=False), True
+    console, works = make_console(highlight=False), True
     for check in CHECKS:
         for finding in check():
             mark = Text("warn", "yellow") if finding.fix else Text("ok  ", "green")

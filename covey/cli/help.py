@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from covey.cli import settings_help
 from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, PushOptions, ReportOptions
 from covey.config import recipe, strict_yaml
+from covey.display import make_console
 
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
@@ -372,7 +373,6 @@ def print_recipes_as_json() -> None:
 
 def show_recipes() -> None:
     """Print the table of built-in recipes."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -382,7 +382,7 @@ def show_recipes() -> None:
     for name in recipe.names():
         about = _read(name).value
         table.add_row(name, *(escape(about[key].value) for key in ("description", "needs", "expect")))
-    console = Console()
+    console = make_console()
     console.print(table)
     by_sft = ", ".join(recipe.names(recipe.SFTRecipe))
     console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)

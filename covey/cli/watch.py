@@ -18,7 +18,7 @@ from rich.console import Console
 from covey.cli.checks import resume_command
 from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
-from covey.display import echo, mask_secrets
+from covey.display import echo, make_console, mask_secrets
 from covey.errors import CoveyError
 from covey.train.formats import duration
 from covey.train.json_lines import is_count, number
@@ -78,7 +78,7 @@ def watch(folder: Path, once: bool = False, as_json: bool = False, console: Cons
     """
     settings = _settings(folder)
     run = WatchedRun(folder)
-    progress = WatchedProgress(run, console or Console(highlight=False), settings)
+    progress = WatchedProgress(run, console or make_console(wrap=True, highlight=False), settings)
     show = _JsonLines(progress, folder) if as_json else _Steps(progress, folder)
     try:
         with nullcontext() if once or as_json else progress:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.status import Status
 
 from covey.config import recipe
+from covey.display import make_console
 from covey.errors import CoveyError
 from covey.plan.machines import Target
 
@@ -69,9 +70,9 @@ def plan(
     if as_json:
         print(json.dumps(found))
         return
-    show(made, Console())
+    show(made, make_console())
     if here:
-        measuring.show(found, Console())
+        measuring.show(found, make_console())
 
 
 def prepare_environment(target: Target) -> None:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,7 @@ import pytest
 
 from covey.cli import help as help_texts
 from covey.cli import main as cli
-from covey.config import recipe
+from covey.config import recipe, strict_yaml
 from covey.train.run_files import RUN_FILES
 
 ROWS = [
@@ -254,3 +256,24 @@ def test_recipes_are_listed_for_programs(capsys: Any) -> None:
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert listed.keys() == set(recipe.names())
     assert listed["sft-tiny"]["command"] == "covey sft"
+
+
+def test_the_table_of_recipes_is_not_wrapped_in_a_pipe(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.main(["recipes"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    needs = strict_yaml.read(recipe.find("sft-tiny").read_text(), "").value["needs"].value
+    assert [line for line in lines if line.startswith("sft-tiny ") and needs in line]
+    assert len([line for line in lines if line]) == len(recipe.names()) + 3  # a head and two lines below
+
+
+@pytest.mark.parametrize("words", ["recipes", "recipes quickstart", "--help", "train --help", "doctor", "compare a a"])
+def test_a_reader_that_leaves_ends_a_command_quietly(words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `covey recipes | head -1` does. The trap: rich ends the process with exit code 1."""
+    write_run("a")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
+        assert cli.main(words.split()) == 141
+    assert capsys.readouterr().err == ""
