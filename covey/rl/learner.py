@@ -89,7 +89,7 @@ class Learner(Keywords, ABC):
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
-        self.step, self._prompts, self._prompts_checked = 0, 0, False
+        self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
         self.token_values_every = 0
         self.algorithm = algorithm_of(config)
         training = rl_cluster.config.training_config
@@ -160,13 +160,18 @@ class Learner(Keywords, ABC):
         self.prepare(total)
         self.check_prompts(loader.rows)
         self._refuse_differences(loader, total)
-        self._rehearse(loader.rows)
+        self.rehearse(loader.rows)
         return total
 
-    def _rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rehearse the environment of a run that begins; a run that goes on has done so."""
-        environments = self.cluster.rollout.environments
-        if environments and self.step == 0 and rehearsal.is_due(environments):
+    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rehearse the environment of a run that begins, once; a run that goes on has done so. `train` does so too.
+
+        Raises:
+            EpisodeError: it depends on more than its row and its replies.
+        """
+        environments, first = self.cluster.rollout.environments, self.step == 0 and not self._rehearsed
+        self._rehearsed = True
+        if environments and first and rehearsal.is_due(environments):
             self.on_phase("rehearsing the environment")
             rehearsal.rehearse(environments, rows)
 

@@ -32,7 +32,7 @@ from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
-from covey.types import Completion, Group
+from covey.types import Completion, FinishReason, Group
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,17 @@ def _outcome(completion: Completion) -> str:
     tokens, episode = f"{completion.num_sampled} tokens of the model", completion.episode
     if episode is None:
         return f"({tokens}, finish {completion.finish})"
-    ended = episode.failure or ("ended by the environment" if episode.done else "cut by a limit")
+    ended = episode.failure or ENDINGS[completion.finish]
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
     return f"({reward}, {len(episode.turn_ends)} turns, {tokens}, {ended})"
+
+
+ENDINGS = {
+    FinishReason.STOP: "ended by the environment",
+    FinishReason.TURNS: "ended by envs.max_turns",
+    FinishReason.LENGTH: "cut by a limit of tokens",
+}
+"""Ends of an episode that did not fail."""
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:

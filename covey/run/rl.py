@@ -94,6 +94,10 @@ class LearnerRun(Run[Recipe]):
         self.learner.cluster.load_state(state, step)
         self.learner.load_state(extra["learner"], step)
 
+    def _evaluate_before(self) -> dict[str, Any] | None:
+        self.learner.rehearse(self.loader.rows)
+        return super()._evaluate_before()
+
     def show_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, Any]:
         """Show the evaluation `name` and write it to the folder; return its metrics."""
         summary = evaluation.summary()

@@ -54,6 +54,29 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
 
 
 @pytest.mark.slow
+def test_an_environment_with_state_in_its_class_stops_a_run_before_its_first_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stateful_game.py").write_text(
+        "from covey.envs import Step\n\n\n"
+        "class Game:\n"
+        "    turns = 0\n\n"
+        "    def __init__(self, row):\n"
+        "        self.prompt = row['prompt']\n\n"
+        "    def reset(self):\n"
+        "        return self.prompt\n\n"
+        "    def step(self, reply):\n"
+        "        Game.turns += 1\n"
+        "        return Step(str(Game.turns), done=Game.turns > 9)\n"
+    )
+    assert main(["train", "guess-tiny", *SMALL, "--envs.environment", "stateful_game:Game", "--out", "run"]) == 2
+    shown = capsys.readouterr()
+    assert re.search(r"the courses\s+differ: message of turn 1 '1', then '5'", shown.err + shown.out)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.slow
 def test_a_few_episodes_are_played_without_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,7 +84,6 @@ def test_a_few_episodes_are_played_without_training(
     assert main(["rollout", "guess-tiny", *MODEL, "--episodes", "2"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"--- 1 of 2\n\d\d-\d\d:\nassistant: ", shown)
-    assert re.search(
-        r"\(reward \d.*, \d turns, \d+ tokens of the model, (ended by the environment|cut by a limit)\)", shown
-    )
+    ends = r"(ended by the environment|ended by envs\.max_turns|cut by a limit of tokens)"
+    assert re.search(rf"\(reward \d.*, \d turns, \d+ tokens of the model, {ends}\)", shown)
     assert not (tmp_path / "runs").exists()
