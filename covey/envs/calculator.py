@@ -1,8 +1,10 @@
 """The calculator as a tool: a function that the model calls by name."""
 
+from covey.envs.calling import independent
 from covey.sampling.calculator import calculate
 
 
+@independent
 def calculator(expression: str) -> str:
     """Compute the value of an arithmetic expression.
 

@@ -5,15 +5,25 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.errors import EpisodeError
 from covey.rewards.call import excerpt, safe_format
 from covey.rewards.exits import block_exit
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class FaultError(EpisodeError):
     """A fault of this machine, and not of the call that the model wrote, which ends the episode by `envs.on_error`."""
+
+
+def independent(function: F) -> F:
+    """Declare that a call of this tool neither depends on the other calls of a turn nor changes what they return, so
+    that neighbouring calls of such tools run at once.
+    """
+    function.independent = True  # type: ignore[attr-defined]
+    return function
 
 
 async def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

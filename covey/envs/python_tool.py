@@ -14,7 +14,7 @@ from functools import cache
 
 from covey.config.schema.envs import PythonEngine
 from covey.envs import python_wasm
-from covey.envs.calling import FaultError
+from covey.envs.calling import FaultError, independent
 from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
 
@@ -126,7 +126,7 @@ def _tool(run: Callable[[str], Outcome], at_start: Callable[[], None]) -> Callab
 
     python.at_start = at_start  # type: ignore[attr-defined]
     python.has_own_limits = True  # type: ignore[attr-defined]
-    return python
+    return independent(python)
 
 
 def _printed(outcome: Outcome) -> str:
@@ -144,6 +144,7 @@ def _run_in_chosen(program: str) -> Outcome:
 
 python = _tool(_run_in_chosen, begin)
 python_with_limits = _tool(lambda program: run_program(program, only_limits=True), warn_of_limits_alone)
+python_with_limits.independent = False  # type: ignore[attr-defined]  # its programs can write the same files
 
 ENGINES: dict[PythonEngine, Callable[[str], str]] = {
     "auto": python,

@@ -228,7 +228,7 @@ def _factory(environment: str | Factory, config: EnvsConfig, name: str) -> Calla
 
 def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None) -> Toolset:
     form = choose_format(config.tool_format, template)
-    return toolset(tools, form, template or "", config.timeout or None, config.max_characters)
+    return toolset(tools, form, template or "", config)
 
 
 def _tools_by_name(functions: Sequence[str | Callable[..., Any]], engine: PythonEngine = "auto") -> dict[str, Tool]:

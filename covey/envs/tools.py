@@ -1,6 +1,8 @@
 """Tools: functions that the model calls in its turns, and the environment that answers.
 
-    turn of the model ─▶ calls in it ─▶ arguments checked ─▶ functions called, in order ─▶ their results as messages
+    turn of the model ─▶ calls in it ─▶ arguments checked ─▶ functions called ─▶ their results as messages, in order
+
+Calls are executed one after the other, but neighbouring ones of tools that are `independent` at once.
 
 A turn without a call ends the episode. What the model writes is not trusted: a call of an unknown tool, with other
 arguments than the function takes, or one that raises or takes too long gets an error message as its result, and is
@@ -10,15 +12,17 @@ counted as a failure.
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from covey.config.schema import EnvsConfig
 from covey.envs.calling import FaultError, call
 from covey.envs.calls import Call, CallFormat, lists_tools, read_json
 from covey.envs.protocol import Step
@@ -51,6 +55,7 @@ class Tool:
         schema: its JSON Schema, as chat templates take it.
         arguments: its arguments: each with what checks and converts a JSON value, and whether it must be given.
         has_own_limits: whether it ends by itself what takes too long, so that `envs.timeout` is not for it.
+        independent: whether its result does not depend on other calls, nor theirs on it.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Tool:
     schema: Schema
     arguments: Mapping[str, tuple["TypeAdapter[Any]", bool]]
     has_own_limits: bool = False
+    independent: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
@@ -71,8 +77,8 @@ class Tool:
             name: (TypeAdapter(hints[name], config=STRICT), parameter.default is inspect.Parameter.empty)
             for name, parameter in parameters(function).items()
         }
-        own = getattr(function, "has_own_limits", False) is True
-        return cls(function_name(function), function, json_schema(function), arguments, own)
+        own, alone = (getattr(function, name, False) is True for name in ("has_own_limits", "independent"))
+        return cls(function_name(function), function, json_schema(function), arguments, own, alone)
 
     def check(self, given: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
         """Return the arguments of a call as the function takes them.
@@ -119,6 +125,7 @@ class Toolset:
             messages of the user.
         seconds: time limit of a call; None for none.
         max_characters: limit of the messages of one turn.
+        places: one for each call that may be under way at once, of all episodes.
     """
 
     tools: Mapping[str, Tool]
@@ -126,6 +133,7 @@ class Toolset:
     in_template: bool
     seconds: float | None
     max_characters: int
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS), compare=False)
 
     @property
     def template_schemas(self) -> list[Schema]:
@@ -179,10 +187,8 @@ class Toolset:
         ]
 
 
-def toolset(
-    tools: Mapping[str, Tool], form: CallFormat, template: str, seconds: float | None, max_characters: int
-) -> Toolset:
-    """Return the toolset for a model with this chat template.
+def toolset(tools: Mapping[str, Tool], form: CallFormat, template: str, config: EnvsConfig) -> Toolset:
+    """Return the toolset for a model with this chat template, with the limits of the settings.
 
     Raises:
         RecipeError: the template does not list tools, and the form is one in which only a template can.
@@ -191,7 +197,8 @@ def toolset(
     if not in_template and form.system is None:
         what = f"the model's chat template has no place for tools, which the form {form.name} needs"
         raise RecipeError(what, want="hermes, smollm or llama", where="envs.tool_format")
-    return Toolset(tools, form, in_template, seconds, max_characters)
+    places = asyncio.Semaphore(config.concurrency)
+    return Toolset(tools, form, in_template, config.timeout or None, config.max_characters, places)
 
 
 class ToolEnvironment:
@@ -206,7 +213,7 @@ class ToolEnvironment:
         return self._tools.prompt(self._prompt)
 
     async def step(self, reply: str) -> Step:
-        """Execute the calls of a turn, one after the other, and return the results; a turn without one is the last.
+        """Execute the calls of a turn and return the results in their order; a turn without a call is the last.
 
         Raises:
             EpisodeError: this machine cannot execute them, whatever they are.
@@ -215,12 +222,31 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True)
         results, failures = [], 0
-        for one in calls[:MAX_CALLS]:
-            failed, text = await self._result(one)
-            failures += failed
-            self._count += 1
-            results.append((Call(one.name, id=one.id or f"call{self._count:05d}"), text))
+        for together in self._groups(calls[:MAX_CALLS]):
+            for one, (failed, text) in zip(together, await self._results(together), strict=True):
+                failures += failed
+                self._count += 1
+                results.append((Call(one.name, id=one.id or f"call{self._count:05d}"), text))
         return Step(self._tools.messages(results), info={"tool_calls": len(results), "tool_failures": failures})
+
+    def _groups(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+        """Yield the calls that are executed at once: neighbouring ones of independent tools, or a single one."""
+        for at_once, neighbours in groupby(calls, self._is_independent):
+            group = list(neighbours)
+            yield from [group] if at_once else ([one] for one in group)
+
+    def _is_independent(self, one: Call) -> bool:
+        """Return whether a call may be executed beside others; one that cannot be executed may."""
+        tool = self._tools.tools.get(one.name)
+        return tool is None or tool.independent
+
+    async def _results(self, calls: Sequence[Call]) -> list[tuple[bool, str]]:
+        """Execute calls at once; return their results in order. All have ended before the first fault is raised."""
+        results = await asyncio.gather(*map(self._result, calls), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _result(self, one: Call) -> tuple[bool, str]:
         """Return whether a call failed, and the text of its result or the error."""
@@ -239,7 +265,7 @@ class ToolEnvironment:
             None if tool.has_own_limits else self._tools.seconds,
         )
         try:
-            async with asyncio.timeout(seconds) as limit:
+            async with self._tools.places, asyncio.timeout(seconds) as limit:
                 return await call(partial(tool.function, **arguments), ())
         except TimeoutError as error:
             took = f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 import runpy
 import sys
 import threading
@@ -17,9 +18,12 @@ import pytest
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
 from covey.data.fitting import fit_prompts
-from covey.envs import EnvironmentRunner, json_schema
+from covey.envs import EnvironmentRunner, independent, json_schema
+from covey.envs.calling import FaultError
 from covey.envs.calls import FORMATS, choose_format
 from covey.envs.episodes import Episodes
+from covey.envs.python_tool import python_with_limits
+from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
@@ -516,6 +520,91 @@ def test_calls_of_a_turn_are_executed_in_order_up_to_a_limit() -> None:
     assert play.over().tool_calls == MAX_CALLS
 
 
+def meeting(calls: int) -> tuple[Any, Any]:
+    """Two tools: calls of the first wait until so many of them are under way; the second notes when it is called."""
+    barrier, seen = threading.Barrier(calls, timeout=5), []
+
+    @independent
+    def look(at: int) -> str:
+        """Look.
+
+        Args:
+            at: Where.
+        """
+        seen.append(barrier.wait() >= 0)
+        return f"at {at}"
+
+    def note(number: int) -> str:
+        """Note it.
+
+        Args:
+            number: What.
+        """
+        return f"note {number} behind {len(seen)}"
+
+    return look, note
+
+
+def test_calls_of_independent_tools_run_at_once_and_their_results_keep_the_order() -> None:
+    play = Play(tools=meeting(3))
+    calls = [("look", "at"), ("look", "at"), ("nothing", "x"), ("look", "at"), ("note", "number"), ("note", "number")]
+    said = play.says("".join(hermes(name, **{key: number}) for number, (name, key) in enumerate(calls)))
+    results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", str(said))
+    assert [result[:16] for result in results] == [
+        "at 0", "at 1", "Error: there is ", "at 3", "note 4 behind 3", "note 5 behind 3",
+    ]  # fmt: skip
+    assert play.over().tool_failures == 1
+
+
+def test_calls_at_once_are_limited_by_the_setting() -> None:
+    running, most, lock = [0], [0], threading.Lock()
+
+    @independent
+    async def wait(number: int) -> int:
+        """Wait.
+
+        Args:
+            number: What is returned.
+        """
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        return number
+
+    play = Play(tools=(wait,), concurrency=3)
+    said = play.says("".join(hermes("wait", number=number) for number in range(8)))
+    assert re.findall(r"<tool_response>\n(\d+)\n", str(said)) == [*"01234567"]
+    assert most == [3]
+
+
+def test_a_fault_ends_the_episode_behind_the_calls_beside_it() -> None:
+    ended = []
+
+    @independent
+    async def work(number: int) -> None:
+        """Work.
+
+        Args:
+            number: Which.
+        """
+        if not number:
+            raise FaultError("cannot work")
+        await asyncio.sleep(0.01)
+        ended.append(number)
+
+    with pytest.raises(EpisodeError, match="cannot work"):
+        Play(tools=(work,)).says("".join(hermes("work", number=number) for number in range(3)))
+    assert ended == [1, 2]
+
+
+def test_built_in_tools_say_whether_they_are_independent() -> None:
+    tools = [resolve_tool("calculator"), *(resolve_tool("python", engine) for engine in ("auto", "child"))]
+    assert all(Tool.of(tool).independent for tool in tools)
+    assert not Tool.of(python_with_limits).independent
+
+
 def test_tools_are_named_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = ["--envs.tools", "[calculator]", "--envs.max-turns", "3"]
     assert recipe.load("arithmetic-smollm2", tools).envs.tools == ("calculator",)
@@ -526,8 +615,9 @@ def test_tools_are_named_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--envs.tools", "[]"], r"envs\.max_turns is set"),
         (["--envs.tools", "[a, a]"], "names a tool twice"),
     ):
+        given = tools[2:] if "--envs.tools" in others else tools  # lists that are given twice are joined
         with pytest.raises(RecipeError, match=what):
-            recipe.load("arithmetic-smollm2", [*tools, *others])
+            recipe.load("arithmetic-smollm2", [*given, *others])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(
         'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: It.\n    """\n'

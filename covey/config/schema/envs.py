@@ -71,7 +71,7 @@ class EnvsConfig(Config, section="envs"):
     many as there are slots when not set; a warning says if they wait much, and how many would keep them busy.
     """
     concurrency: PositiveInt = 64
-    """Largest number of calls of environments under way at once."""
+    """Largest number of calls of environments under way at once, and of tools."""
     on_error: OnRewardError = "raise"
     """Treatment of an episode in which the environment raises, takes too long or responds with something invalid: stop
     the run (raise), leave its reward out (none), or give it the reward `value`. The episode ends there.
