@@ -28,7 +28,8 @@ IN_BUCKET = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/?#*\[\]]+)*/?")
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is empty, is a Git LFS pointer instead of its content, or is a link out of its folder.
+    """Refuse a file that is empty, is a Git LFS pointer instead of its content, or is a link out of its folder; and a
+    pipe or a device.
 
     A missing file passes.
 
@@ -43,6 +44,8 @@ def check_file(path: Path) -> None:
             where=str(path),
         )
     if not path.is_file():
+        if path.exists() and not path.is_dir():
+            raise WeightsError("this is a pipe or a device", want="a regular file", where=str(path))
         return
     with path.open("rb") as file:
         head = file.read(len(LFS_POINTER))

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from covey.config import processes, strict_yaml
-from covey.config.recipe import COMMANDS, AnyRecipe, Recipe, SFTRecipe, find, is_run, kind_of, names, section_of
+from covey.config.recipe import (
+    COMMANDS,
+    AnyRecipe,
+    Recipe,
+    SFTRecipe,
+    chain_of_runs,
+    find,
+    is_run,
+    kind_of,
+    names,
+    section_of,
+)
 from covey.config.schema import HUBS, DataConfig, EnvsConfig
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import CoveyError, RecipeError, WeightsError
@@ -149,6 +160,8 @@ def check_source(source: str) -> None:
         sources.check_source(source)
     elif not has_checkpoint(source):
         raise CoveyError("this run has no checkpoint yet", fix=f"go on with it: {resume_command(source)}", where=source)
+    else:
+        chain_of_runs(source)
 
 
 def _command_for(source: str) -> str:

@@ -150,6 +150,28 @@ def is_run(folder: str | Path) -> bool:
     return has_file(Path(folder), RUN_RECIPE)
 
 
+def chain_of_runs(source: str) -> tuple[list[Path], str]:
+    """Follow `model.source` from run to run; return the runs, the last one first, and the model that the first of them
+    began with. A source that is no run has no runs.
+
+    Raises:
+        RecipeError: the runs name each other.
+    """
+    runs: list[Path] = []
+    while is_run(source):
+        if any(run.samefile(source) for run in runs):
+            raise RecipeError(
+                "these runs name each other as the model that they began with: "
+                + " → ".join(map(str, [*runs, source])),
+                want="a chain of runs that ends at a model",
+                fix="set model.source in the recipe of one of them to the model that it began with",
+                where=str(runs[0] / RUN_RECIPE),
+            )
+        runs.append(Path(source))
+        source = load_any(source).model.source
+    return runs, source
+
+
 def load(
     source: str | Path,
     overrides: Sequence[str] = (),

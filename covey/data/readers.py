@@ -87,6 +87,7 @@ def read_file(path: Path, columns: RequiredColumns) -> Records:
     Raises:
         DataError: the file cannot be read, is empty, is not in this format, or a record lacks `columns`.
     """
+    _require_file(path)
     read, want = READERS.get(path.suffix.lower(), JSON_LINES)
     try:
         with path.open("rb") as file:
@@ -202,17 +203,34 @@ def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
     return train, test
 
 
+def _require_file(path: Path) -> None:
+    """Refuse a named pipe or a device: it may have no end, and a run reads its data again when it is resumed.
+
+    Raises:
+        DataError: it is one.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(
+            "this is a pipe or a device, and no file",
+            want="a file: a run reads its data again when it is resumed",
+            fix="write the rows to a file first",
+            where=str(path),
+        )
+
+
 def existing_path(text: str | None, key: str, want: str) -> Path:
     """Return the path `text`, which the setting `key` names.
 
     Raises:
-        DataError: there is nothing; the error suggests the nearest name, or a data set on the hub.
+        DataError: there is nothing: the error suggests the nearest name, or a data set on the hub; or it is a pipe or a
+            device.
     """
     option = "--" + key.replace("_", "-")
     if not text:
         raise DataError(f"{key} is not set", want=want, fix=f"{option} PATH", where=key)
     path = Path(text).expanduser()
     if path.exists():
+        _require_file(path)
         return path
     fix = _near_name(path) or _on_hub(text, option) or f"{option} PATH"
     raise DataError(f"there is no {text}", want=want, fix=fix, where=key)

@@ -30,7 +30,7 @@ from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.reduce import points_per_series, reduce_series
 from covey.report.run_data import RunData, Series, read_run
 from covey.report.script_json import script_json, size_of
-from covey.train.json_lines import number
+from covey.train.json_lines import is_count, number
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""
@@ -159,6 +159,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _run_data(run: RunData, limit: int) -> dict[str, Any]:
+    total = run.settings.get("training.max_steps")
     series = {name: reduce_series(series, limit) for name, series in _series_of(run).items()}
     clock = reduce_series(Series(run.steps, run.seconds), limit)
     return {
@@ -166,7 +167,7 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
         "method": run.method,
         "algorithm": str(run.settings.get("grpo.algorithm", "")) if run.method == "rl" else "supervised",
         "state": run.state,
-        "steps": [len(run.steps), run.steps[-1] if run.steps else 0, run.settings.get("training.max_steps")],
+        "steps": [len(run.steps), run.steps[-1] if run.steps else 0, total if is_count(total) else None],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
         "clock": [list(clock.steps), _rounded(clock.values)],
         "points": limit,
@@ -206,8 +207,8 @@ def _series_of(run: RunData) -> Mapping[str, Series]:
         points = {0: before} | dict(zip(old.steps, old.values, strict=True))
         if run.steps and after is not None:
             points[run.steps[-1]] = after
-        measured = {step: value for step, value in points.items() if value is not None}
-        found[name] = Series(list(measured), list(measured.values()))
+        if measured := {step: value for step, value in points.items() if value is not None}:
+            found[name] = Series(list(measured), list(measured.values()))
     return found
 
 

@@ -33,6 +33,7 @@ from covey.rl.queue import DataQueue, produce
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
+from covey.train.checkpoint import require_entry
 from covey.train.history import History
 from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.train.optimizers import last_learning_rate
@@ -197,10 +198,13 @@ class Learner(Keywords, ABC):
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
-        self.step, self.beta, self._prompts = step, float(state["beta"]), int(state["prompts"])
-        self._nonfinite_guard.skipped, self.runner.failed = int(state["skipped"]), dict(state["failed"])
+        self.step, self.beta = step, require_entry(state, "beta", float)
+        self._prompts = require_entry(state, "prompts", int)
+        self._nonfinite_guard.skipped = require_entry(state, "skipped", int)
+        failed = require_entry(state, "failed", dict)
+        self.runner.failed = {name: require_entry(failed, name, int) for name in failed}
         if environments := self.cluster.rollout.environments:
-            environments.failed = int(state.get("env_failed", 0))
+            environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
 
     def _experience_builder(self, examples: Sequence[Mapping[str, Any]], take: Take) -> ExperienceBuilder:
         """Return the builder of a step on `examples`; `take` returns more prompts."""

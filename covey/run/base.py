@@ -40,6 +40,7 @@ from covey.run.report_writer import ReportWriter
 from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
+from covey.train.checkpoint import require_entry
 from covey.train.loop import StepRecord
 from covey.train.progress import Progress
 from covey.train.run_files import METRICS, SAMPLES, SUMMARY
@@ -291,8 +292,9 @@ class Run(ABC, Generic[RecipeT]):
 
     def refuse_other_settings(self, extra: Mapping[str, Any], fix: str = "") -> None:
         """Refuse a checkpoint that was made with other settings or weights; `fix` replaces advice for commands."""
-        refuse_changed_settings(extra["settings"], settings_of(self.recipe), self.folder.path, fix)
-        refuse_other_weights(extra["model"], self.origin, self.folder.path)
+        saved = require_entry(extra, "settings", dict)
+        refuse_changed_settings(saved, settings_of(self.recipe), self.folder.path, fix)
+        refuse_other_weights(require_entry(extra, "model", str), self.origin, self.folder.path)
 
     def _restore(self) -> None:
         folder = self.folder
@@ -302,10 +304,11 @@ class Run(ABC, Generic[RecipeT]):
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
         state, extra = folder.saves.restore(folder.last, target=self.state_shapes(), check=self.refuse_another_run)
-        self.started -= extra["seconds"]
-        self.progress.seconds_before, self.progress.steps_before = extra["seconds"], folder.last
+        seconds = require_entry(extra, "seconds", float)
+        self.started -= seconds
+        self.progress.seconds_before, self.progress.steps_before = seconds, folder.last
         self.load_state(state, extra, folder.last)
-        self.loader.restore(extra["data"])
+        self.loader.restore(require_entry(extra, "data", dict))
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         """Return the evaluation before training; None when it was lost and the weights are already trained."""
@@ -349,7 +352,7 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
 
 
 def _refuse_changed_settings(recipe: Recipe | SFTRecipe, extra: Mapping[str, Any], folder: RunFolder) -> None:
-    refuse_changed_settings(extra["settings"], settings_of(recipe), folder.path)
+    refuse_changed_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path)
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:

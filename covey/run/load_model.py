@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import AnyRecipe, is_run
+from covey.config.recipe import AnyRecipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
@@ -30,7 +30,7 @@ from covey.parallel import distributed, mesh_from_config
 from covey.parallel.mesh import default_mesh, own_part, spans_processes
 from covey.parallel.placement import place_model
 from covey.text.tokenizer import Tokenizer
-from covey.train.checkpoint import Checkpointer
+from covey.train.checkpoint import Checkpointer, require_entry
 from covey.train.run_files import CHECKPOINTS
 
 LOCAL_ORIGIN = re.compile(
@@ -72,7 +72,7 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    if source is not None and is_run(source):
+    if source is not None and chain_of_runs(source)[0]:
         return _load_run(Path(source), load_recipe(source).model, mesh)
     return load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
 
@@ -105,7 +105,7 @@ def load_source(
     on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
     """
     use_compilation_cache()
-    if is_run(source):
+    if chain_of_runs(source)[0]:
         model, tokenizer, origin = _load_trained(options, source, mesh)
     else:
         model, tokenizer, origin = _load_pretrained(options, scratch.with_seed(source, seed), mesh)
@@ -203,6 +203,6 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
         step = distributed.agreed(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
-    refuse_other_weights(extra["model"], base, folder)
+    refuse_other_weights(require_entry(extra, "model", str), base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin

@@ -14,7 +14,7 @@ import jinja2
 
 from covey import __version__
 from covey.config.algorithms import algorithm_of
-from covey.config.recipe import is_run
+from covey.config.recipe import chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.display import escape_markdown, printable
 from covey.models.loading import sources
@@ -32,11 +32,8 @@ class Lineage:
     @classmethod
     def of(cls, source: str) -> "Lineage":
         """Follow `model.source` from run to run."""
-        runs: list[Path] = []
-        while is_run(source):
-            runs.append(Path(source))
-            source = load_recipe(source).model.source
-        return cls(tuple(runs), source)
+        runs, base = chain_of_runs(source)
+        return cls(tuple(runs), base)
 
     def folder(self) -> Path | None:
         """Local Hugging Face folder of the base; None when it came from a GGUF file."""

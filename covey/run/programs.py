@@ -9,8 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, is_run
-from covey.config.recipe import load_any as load_recipe
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, chain_of_runs
 from covey.models import scratch
 from covey.models.abstract import abstract_decoder
 from covey.models.compute_dtype import resolve_compute_dtype
@@ -73,9 +72,7 @@ def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    options, seed, source = recipe.model, recipe.seed, recipe.model.source
-    while is_run(source):
-        source = load_recipe(source).model.source
+    options, seed, (_, source) = recipe.model, recipe.seed, chain_of_runs(recipe.model.source)
     checkpoint = weights.open_source(scratch.with_seed(source, seed))[1]
     switches = decoder_options(options) | {"compute_dtype": resolve_compute_dtype(options.compute_dtype, platform)}
     model = abstract_decoder(checkpoint.config, parse_format(options.quantize, options.quantize_block), **switches)

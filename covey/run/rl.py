@@ -37,7 +37,7 @@ from covey.run.inference import evaluate_held_out, fit_to_recipe
 from covey.run.load_model import decoder_options, load_for, refuse_other_weights, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
-from covey.train.checkpoint import Checkpointer
+from covey.train.checkpoint import Checkpointer, require_entry
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import completion_text, prompt_text
 from covey.train.progress import SampleLine
@@ -59,7 +59,8 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     recipe = load_recipe(folder, overrides)
     with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         if may_need_earlier_values(recipe) and saves.latest() is not None:
-            recipe = with_earlier_values(recipe, saves.restore(target={}, subset=True)[1]["settings"])
+            extra = saves.restore(target={}, subset=True)[1]
+            recipe = with_earlier_values(recipe, require_entry(extra, "settings", dict))
     return RLRun.resume(recipe, folder)
 
 
@@ -92,7 +93,7 @@ class LearnerRun(Run[Recipe]):
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
         self.learner.cluster.load_state(state, step)
-        self.learner.load_state(extra["learner"], step)
+        self.learner.load_state(require_entry(extra, "learner", dict), step)
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         self.learner.rehearse(self.loader.rows)

@@ -27,6 +27,7 @@ from covey.run.inference import (
 )
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
+from covey.train.checkpoint import require_entry
 from covey.train.loop import StepRecord, total_steps
 from covey.train.metrics import Correct
 from covey.train.progress import Progress
@@ -104,7 +105,7 @@ class SFTLearnerRun(Run[SFTRecipe]):
         return {"skipped": self.learner.nonfinite_guard.skipped}
 
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.step, self.learner.nonfinite_guard.skipped = step, int(extra["skipped"])
+        self.learner.step, self.learner.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
         self.trainer.load_state(state, step)
 
     def show(self, record: StepRecord) -> None:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import io
+import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +22,14 @@ import tensorstore
 from covey.errors import CoveyError, ResumeError
 from covey.files import IN_BUCKET
 
+log = logging.getLogger(__name__)
+
+NOTICE_SECONDS = 5.0
+"""Number of seconds without an answer after which a line in the log says so."""
+FIRST_ANSWER_SECONDS = 20.0
+"""Number of seconds after which a bucket that has never answered is given up."""
+_ANSWERED: set[str] = set()
+"""Names of the buckets that have answered in this process."""
 AT_ONCE = 4
 """Number of objects that are in memory at a time while they are digested."""
 
@@ -40,7 +49,7 @@ class Bucket:
             raise CoveyError(f"{address!r} is no address in a bucket", want="gs://BUCKET/FOLDER")
         self.address = address.rstrip("/")
         bucket, _, folder = self.address.removeprefix("gs://").partition("/")
-        self._store, self._prefix = _open(bucket), f"{folder}/" if folder else ""
+        self._bucket, self._store, self._prefix = bucket, _open(bucket), f"{folder}/" if folder else ""
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all objects that begin with `prefix`, in order."""
@@ -88,16 +97,38 @@ class Bucket:
             return dict(zip(listed, pool.map(digest, listed), strict=True))
 
     def _result(self, future: Any) -> Any:
-        """Wait for the driver, which itself tries again for minutes when the server is overloaded or unreachable."""
+        """Wait for the driver, which itself tries again for minutes when the server is overloaded or unreachable.
+
+        Every `NOTICE_SECONDS` a line in the log says so. A bucket that has never answered in this process is given up
+        after `FIRST_ANSWER_SECONDS`: a wrong network or wrong credentials do not mend themselves.
+        """
+        waited = 0.0
         try:
-            return future.result()
+            while not _is_done(future, NOTICE_SECONDS):
+                waited += NOTICE_SECONDS
+                if waited >= FIRST_ANSWER_SECONDS and self._bucket not in _ANSWERED:
+                    future.cancel()
+                    raise TimeoutError(f"no answer for {waited:.0f} seconds")
+                log.warning(f"{self.address} has not answered for {waited:.0f} s: trying again")
+            found = future.result()
+            _ANSWERED.add(self._bucket)
+            return found
         except Exception as error:
             raise ResumeError(
                 f"the bucket does not answer as it should: {str(error).splitlines()[0]}",
                 want="a bucket whose objects these credentials may list, read, write and delete",
-                fix="gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE",
+                fix="check the network; gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE",
                 where=self.address,
             ) from error
+
+
+def _is_done(future: Any, seconds: float) -> bool:
+    """Wait for an answer of the driver; return whether it came within some seconds."""
+    try:
+        future.exception(timeout=seconds)
+    except TimeoutError:
+        return bool(future.done())
+    return True
 
 
 @functools.cache

@@ -21,9 +21,10 @@ from pathlib import Path
 import jax
 
 from covey.errors import ResumeError
-from covey.files import has_file, open_below, replace_file
+from covey.files import IN_BUCKET, has_file, open_below, replace_file
 from covey.train.bucket import Bucket, register_file_system
 from covey.train.checksums import SUMS, Digests, compare_digests, format_sums, parse_sums
+from covey.train.json_lines import MAX_LINE, parse_line
 from covey.train.steps import is_written_by, name_of
 
 POINTER, IDENTITY = "bucket.json", "run.json"
@@ -138,12 +139,30 @@ def open_bucket(folder: Path, address: str, writes: bool) -> BucketSteps | None:
         if writes:
             replace_file(pointer, json.dumps({"address": steps.address, "run": identity}).encode())
         return steps
-    with open_below(folder, POINTER) as file:
-        named = json.loads(file.read())
-    steps = BucketSteps(named["address"])
-    if writes and not steps.belongs_to(named["run"]):
+    named, identity = _read_pointer(folder)
+    steps = BucketSteps(named)
+    if writes and not steps.belongs_to(identity):
         raise _taken(steps.address, f"what this run has written there, with its {IDENTITY}")
     return steps
+
+
+def _read_pointer(folder: Path) -> tuple[str, str]:
+    """Return the address and the identity in a folder's `bucket.json`.
+
+    Raises:
+        ResumeError: it has another form.
+    """
+    with open_below(folder, POINTER) as file:
+        named = parse_line(file.read(MAX_LINE)) or {}
+    address, identity = named.get("address"), named.get("run")
+    if not (isinstance(address, str) and IN_BUCKET.fullmatch(address) and isinstance(identity, str)):
+        raise ResumeError(
+            "this file does not name the bucket of the checkpoints",
+            want='{"address": "gs://BUCKET/FOLDER", "run": "IDENTITY"}, as the run has written it',
+            fix="put the file back as it was",
+            where=str(folder / POINTER),
+        )
+    return address, identity
 
 
 def _taken(address: str, want: str) -> ResumeError:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,10 @@ from covey.parallel.store import together
 from covey.train.bucket_steps import BucketSteps, open_bucket
 from covey.train.checksums import SUMS, Digests, holds_lock, take_lock
 from covey.train.joint_save import find_damage, gather_digests, is_joint
+from covey.train.json_lines import is_count, number
 from covey.train.steps import META, FolderSteps, Steps
 
+T = TypeVar("T")
 ARRAYS = "arrays"
 BYTES_IN_FLIGHT = 2**28
 """Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
@@ -282,17 +284,20 @@ class Checkpointer:
 
     def _meta(self, step: int) -> dict[str, Any]:
         try:
-            meta: dict[str, Any] = json.loads(self._steps.read(step, META))
-        except (OSError, ValueError) as error:  # the digests agree, so it was sealed like that
-            raise self._damaged(step, f"{META} cannot be read ({error})") from None
-        return meta
+            meta = json.loads(self._steps.read(step, META))
+            problem = _wrong_in_meta(meta)
+        except (OSError, ValueError, RecursionError) as error:  # the digests agree, so it was sealed like that
+            problem = f"cannot be read ({error})"
+        if problem:
+            raise self._damaged(step, f"{META} {problem}")
+        return dict(meta)
 
     def _score(self, step: int) -> float | None:
         try:
-            score: float | None = json.loads(self._steps.read(step, META)).get("score")
-        except (OSError, ValueError):  # damaged: `restore` raises the error
+            meta = json.loads(self._steps.read(step, META))
+        except (OSError, ValueError, RecursionError):  # damaged: `restore` raises the error
             return None
-        return score
+        return number(meta.get("score")) if isinstance(meta, dict) else None
 
     def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
         free = self._steps.free()
@@ -381,6 +386,43 @@ def _entry(name: str, leaf: Any) -> dict[str, Any]:
         )
     entry: dict[str, Any] = {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
     return entry | {"key": str(jax.random.key_impl(leaf))} if _is_key(leaf) else entry
+
+
+def _wrong_in_meta(meta: Any) -> str:
+    """Describe what is wrong in the content of meta.json; empty when it has the form that `save` writes."""
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), dict) for name in ("leaves", "extra")):
+        return "has not the mappings leaves and extra"
+    odd = [name for name, entry in meta["leaves"].items() if not _is_entry(entry)]
+    return f"describes no array at {odd[0]!r}" if odd else ""
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether `entry` has the form that `_entry` gives, with a type that exists."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, implementation = entry.get("shape"), entry.get("key")
+    try:
+        dtype = jnp.dtype(entry["dtype"]) if implementation is None else jax.random.key(0, impl=implementation).dtype
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return str(dtype) == entry["dtype"] and isinstance(shape, list) and all(map(is_count, shape))
+
+
+def require_entry(extra: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return the entry `name` of the `extra` of a checkpoint, or of a mapping in it.
+
+    Raises:
+        ResumeError: it is missing, or of another kind than `kind`: a file made by others may hold anything.
+    """
+    value = extra.get(name)
+    is_right = {int: is_count(value), float: number(value) is not None}.get(kind, isinstance(value, kind))
+    if not is_right:
+        raise ResumeError(
+            f"{META} of the checkpoint has " + (f"{name} = {value!r:.80}" if name in extra else f"no {name}"),
+            want=f"{name} as the run has saved it: a {kind.__name__}",
+            fix="remove this checkpoint, to resume from the one before",
+        )
+    return value if isinstance(value, kind) else kind(value)  # type: ignore[call-arg]  # of a number
 
 
 def _is_key(leaf: Any) -> bool:
