@@ -12,6 +12,7 @@ from annotated_types import Gt
 
 from covey.config.base import (
     Config,
+    Decisive,
     Fraction,
     GroupSize,
     NonNegativeFloat,
@@ -21,6 +22,7 @@ from covey.config.base import (
     Probability,
     Problem,
     ReadIf,
+    Reported,
     unread_settings,
     without_check,
 )
@@ -53,82 +55,82 @@ class GRPOConfig(Config, section="grpo"):
     A setting that is None has the preset's value; `algorithm_of` returns all of them. Formulas: docs/algorithms.md.
     """
 
-    algorithm: AlgorithmName = "grpo"
+    algorithm: Decisive[AlgorithmName] = "grpo"
     """Preset: the settings of a published algorithm."""
-    num_generations: GroupSize = 8
+    num_generations: Decisive[GroupSize] = 8
     """Number of samples for each prompt: the group size G."""
-    num_iterations: PositiveInt = 1
+    num_iterations: Decisive[PositiveInt] = 1
     """Number of updates on each batch of rollouts: μ."""
-    reward_weights: tuple[float, ...] | None = None
+    reward_weights: Reported[tuple[float, ...] | None] = None
     """Weight of each reward function in the total; all 1 when not set. That of a reward model comes last. A function
     with weight 0 is logged only: it counts neither in the total nor in whether an answer was scored.
     """
-    advantage: FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]] = from_preset(
-        "group_zscore"
+    advantage: Reported[FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]]] = (
+        from_preset("group_zscore")
     )
     """Rule that turns rewards into advantages; gae needs a critic."""
-    credit: Literal["episode", "turn"] = "episode"
+    credit: Reported[Literal["episode", "turn"]] = "episode"
     """Reward of a turn in an environment: that of the whole episode, or of the turn and those after it, which is
     compared with what the group's other episodes got from the same turn on.
     """
-    turn_gamma: Probability = 1.0
+    turn_gamma: Reported[Probability] = 1.0
     """credit turn: factor of the rewards of each later turn."""
-    ratio: FromPreset[Literal["token", "sequence", "sequence_token"]] = from_preset("token")
+    ratio: Reported[FromPreset[Literal["token", "sequence", "sequence_token"]]] = from_preset("token")
     """Importance ratio: of each token, of the whole answer (GSPO), or of the answer with the gradient of the token."""
-    surrogate: FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]] = from_preset("clip")
+    surrogate: Reported[FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]]] = from_preset("clip")
     """Objective at each token, as a function of ratio and advantage."""
-    aggregate: FromPreset[Literal["sequence_mean", "token_mean", "constant"]] = from_preset("sequence_mean")
+    aggregate: Reported[FromPreset[Literal["sequence_mean", "token_mean", "constant"]]] = from_preset("sequence_mean")
     """Mean over answers of their token means, mean over all tokens of the step, or sum over answers × max_new_tokens.
     """
-    epsilon: FromPreset[Fraction] = from_preset(0.2)
+    epsilon: Reported[FromPreset[Fraction]] = from_preset(0.2)
     """Clip range of the ratio below 1, and above 1 unless epsilon_high is set."""
-    epsilon_high: PositiveFloat | None = None
+    epsilon_high: Reported[PositiveFloat | None] = None
     """Clip range of the ratio above 1."""
-    delta: MoreThanOne | None = None
+    delta: Reported[MoreThanOne | None] = None
     """clip, dual_clip: upper bound of the ratio where it is not clipped (two-sided clip, INTELLECT-2); off when not
     set.
     """
-    dual_clip: FromPreset[MoreThanOne] = from_preset(3.0)
+    dual_clip: Reported[FromPreset[MoreThanOne]] = from_preset(3.0)
     """dual_clip: c of Ye et al. (2020); for A < 0 the loss is at most c·|A|."""
-    cap: FromPreset[PositiveFloat] = from_preset(5.0)
+    cap: Reported[FromPreset[PositiveFloat]] = from_preset(5.0)
     """cispo: largest weight of a token."""
-    sapo_positive: FromPreset[PositiveFloat] = from_preset(1.0)
+    sapo_positive: Reported[FromPreset[PositiveFloat]] = from_preset(1.0)
     """sapo: temperature for A > 0."""
-    sapo_negative: FromPreset[PositiveFloat] = from_preset(1.05)
+    sapo_negative: Reported[FromPreset[PositiveFloat]] = from_preset(1.05)
     """sapo: temperature for A ≤ 0."""
-    beta: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    beta: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
     """Weight of the KL to the reference; 0 needs no reference model."""
-    kl: FromPreset[Literal["k1", "k2", "k3"]] = from_preset("k3")
+    kl: Reported[FromPreset[Literal["k1", "k2", "k3"]]] = from_preset("k3")
     """Estimator of the KL (Schulman, 2020). k1 belongs in the reward: as a loss its expected gradient is 0."""
-    kl_in: FromPreset[Literal["loss", "reward"]] = from_preset("loss")
+    kl_in: Reported[FromPreset[Literal["loss", "reward"]]] = from_preset("loss")
     """Use the KL as a term of the loss, or subtract it from the reward."""
-    kl_target: PositiveFloat | None = None
+    kl_target: Reported[PositiveFloat | None] = None
     """KL value toward which beta is adapted (Ziegler et al., 2019); off when not set."""
-    kl_horizon: FromPreset[PositiveInt] = from_preset(10_000)
+    kl_horizon: Reported[FromPreset[PositiveInt]] = from_preset(10_000)
     """Number of samples over which an adapted beta moves."""
-    entropy_bonus: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    entropy_bonus: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
     """Weight of the entropy, which is added to the objective."""
-    correction: FromPreset[Correction] = from_preset("none")
+    correction: Reported[FromPreset[Correction]] = from_preset("none")
     """Treatment of tokens where trainer and sampler disagree: weigh them by exp(logp_trainer − logp_sampler), limited
     to correction_cap (truncate) or left out above it (mask), for each token or each answer (geometric mean).
     """
-    correction_cap: FromPreset[PositiveFloat] = from_preset(2.0)
+    correction_cap: Reported[FromPreset[PositiveFloat]] = from_preset(2.0)
     """Largest weight of the correction."""
-    mask_truncated: FromPreset[bool] = from_preset(False)
+    mask_truncated: Reported[FromPreset[bool]] = from_preset(False)
     """Leave completions that a limit of tokens or of time cut out of the loss."""
-    overlong_buffer: FromPreset[NonNegativeFloat] = from_preset(0.0)
+    overlong_buffer: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
     """Number of tokens before max_new_tokens in which the reward falls linearly (DAPO); below 1 it is a fraction of
     max_new_tokens, 0 is off.
     """
-    overlong_penalty: FromPreset[NonNegativeFloat] = from_preset(1.0)
+    overlong_penalty: Reported[FromPreset[NonNegativeFloat]] = from_preset(1.0)
     """Amount by which the reward has fallen at max_new_tokens."""
-    max_sampling_rounds: FromPreset[PositiveInt] = from_preset(1)
+    max_sampling_rounds: Reported[FromPreset[PositiveInt]] = from_preset(1)
     """Largest number of prompt batches sampled in a step to replace groups of equal rewards (DAPO); 1 replaces none."""
-    reference: Literal["start", "base"] = "start"
+    reference: Reported[Literal["start", "base"]] = "start"
     """Frozen policy of the KL: the model as the run begins, with a loaded adapter, or the base under the adapters."""
-    reference_every_n_updates: NonNegativeInt = 0
+    reference_every_n_updates: Reported[NonNegativeInt] = 0
     """Number of updates after which the reference moves toward the actor (TR-DPO); 0 keeps it."""
-    reference_mixing: Fraction = 0.6
+    reference_mixing: Reported[Fraction] = 0.6
     """Weight α of such a move: reference ← α·actor + (1 − α)·reference."""
 
     def contradictions(self) -> Iterator[Problem]:
@@ -149,15 +151,15 @@ class GRPOConfig(Config, section="grpo"):
 class PPOConfig(GRPOConfig):
     """GRPO's settings with PPO's defaults: the preset `ppo`, one sample a prompt."""
 
-    algorithm: AlgorithmName = "ppo"
-    num_generations: GroupSize = 1
-    gamma: FromPreset[Probability] = from_preset(1.0)
+    algorithm: Decisive[AlgorithmName] = "ppo"
+    num_generations: Decisive[GroupSize] = 1
+    gamma: Reported[FromPreset[Probability]] = from_preset(1.0)
     """gae: discount."""
-    gae_lambda: FromPreset[Probability] = from_preset(0.95)
+    gae_lambda: Reported[FromPreset[Probability]] = from_preset(0.95)
     """gae: λ."""
-    value_clip: FromPreset[NonNegativeFloat] = from_preset(0.2)
+    value_clip: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.2)
     """ppo: largest distance of a value from that of the rollout within which its loss still falls; 0 is off."""
-    whiten: FromPreset[bool] = from_preset(False)
+    whiten: Reported[FromPreset[bool]] = from_preset(False)
     """gae: shift and scale the advantages of the step to mean 0 and variance 1."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
 from inspect import Signature, signature
 from numbers import Number
 from typing import (
@@ -55,6 +56,26 @@ Decay = Annotated[float, Ge(0), Lt(1)]
 """Factor by which something decays, or the probability of leaving something out."""
 
 C = TypeVar("C", bound="Config")
+T = TypeVar("T")
+
+
+class OnResume(StrEnum):
+    """Treatment of a setting that was changed between a run and its resumption (`run.settings`).
+
+    Every setting of a recipe has one, beside its type. That of a section holds for its settings that have none.
+    """
+
+    DECISIVE = "decisive"
+    """Refuse to resume: it would be another run."""
+    REPORTED = "reported"
+    """Resume, and report the change."""
+    IGNORED = "ignored"
+    """Resume without a word: the results do not depend on it, or content is compared in place of a path."""
+
+
+Decisive = Annotated[T, OnResume.DECISIVE]
+Reported = Annotated[T, OnResume.REPORTED]
+Ignored = Annotated[T, OnResume.IGNORED]
 
 
 def shortened(value: Any) -> str:
@@ -335,6 +356,17 @@ def classes_in(kind: Any) -> list[type[Config]]:
     if get_origin(kind) in (Annotated, Union, types.UnionType):
         return [found for one in get_args(kind) for found in classes_in(one)]
     return [kind] if isinstance(kind, type) and issubclass(kind, Config) else []
+
+
+def on_resume(cls: type[Config], inherited: OnResume | None = None, prefix: str = "") -> dict[str, OnResume | None]:
+    """Return the treatment of every setting in the tree of `cls` by dotted name, None where it has none."""
+    treatments: dict[str, OnResume | None] = {}
+    for name, kind in cls.kinds.items():
+        own = next((one for one in getattr(kind, "__metadata__", ()) if isinstance(one, OnResume)), inherited)
+        treatments[prefix + name] = own
+        for section in classes_in(kind):
+            treatments |= on_resume(section, own, f"{prefix}{name}.")
+    return treatments
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from covey.config import metrics, strict_yaml
 from covey.config.algorithms import algorithm_of, config_for
-from covey.config.base import Config, NonNegativeInt, Problem
+from covey.config.base import Config, Decisive, Ignored, NonNegativeInt, Problem, Reported
 from covey.config.overrides import apply
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import (
@@ -43,21 +43,21 @@ RUN_RECIPE = "recipe.yaml"
 class AnyRecipe(Config):
     """Settings that every run has."""
 
-    name: str = "custom"
+    name: Ignored[str] = "custom"
     """Name of the recipe, and of the run folder when --out is not given."""
-    method: Literal["rl", "sft"] = "rl"
+    method: Reported[Literal["rl", "sft"]] = "rl"
     """rl: compare sampled answers (covey train). sft: imitate given ones (covey sft)."""
-    description: str = ""
+    description: Ignored[str] = ""
     """One sentence for the table of recipes."""
-    needs: str = ""
+    needs: Ignored[str] = ""
     """Requirements: weights, data, hardware, memory."""
-    expect: str = ""
+    expect: Ignored[str] = ""
     """Expected result, and the time that it takes."""
-    seed: NonNegativeInt = 0
+    seed: Decisive[NonNegativeInt] = 0
     """Seed of the samples drawn; with the same seed a run repeats exactly."""
-    out: str | None = None
+    out: Ignored[str | None] = None
     """Run folder; runs/<name>-<n> when not set."""
-    tracking: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    tracking: Ignored[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = ()
     """Trackers that get the metrics, in addition to the run folder, if their packages are installed."""
     model: ModelOptions = field(default_factory=ModelOptions)
 
@@ -69,21 +69,21 @@ class Recipe(AnyRecipe):
     `PPOConfig` if its algorithm has a critic.
     """
 
-    method: Literal["rl"] = "rl"
-    data: DataConfig = field(default_factory=DataConfig)
-    rewards: tuple[str, ...] = ()
+    method: Reported[Literal["rl"]] = "rl"
+    data: Decisive[DataConfig] = field(default_factory=DataConfig)
+    rewards: Reported[tuple[str, ...]] = ()
     """Reward functions by name; their weighted sum is the reward."""
     envs: EnvsConfig = field(default_factory=EnvsConfig)
-    reward_model: str | None = None
+    reward_model: Reported[str | None] = None
     """A sequence-classification checkpoint whose score is one more reward; its weight is the last one."""
-    reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
-    critic: str | None = None
+    reward_safety: Reported[RewardSafetyConfig] = field(default_factory=RewardSafetyConfig)
+    critic: Reported[str | None] = None
     """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    role_to_mesh: RoleMeshes = field(default_factory=RoleMeshes)
+    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
+    role_to_mesh: Ignored[RoleMeshes] = field(default_factory=RoleMeshes)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    evaluation: Ignored[EvalConfig] = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
@@ -93,11 +93,11 @@ class Recipe(AnyRecipe):
 class SFTRecipe(AnyRecipe):
     """One run of supervised training, from the checkpoint it starts with to the evaluation at its end."""
 
-    method: Literal["sft"] = "sft"
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    method: Reported[Literal["sft"]] = "sft"
+    data: Decisive[SFTDataConfig] = field(default_factory=SFTDataConfig)
     training: SFTConfig = field(default_factory=SFTConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    evaluation: SFTEvalConfig = field(default_factory=SFTEvalConfig)
+    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
+    evaluation: Ignored[SFTEvalConfig] = field(default_factory=SFTEvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))

@@ -1,5 +1,6 @@
 """Compare the settings of a resumed run with those it was saved with. The recipe in its folder may have been edited: a
-change that makes it another run is refused with a diff; other changes are reported.
+change that makes it another run is refused with a diff; other changes are reported. Which of these it is stands beside
+the type of the setting in its section (`OnResume`).
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.algorithms import algorithm_of
-from covey.config.base import flatten
+from covey.config.base import OnResume, flatten, on_resume
 from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
 from covey.train.run_files import RECIPE
@@ -25,8 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
-    """Return the JSON value of every setting by dotted name, except `IGNORED_ON_RESUME`."""
-    return {name: value for name, value in flatten(asdict(recipe)).items() if not _is_in(name, IGNORED_ON_RESUME)}
+    """Return the JSON value of every setting by dotted name, except those that are ignored on resume."""
+    treatments = on_resume(type(recipe))
+    return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] is not OnResume.IGNORED}
 
 
 def may_need_earlier_values(recipe: Recipe) -> bool:
@@ -57,8 +59,8 @@ def refuse_changed_settings(saved: Settings, now: Settings, folder: Path, fix: s
     defaults = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
     saved = defaults | _earlier_values(saved, now) | saved
     changed = {name: _describe(name, saved, now) for name in saved if saved[name] != now.get(name)}
-    fix = fix or f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}"
-    if refused := [change for name, change in changed.items() if name in now and _is_in(name, DECISIVE)]:
+    treatments = on_resume(METHODS[now["method"]])
+    if refused := [x for name, x in changed.items() if name in now and treatments[name] is OnResume.DECISIVE]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
             want="data, batch, seed, types and adapters as they were",
@@ -83,11 +85,6 @@ def _earlier_values(saved: Settings, now: Settings) -> Settings:
     return found
 
 
-def _is_in(name: str, sections: tuple[str, ...]) -> bool:
-    """Return whether the setting `name` is one of `sections`, or in one of them."""
-    return any(name == one or name.startswith(one + ".") for one in sections)
-
-
 @dataclass(frozen=True)
 class EarlierValue:
     """Behaviour of a run from before a setting existed, where that is not the setting's default.
@@ -107,20 +104,3 @@ BEFORE_IT_EXISTED = {
     )
 }
 """Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
-
-DECISIVE = (
-    "seed", "rollout.seed", "data", "model.dtype", "model.compute_dtype", "model.quantize", "model.quantize_block",
-    "model.lora", "envs.environment", "envs.arguments", "envs.tools", "envs.tool_format", "envs.python_engine",
-    "envs.history", "envs.max_turns", "envs.max_turn_tokens", "training.prompts_per_step", "training.batch_size",
-    "grpo.algorithm", "grpo.num_generations", "grpo.num_iterations",
-)  # fmt: skip
-"""Settings, and sections of settings, that may not change when a run is resumed."""
-
-IGNORED_ON_RESUME = (
-    "name", "description", "needs", "expect", "out", "tracking", "model.mesh", "role_to_mesh", "model.source",
-    "model.adapter", "data.path", "data.test_path", "rollout.slots", "rollout.kv_cache_size", "evaluation",
-    "training.watchdog_seconds", "training.show", "training.max_to_keep",
-    "training.checkpoint_path", "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
-    "training.token_values_every_n_steps",
-)  # fmt: skip
-"""Settings that may change without a report. Content at a path is compared by digest, whatever the path."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from covey.config import recipe
+from covey.config import recipe, strict_yaml
+from covey.config.base import OnResume, on_resume
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.display import show_log
 from covey.errors import ResumeError
@@ -58,3 +59,18 @@ def test_what_makes_another_run_is_still_refused() -> None:
     now = settings_of(RL)
     with pytest.raises(ResumeError, match=r"seed was 7, is 8; model\.lora\.rank was 4, is 8"):
         told(now, now | {"seed": 8, "model.lora.rank": 8})
+
+
+@pytest.mark.parametrize("cls", [Recipe, SFTRecipe])
+def test_every_setting_says_what_a_change_of_it_does_to_a_resumed_run(cls: type[Recipe | SFTRecipe]) -> None:
+    """Beside its type, or beside that of its section: `Decisive`, `Reported` or `Ignored`."""
+    treatments = on_resume(cls)
+    assert [name for name in strict_yaml.leaves(cls) if treatments[name] is None] == []
+
+
+def test_the_treatment_beside_a_setting_comes_before_that_of_its_section() -> None:
+    treatments = on_resume(Recipe)
+    assert treatments["data.train_fraction"] == treatments["model.lora.alpha"] == OnResume.DECISIVE
+    assert treatments["data.path"] == treatments["evaluation.temperature"] == OnResume.IGNORED
+    assert treatments["rollout.temperature"] == treatments["training.actor_optimizer.b1"] == OnResume.REPORTED
+    assert "data.path" not in settings_of(RL)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Final, Literal
 
-from covey.config.base import Config, Fraction, NonNegativeInt, Problem
+from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem
 
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
@@ -29,11 +29,11 @@ class DataConfig(Config, section="data"):
     `path`. guess and wordle are for the environments of these names, long-sums for the tool calculator. A run that a
     script made with `train(..., out=)` has python: only the script has its data.
     """
-    path: str | None = None
+    path: Ignored[str | None] = None
     """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
     main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
     """
-    test_path: str | None = None
+    test_path: Ignored[str | None] = None
     """The held-out file beside a file. Without it the last tenth of `path` is held out."""
     prompt_column: str = "prompt"
     """jsonl: the column that holds the prompt (text, or a list of chat messages)."""

@@ -9,11 +9,13 @@ from pydantic import JsonValue
 
 from covey.config.base import (
     Config,
+    Decisive,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Problem,
     ReadIf,
+    Reported,
     unread_settings,
 )
 from covey.config.reward_safety import OnRewardError
@@ -25,68 +27,68 @@ ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral", "mistral_ar
 class EnvsConfig(Config, section="envs"):
     """Environment in which the model acts in turns, or tools that it may call."""
 
-    environment: str | None = None
+    environment: Decisive[str | None] = None
     """A built-in environment (guess, wordle), your own (module:Class), one of the library verifiers
     (verifiers:MODULE), one in the shape of TRL's environment_factory (trl:module:Class), or one of an OpenEnv server
     (openenv:URL). Not set: every sample is one turn, unless there are tools.
     """
-    arguments: dict[str, JsonValue] = field(default_factory=dict)
+    arguments: Decisive[dict[str, JsonValue]] = field(default_factory=dict)
     """Arguments by name for what makes the environment: your class behind the row, load_environment of verifiers 0.2,
     the taskset of verifiers 0.4, a class for TRL, or reset of an OpenEnv server.
     """
-    tools: tuple[str, ...] = ()
+    tools: Decisive[tuple[str, ...]] = ()
     """Functions that the model may call: built-in ones (calculator, python), and your own: module:function. Their
     results follow its turn; a turn without a call ends the episode.
     """
-    tool_format: ToolFormat = "auto"
+    tool_format: Decisive[ToolFormat] = "auto"
     """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,
     also Qwen's) or a list (smollm), bare JSON (llama), a list behind [TOOL_CALLS] (mistral), a name and [ARGS] behind
     it (mistral_args), or <tool_call> with <function=NAME> and <parameter=KEY> (qwen3_coder).
     """
-    python_engine: PythonEngine = "auto"
+    python_engine: Decisive[PythonEngine] = "auto"
     """Engine of the tool python: a process that Landlock and seccomp lock in (child), CPython as WebAssembly, which
     needs the extra wasm and whose results repeat bit for bit (wasm), or child where it holds and wasm elsewhere (auto).
     """
-    max_turns: PositiveInt = 8
+    max_turns: Decisive[PositiveInt] = 8
     """Largest number of turns that the model has in an episode."""
-    max_turn_tokens: PositiveInt | None = None
+    max_turn_tokens: Decisive[PositiveInt | None] = None
     """Largest number of tokens of one turn of the model. rollout.max_new_tokens limits the whole episode, with the
     tokens of the environment; a turn is limited by that alone when this is not set.
     """
-    history: Literal["sampled", "template"] = "sampled"
+    history: Decisive[Literal["sampled", "template"]] = "sampled"
     """Turns of the model before the one that is sampled, where the chat template renders them differently once others
     follow: as they were sampled, or as the template renders them, in a new branch of the sample.
     """
-    different_prompts: Literal["refuse", "group"] = "refuse"
+    different_prompts: Reported[Literal["refuse", "group"]] = "refuse"
     """Treatment of samples of a row whose episodes begin with different prompts: stop the run (refuse), or compare
     samples with equal prompts (group). A sample without another of its prompt is then left out of training and counted.
     """
-    max_characters: PositiveInt = 20_000
+    max_characters: Reported[PositiveInt] = 20_000
     """Largest number of characters of the environment's messages of one turn; more is a failure."""
-    timeout: NonNegativeFloat = 60.0
+    timeout: Reported[NonNegativeFloat] = 60.0
     """Seconds that an environment may take to begin or to respond; 0 is no limit."""
-    max_live: PositiveInt | None = None
+    max_live: Reported[PositiveInt | None] = None
     """Largest number of episodes that are begun and not over. If it is more than rollout.slots, a sample that waits for
     its environment gives its slot to another, and its cache is kept beside the slots: memory for as many caches. As
     many as there are slots when not set; a warning says if they wait much, and how many would keep them busy.
     """
-    concurrency: PositiveInt = 64
+    concurrency: Reported[PositiveInt] = 64
     """Largest number of calls of environments under way at once, and of tools."""
-    on_error: OnRewardError = "raise"
+    on_error: Reported[OnRewardError] = "raise"
     """Treatment of an episode in which the environment raises, takes too long or responds with something invalid: stop
     the run (raise), leave its reward out (none), or give it the reward `value`. The episode ends there.
     """
-    value: float = 0.0
+    value: Reported[float] = 0.0
     """Reward of such an episode under the treatment value."""
-    budget: NonNegativeInt = 100
+    budget: Reported[NonNegativeInt] = 100
     """Number of failures in the whole run that none and value accept; one more stops the run."""
-    rehearsal: bool | None = None
+    rehearsal: Reported[bool | None] = None
     """Play one episode twice before the run, with scripted replies, and stop if its course differs. Not set: yes, but
     not for openenv, verifiers and tools alone, nor where different prompts are grouped.
     """
-    action_field: str | None = None
+    action_field: Reported[str | None] = None
     """Field of an OpenEnv action that takes the model's reply as text. Not set: the reply must be a JSON object."""
-    private_addresses: bool = False
+    private_addresses: Reported[bool] = False
     """Whether an OpenEnv server may be at a private address, such as 127.0.0.1."""
 
     def contradictions(self) -> Iterator[Problem]:

@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from covey.config.base import Config, Decay, Int, NonNegativeInt, PositiveFloat, PositiveInt, Problem
+from covey.config.base import (
+    Config,
+    Decay,
+    Decisive,
+    Ignored,
+    Int,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Reported,
+)
 from covey.errors import nearest
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
@@ -78,34 +89,34 @@ class RoleMeshes(Config, section="role_to_mesh"):
 class ModelOptions(Config, section="model"):
     """Checkpoint to start with, and its types in memory and in computation."""
 
-    source: str = "smollm2-135m"
+    source: Ignored[str] = "smollm2-135m"
     """A name (smollm2-135m), a Hugging Face folder, a .gguf file, hf:org/name[@revision], the folder of a run, or a
     model made from scratch (scratch:arithmetic-tiny; its weights are drawn from the run's seed).
     """
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Decisive[Literal["float32", "bfloat16"]] = "float32"
     """Type of the weights in memory."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    compute_dtype: Decisive[Literal["auto", "float32", "bfloat16"]] = "float32"
     """Type of the operands of matrix products; they always accumulate in float32. auto chooses bfloat16 where the
     device multiplies it in hardware, else float32; the run folder records the choice.
     """
-    remat: bool = True
+    remat: Reported[bool] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    remat_keeps: Literal["nothing", "products"] = "products"
+    remat_keeps: Reported[Literal["nothing", "products"]] = "products"
     """Activations that a recomputed layer keeps: the results of its projections, which are nearly all of the work, or
     nothing.
     """
-    quantize: Literal["none", "int8", "nf4"] = "none"
+    quantize: Decisive[Literal["none", "int8", "nf4"]] = "none"
     """Storage of the frozen projections under adapters: as they are, 8 bits with one scale for each column, or 4 bits
     with one scale for each block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.
     """
-    quantize_block: Annotated[Int, Ge(2)] = 64
+    quantize_block: Decisive[Annotated[Int, Ge(2)]] = 64
     """nf4: number of inputs of a projection with a common scale; even, and a divisor of the inputs of each."""
-    adapter: str | None = None
+    adapter: Ignored[str | None] = None
     """Folder of a PEFT adapter (adapter_config.json), which is put on the model and trained on; lora.rank is then 0,
     since the adapter has its own.
     """
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    lora: Decisive[LoRAConfig] = field(default_factory=LoRAConfig)
+    mesh: Ignored[MeshConfig] = field(default_factory=MeshConfig)
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings of adapters and quantisation that exclude each other."""

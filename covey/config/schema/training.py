@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from covey.config import metrics
-from covey.config.base import Config, Int, NonNegativeFloat, NonNegativeInt, PositiveInt, Problem
+from covey.config.base import (
+    Config,
+    Decisive,
+    Ignored,
+    Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Problem,
+    Reported,
+)
 from covey.config.schema.optimizer import Optimizer, OptimizerConfig
 from covey.files import IN_BUCKET
 
@@ -15,67 +25,67 @@ from covey.files import IN_BUCKET
 class RLTrainingConfig(Config, section="training"):
     """Duration, batch sizes and intervals of the training."""
 
-    max_steps: PositiveInt | None = None
+    max_steps: Reported[PositiveInt | None] = None
     """Number of optimizer steps (rollout batches × num_iterations); when not set, the data times num_epochs."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Reported[PositiveInt] = 1
     """Number of passes over the training data when max_steps is not set."""
-    prompts_per_step: PositiveInt = 8
+    prompts_per_step: Decisive[PositiveInt] = 8
     """Number of prompts in a rollout batch, over all processes: P. Each is sampled num_generations times."""
-    too_long: Literal["error", "drop", "truncate"] = "error"
+    too_long: Reported[Literal["error", "drop", "truncate"]] = "error"
     """Treatment of a prompt longer than rollout.max_prompt_length: refuse the run, leave out its row, or cut off its
     beginning (in a chat the beginning of the longest message), in training and evaluation. summary.json counts rows
     left out and cut.
     """
-    actor_optimizer: Optimizer = field(default_factory=OptimizerConfig)
-    critic_optimizer: Optimizer = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    actor_optimizer: Reported[Optimizer] = field(default_factory=OptimizerConfig)
+    critic_optimizer: Reported[Optimizer] = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     """ppo: optimizer of the critic."""
-    rollout_micro_batch_size: PositiveInt | None = None
+    rollout_micro_batch_size: Reported[PositiveInt | None] = None
     """Number of prompts (× num_generations samples) sampled at a time; the whole step when not set."""
-    ref_logps_micro_batch_size: PositiveInt | None = None
+    ref_logps_micro_batch_size: Reported[PositiveInt | None] = None
     """Number of prompts (× num_generations samples) whose reference log-probs and values are computed at a time."""
-    old_logps_micro_batch_size: PositiveInt | None = None
+    old_logps_micro_batch_size: Reported[PositiveInt | None] = None
     """Number of prompts (× num_generations samples) whose old log-probs are computed at a time."""
-    train_micro_batch_size: PositiveInt | None = None
+    train_micro_batch_size: Reported[PositiveInt | None] = None
     """Number of prompts (× num_generations samples) whose gradients are accumulated at a time; the whole step when not
     set.
     """
-    queueing: Literal["auto", "sync", "async"] = "auto"
+    queueing: Reported[Literal["auto", "sync", "async"]] = "auto"
     """async: a thread samples and scores the step's next micro-batch while the last one is trained on; auto does so
     when actor and rollout live on different devices of one process. The result is the same. Several processes refuse
     async: they sample and train in turn.
     """
-    eval_every_n_steps: NonNegativeInt = 0
+    eval_every_n_steps: Ignored[NonNegativeInt] = 0
     """Held-out evaluation during training; 0 leaves it to before and after."""
-    checkpoint_every_n_steps: NonNegativeInt = 0
+    checkpoint_every_n_steps: Ignored[NonNegativeInt] = 0
     """Checkpoints during training; one is always written at the end."""
-    max_to_keep: PositiveInt = 4
+    max_to_keep: Ignored[PositiveInt] = 4
     """Number of checkpoints kept."""
-    checkpoint_path: str = ""
+    checkpoint_path: Ignored[str] = ""
     """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
     in the run folder. When not set, the checkpoints are in the run folder.
     """
-    keep_best: str = ""
+    keep_best: Reported[str] = ""
     """A metric, such as eval/accuracy: the checkpoint with its best value is kept beside the latest."""
-    skip_nonfinite: NonNegativeInt = 0
+    skip_nonfinite: Reported[NonNegativeInt] = 0
     """Number of updates whose loss or gradient is not finite that may be left out before the run stops; the batch of
     each is saved in the folder bad/. An update left out counts as a step of the run, the schedule and the dropout.
     """
-    watchdog_seconds: NonNegativeFloat = 1800.0
+    watchdog_seconds: Ignored[NonNegativeFloat] = 1800.0
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
-    token_values_every_n_steps: NonNegativeInt | None = None
+    token_values_every_n_steps: Ignored[NonNegativeInt | None] = None
     """Interval of the steps at which the tokens of one group (of 8 completions, and 512 tokens of each, at most) are
     scored before and after the update, so that the report can colour them; 0 is never. When not set, it is the shortest
     at which this costs less than 1 % of a step, and at most 50 steps of the run. It changes no result.
     """
-    show: tuple[str, ...] = ("kl",)
+    show: Ignored[tuple[str, ...]] = ("kl",)
     """Metrics on the progress line, besides the reward; docs/metrics.md lists them all."""
-    packing: Literal["groups", "dense"] = "groups"
+    packing: Reported[Literal["groups", "dense"]] = "groups"
     """groups: the prompt once, followed by its completions. dense: one sample in a row (the oracle)."""
-    row_length: PositiveInt = 768
+    row_length: Reported[PositiveInt] = 768
     """Largest length of a row in tokens; shorter rows are used where they suffice, and a longer sample makes a longer
     one.
     """
-    max_tokens_per_micro_batch: PositiveInt = 1024
+    max_tokens_per_micro_batch: Reported[PositiveInt] = 1024
     """Largest number of tokens in one forward-backward pass, in whole rows and at least one for each device; a larger
     micro-batch is split. It changes speed and memory, never the gradient.
     """
@@ -91,52 +101,52 @@ class RLTrainingConfig(Config, section="training"):
 class SFTConfig(Config, section="training"):
     """Duration, batch sizes and intervals of supervised training."""
 
-    max_steps: PositiveInt | None = None
+    max_steps: Reported[PositiveInt | None] = None
     """Number of optimizer steps; when not set, the data times num_epochs."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Reported[PositiveInt] = 1
     """Number of passes over the training data when max_steps is not set."""
-    batch_size: PositiveInt = 16
+    batch_size: Decisive[PositiveInt] = 16
     """Number of examples in an optimizer step."""
-    optimizer: Optimizer = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
-    completion_only: bool = True
+    optimizer: Reported[Optimizer] = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
+    completion_only: Reported[bool] = True
     """Learn the completions only; otherwise the prompts too."""
-    max_length: Annotated[Int, Ge(2)] = 1024
+    max_length: Reported[Annotated[Int, Ge(2)]] = 1024
     """Largest length of an example in tokens, prompt and completion together."""
-    too_long: Literal["error", "drop", "truncate"] = "error"
+    too_long: Reported[Literal["error", "drop", "truncate"]] = "error"
     """Treatment of a longer example: refuse the run, leave the example out, or cut off its end, and with it the stop
     token. summary.json counts examples left out and cut.
     """
-    packing: bool = True
+    packing: Reported[bool] = True
     """Put several short examples into one row, where none sees another; otherwise one in a row. The gradient is the
     same.
     """
-    row_length: PositiveInt = 768
+    row_length: Reported[PositiveInt] = 768
     """Largest length of a row in tokens; shorter rows are used where they suffice, and a longer example makes a longer
     one.
     """
-    max_tokens_per_micro_batch: PositiveInt = 1024
+    max_tokens_per_micro_batch: Reported[PositiveInt] = 1024
     """Largest number of tokens in one forward-backward pass, in whole rows and at least one for each device; gradients
     are accumulated over the step. It changes speed and memory, never the gradient.
     """
-    eval_every_n_steps: NonNegativeInt = 0
+    eval_every_n_steps: Ignored[NonNegativeInt] = 0
     """Held-out loss during training; 0 leaves it to before and after."""
-    checkpoint_every_n_steps: NonNegativeInt = 0
+    checkpoint_every_n_steps: Ignored[NonNegativeInt] = 0
     """Checkpoints during training; one is always written at the end."""
-    max_to_keep: PositiveInt = 4
+    max_to_keep: Ignored[PositiveInt] = 4
     """Number of checkpoints kept."""
-    checkpoint_path: str = ""
+    checkpoint_path: Ignored[str] = ""
     """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
     in the run folder. When not set, the checkpoints are in the run folder.
     """
-    keep_best: str = ""
+    keep_best: Reported[str] = ""
     """A metric, such as eval/loss: the checkpoint with its best value is kept beside the latest."""
-    skip_nonfinite: NonNegativeInt = 0
+    skip_nonfinite: Reported[NonNegativeInt] = 0
     """Number of updates whose loss or gradient is not finite that may be left out before the run stops; the batch of
     each is saved in the folder bad/. An update left out counts as a step of the run, the schedule and the dropout.
     """
-    watchdog_seconds: NonNegativeFloat = 1800.0
+    watchdog_seconds: Ignored[NonNegativeFloat] = 1800.0
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
-    show: tuple[str, ...] = ("perplexity",)
+    show: Ignored[tuple[str, ...]] = ("perplexity",)
     """Metrics on the progress line, besides the loss; docs/metrics.md lists them all."""
 
     def contradictions(self) -> Iterator[Problem]:
