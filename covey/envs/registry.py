@@ -8,12 +8,11 @@ from typing import Any
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine, metric_name
-from covey.envs import python_wasm
 from covey.envs.arguments import with_arguments
 from covey.envs.calculator import calculator
 from covey.envs.guess import Guess
 from covey.envs.protocol import Factory
-from covey.envs.python_tool import ENGINES, python
+from covey.envs.python_tool import ENGINES, python, wasm
 from covey.envs.wordle import Wordle
 from covey.errors import RecipeError, nearest
 from covey.rewards.registry import import_user_module
@@ -50,7 +49,7 @@ def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]
     """
     if name == "python":
         if engine == "wasm":
-            python_wasm.require_packages()
+            wasm.require_packages()
         return ENGINES[engine]
     function: Callable[..., Any] = _resolve(name, TOOLS, "tool", "function", "envs.tools")
     return function

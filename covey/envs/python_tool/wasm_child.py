@@ -1,8 +1,8 @@
 """Child process of the Python tool's second engine: it executes the program that it reads from stdin in CPython as
 WebAssembly, or compiles that once.
 
-    python -P -s -S python_wasm_child.py LIBRARY compile SOURCE TARGET
-    python -P -s -S python_wasm_child.py LIBRARY run MODULE TELL FUEL MEMORY_BYTES
+    python -P -s -S wasm_child.py LIBRARY compile SOURCE TARGET
+    python -P -s -S wasm_child.py LIBRARY run MODULE TELL FUEL MEMORY_BYTES
 
 LIBRARY is the folder that the package wasmtime lies in, TELL a file descriptor to which it writes the fuel that was
 used and how the program ended: `exit CODE`, `fuel`, the name of a trap, or `error of the engine`. Of this system the

@@ -1,6 +1,6 @@
 """Child process of the Python tool: it locks itself in, and executes the program that it reads from stdin.
 
-    python -P -s -S -u python_child.py FOLDER TELL CPU_SECONDS MEMORY_BYTES FILE_BYTES [limits]
+    python -P -s -S -u native_child.py FOLDER TELL CPU_SECONDS MEMORY_BYTES FILE_BYTES [limits]
 
 TELL is a file descriptor to which it writes the names of the protections that hold. Without the word `limits` it
 refuses the program unless all of them hold. It ends with the thread that started it. It imports the standard library

@@ -1,7 +1,7 @@
 """The Python tool: it executes a program of the model in one of two engines.
 
-    child   a process that locks itself in (`python_child`): limits, Landlock and seccomp, on Linux
-    wasm    CPython as WebAssembly (`python_wasm`): fuel and memory are limited, and results repeat bit for bit
+    child   a process that locks itself in (`native_child`): limits, Landlock and seccomp, on Linux
+    wasm    CPython as WebAssembly (`wasm`): fuel and memory are limited, and results repeat bit for bit
 
 A run logs as it begins which engine it uses and what holds there, and does not begin if it has neither. Both keep
 accidents and careless programs in; against a determined attacker they promise nothing: kernels, compilers and
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import cache
 
 from covey.config.schema.envs import PythonEngine
-from covey.envs import python_wasm
 from covey.envs.calling import FaultError, independent
-from covey.envs.python_programs import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
+from covey.envs.python_tool import wasm
+from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ def choose_engine() -> PythonEngine:
     """
     if not (missing := [name for name in PROTECTIONS if name not in protections()]):
         return "child"
-    if not (packages := python_wasm.missing_packages()):
+    if not (packages := wasm.missing_packages()):
         return "wasm"
     what = f"the Python tool has no {' and no '.join(missing)} on this system"
     fix = (
-        f"{python_wasm.install()}, which brings {' and '.join(packages)}; or a Linux of 5.13 or newer; or in a"
+        f"{wasm.install()}, which brings {' and '.join(packages)}; or a Linux of 5.13 or newer; or in a"
         " container of its own the tool covey.envs.python_tool:python_with_limits"
     )
     raise RecipeError(what, want=f"{', '.join(PROTECTIONS)}, or the engine wasm", fix=fix, where="envs.tools")
@@ -70,7 +70,7 @@ def begin_with_child() -> None:
     if missing := [name for name in PROTECTIONS if name not in protections()]:
         what = f"the Python tool's engine child has no {' and no '.join(missing)} on this system"
         fix = "a Linux of 5.13 or newer; or envs.python_engine: wasm"
-        raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where=python_wasm.WHERE)
+        raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where=wasm.WHERE)
     held, limits = ", ".join(protections()), Limits()
     log.info(
         f"the Python tool's engine: child; protections: {held}; limits: {limits.cpu_seconds} s of computing time,"
@@ -84,16 +84,16 @@ def begin_with_wasm() -> None:
     Raises:
         RecipeError: the packages are missing, or it does not work here.
     """
-    python_wasm.require_packages()
+    wasm.require_packages()
     if failure := run_in_wasm("").failure:
         log.warning(f"the Python tool's compiled interpreter does not work here ({failure}): it is compiled anew")
-        python_wasm.module_path().unlink(missing_ok=True)
+        wasm.module_path().unlink(missing_ok=True)
         failure = run_in_wasm("").failure
     if failure:
-        what = f"the Python tool's engine wasm does not work here, with {python_wasm.module_path()}: {failure}"
-        raise RecipeError(what, fix="envs.python_engine: child", where=python_wasm.WHERE)
+        what = f"the Python tool's engine wasm does not work here, with {wasm.module_path()}: {failure}"
+        raise RecipeError(what, fix="envs.python_engine: child", where=wasm.WHERE)
     log.info(
-        f"the Python tool's engine: {python_wasm.engine_name()}; no files, sockets, processes or threads; limits:"
+        f"the Python tool's engine: {wasm.engine_name()}; no files, sockets, processes or threads; limits:"
         f" {IN_WASM.fuel:,} instructions, {_sizes(IN_WASM)}, and as a last resort {IN_WASM.seconds:g} s"
     )
 
