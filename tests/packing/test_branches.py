@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from covey.models.spans import span_mask
-from covey.packing.rows import attention_spans, pack
-from covey.types import Branch, Completion, Group
+from covey.packing.rows import Rows, attention_spans, pack
+from covey.types import Branch, Completion, FinishReason, Group
 
 BRANCHES = [
     (),
@@ -53,3 +53,25 @@ def test_a_token_sees_its_own_sequence_and_is_predicted_from_its_end(packing: An
             assert positions.tolist() == list(range(len(before[target])))
             seen += 1
     assert seen == 12 * len(BRANCHES) + 4 - 1
+
+
+def packed(branch: Branch) -> Rows:
+    """A row of a prompt of 5 tokens and two completions of 6, the first with a branch."""
+    tokens, none = np.arange(6, dtype=np.int32), np.zeros(0, np.float32)
+    plain = Completion(tokens, none, none, FinishReason.STOP, branches=())
+    return pack([Group("", np.arange(5, dtype=np.int32), (replace(plain, branches=(branch,)), plain))], 64)
+
+
+@pytest.mark.parametrize(("kept", "prompts"), [(5, 1), (4, 2)])
+def test_only_a_branch_that_drops_tokens_of_the_prompt_has_one_for_itself(kept: int, prompts: int) -> None:
+    rows = packed(Branch(2, kept))
+    assert ((rows.group_ids > 0) & (rows.input_segment_ids == 0)).sum() == prompts * 5
+
+
+def test_a_token_that_nothing_precedes_is_read_at_its_own_prompt() -> None:
+    """Its log-prob is not used, but the place that it is read from has to be one of the same group."""
+    rows = packed(Branch(2, 0))
+    number, index = rows.scatter_index[0].T
+    (source,) = rows.gather_index[0, (number == 0) & (index == 2)]
+    (of_first,) = rows.gather_index[0, (number == 0) & (index == 0)]
+    assert source == of_first - 4
