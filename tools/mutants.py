@@ -96,6 +96,16 @@ WIDE = (
 """Tests that `--wide` runs on survivors."""
 
 EQUIVALENT = {
+    "covey/models/spans.py": {
+        "ordered = «jnp.sort(positions.astype(jnp.uint32) * self.time + index, axis=1) → "
+        "jnp.sort(positions.astype(jnp.uint32) * self.time + index)»": "the last of two axes is the default",
+    },
+    "covey/rl/ppo.py": {
+        "advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, "
+        "strict=«True → False»)]": "`gae` returns one array per completion",
+        "returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, "
+        "strict=«True → False»)]": "`gae` returns one array per completion",
+    },
     "covey/losses/policy.py": {
         "return -jnp.where(«free * advantage <= bounded * advantage → free * advantage < bounded * advantage», "
         "free, bounded) * advantage": (

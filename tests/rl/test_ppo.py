@@ -9,19 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from covey.config.algorithms import Algorithm, algorithm_of
-from covey.config.schema import GRPOConfig, PPOConfig
+from covey.config.schema import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import RecipeError
 from covey.losses.advantages import gae
 from covey.losses.policy import KLS
 from covey.losses.shaping import kl_penalty, token_rewards
+from covey.losses.value import ValueInputs
 from covey.rl.experience import Experience
-from covey.rl.grpo import group_advantages
-from covey.rl.ppo import gae_advantages
+from covey.rl.grpo import GRPOLearner, group_advantages
+from covey.rl.ppo import PPOLearner, gae_advantages
+from covey.rl.roles import ClusterConfig, Role
 from covey.types import Completion, FinishReason, Group
 
 G = 3
@@ -227,3 +231,50 @@ def test_group_advantages_subtract_beta_times_the_kl(beta: float) -> None:
     got = group_advantages(experience(answers, old=False), algorithm_of(GRPOConfig("rloo")), beta)
     by_hand = [-1.5 * beta, 0.75 * beta, 0.75 * beta]
     np.testing.assert_allclose([a[0] for a in got.advantages], by_hand, rtol=1e-6)
+
+
+def cluster_of(**methods: Any) -> Any:
+    """A cluster without models."""
+    settings = ClusterConfig({}, RLTrainingConfig(), RolloutConfig())
+    parts = {"rollout": SimpleNamespace(environments=None), "inference": SimpleNamespace(has=lambda role: False)}
+    return SimpleNamespace(config=settings, **parts, **methods)
+
+
+def no_reward(prompts: list[str], completions: list[str]) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def test_each_learner_refuses_the_algorithms_of_the_other() -> None:
+    with pytest.raises(RecipeError, match="has no critic") as caught:
+        PPOLearner(rl_cluster=cluster_of(), reward_fns=no_reward, ppo_config=GRPOConfig(), observers=[])
+    assert caught.value.where == "PPOLearner"
+    with pytest.raises(RecipeError, match="takes its advantages from a critic") as caught:
+        GRPOLearner(rl_cluster=cluster_of(), reward_fns=no_reward, grpo_config=PPOConfig(), observers=[])
+    assert caught.value.where == "GRPOLearner"
+
+
+def test_both_gradients_are_computed_before_either_is_applied() -> None:
+    """The explained variance is that of the tokens in the critic's loss, here the first two and the last: 0.75."""
+    values, returns = [1.0, 2.0, 900.0, 3.0], [2.0, 4.0, -900.0, 6.0]
+    inputs = ValueInputs(np.array([returns]), np.array([values]), weight=np.array([[0.5, 1.0, 0.0, 1.0]]))
+    batches: Any = [SimpleNamespace(value_inputs=inputs), SimpleNamespace(value_inputs=None)]
+    calls: list[tuple[str, str, Any]] = []
+
+    def gradients(role: str, batches: Any) -> str:
+        calls.append(("gradients", role, list(batches)))
+        return f"of the {role}"
+
+    def apply(role: str, gradients: str) -> dict[str, float]:
+        calls.append(("apply", role, gradients))
+        return {"loss": float(len(calls)), "grad_norm": 0.5}
+
+    cluster = cluster_of(gradients=gradients, apply=apply)
+    metrics = PPOLearner(rl_cluster=cluster, reward_fns=no_reward, observers=[]).update(iter(batches))
+    assert calls == [
+        ("gradients", Role.ACTOR, batches),
+        ("gradients", Role.CRITIC, batches),
+        ("apply", Role.ACTOR, "of the actor"),
+        ("apply", Role.CRITIC, "of the critic"),
+    ]
+    assert metrics.pop("critic/explained_variance") == pytest.approx(0.75)
+    assert metrics == {"loss": 3.0, "grad_norm": 0.5, "critic/loss": 4.0, "critic/grad_norm": 0.5}
