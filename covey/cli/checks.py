@@ -45,8 +45,12 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
         check.run()
 
 
-def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
-    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first."""
+def checks_of(recipe: Recipe | SFTRecipe, imports: bool = True) -> Iterator[Check]:
+    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first.
+
+    Args:
+        imports: include the checks that import modules which the recipe names.
+    """
     yield Check("model", partial(check_source, recipe.model.source))
     if recipe.model.adapter:
         yield Check("adapter", partial(_check_adapter, recipe.model.adapter))
@@ -54,15 +58,32 @@ def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
         if path and not path.startswith(HUBS):
             yield Check("data", partial(_check_path, recipe.data, key, path))
     if isinstance(recipe, Recipe):
-        yield from _stage_checks(recipe)
+        yield from _stage_checks(recipe, imports)
     for name in dict.fromkeys(reward_names(recipe)):
-        yield Check("rewards", partial(_check_reward, name))
+        if imports or not imports_module(name):
+            yield Check("rewards", partial(_check_reward, name))
+
+
+def imports_module(name: str) -> bool:
+    """Return whether the lookup of a reward function, environment or tool may import a module that the name gives."""
+    return ":" in name
+
+
+def module_names(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return the names in a recipe whose lookup imports a module."""
+    envs = (recipe.envs.environment or "", *recipe.envs.tools) if isinstance(recipe, Recipe) else ()
+    return list(dict.fromkeys(filter(imports_module, (*reward_names(recipe), *envs))))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the names of the functions that train and that judge the held-out completions."""
-    judges = recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format
-    return [*(recipe.rewards if isinstance(recipe, Recipe) else ()), *filter(None, judges)]
+    return [*(recipe.rewards if isinstance(recipe, Recipe) else ()), *judges(recipe)]
+
+
+def judges(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return the names of the functions that judge the held-out completions."""
+    evaluation = recipe.evaluation
+    return list(filter(None, (evaluation.accuracy, evaluation.partial, evaluation.format)))
 
 
 def _check_adapter(adapter: str) -> None:
@@ -90,23 +111,24 @@ def _check_environment(config: EnvsConfig) -> None:
     resolve(str(config.environment), config)
 
 
-def _check_tools(config: EnvsConfig) -> None:
+def _check_tool(name: str, config: EnvsConfig) -> None:
     from covey.envs.registry import resolve_tool  # late: both need NumPy
     from covey.envs.tools import Tool
 
-    for name in config.tools:
-        Tool.of(resolve_tool(name, config.python_engine))
+    Tool.of(resolve_tool(name, config.python_engine))
 
 
-def _stage_checks(recipe: Recipe) -> Iterator[Check]:
+def _stage_checks(recipe: Recipe, imports: bool) -> Iterator[Check]:
     """Yield the checks of settings that only an RL run has."""
     for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
         if source:
             yield Check(role, partial(_check_model, source))
-    if recipe.envs.environment:
+    environment = recipe.envs.environment
+    if environment and (imports or not imports_module(environment)):
         yield Check("environment", partial(_check_environment, recipe.envs))
-    if recipe.envs.tools:
-        yield Check("tools", partial(_check_tools, recipe.envs))
+    for name in recipe.envs.tools:
+        if imports or not imports_module(name):
+            yield Check("tools", partial(_check_tool, name, recipe.envs))
     yield Check("training", partial(_check_stages, recipe))
 
 

@@ -308,7 +308,7 @@ OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "train": RUN,
     "sft": RUN,
     "eval": ((), {"--recipe": (*recipe.names(), FILES)}),
-    "validate": (("--json",), {}),
+    "validate": (("--json", "--no-import"), {}),
     "rewards": (("--json",), {"--samples": (FILES,), "--prompts": ()}),
     "rollout": ((), {"--episodes": ()}),
     "watch": (("--once", "--json"), {}),

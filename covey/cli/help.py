@@ -47,7 +47,8 @@ as far as it stays the same run; --max-steps trains a finished one longer. --hel
 --help beta explains one, and --help all lists all.
 
 With --dry-run nothing is written and no update is made: it shows every setting with its origin, the first prompt and
-its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON.
+its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON. As
+every run, it imports the modules that the recipe names (module:function), which executes them.
 
 examples
   covey train quickstart
@@ -135,11 +136,14 @@ examples
 """
 
 VALIDATE = """\
-covey validate NAME_OR_YAML [--json] [--setting value ...]
+covey validate NAME_OR_YAML [--no-import] [--json] [--setting value ...]
 
 Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
 columns of local data, the reward functions, the run folder. It lists all mistakes; the exit code is 2 if there is one.
+It imports the modules that the recipe names (module:function), which executes them: of a recipe from others, use
+--no-import.
 
+  --no-import              import no module that the recipe names, and leave out the checks that need it
   --json                   the same as one line of JSON
 
 examples

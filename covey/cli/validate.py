@@ -10,27 +10,37 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from covey.cli.checks import checks_of, new_run_folder, reward_names
+from covey.cli.checks import checks_of, imports_module, judges, module_names, new_run_folder, reward_names
 from covey.cli.words import join_pairs, list_recipes, split_exactly, take_switches
 from covey.config import recipe
 from covey.config.schema import HUBS
 from covey.display import echo
 from covey.errors import CoveyError
 
-USAGE = "covey validate NAME_OR_YAML [--json] [--setting value ...]"
+USAGE = "covey validate NAME_OR_YAML [--no-import] [--json] [--setting value ...]"
+NOT_IMPORTED = "not imported"
+"""Subject of the names whose modules --no-import leaves out."""
 
 
 def parse(words: Sequence[str]) -> Callable[[], int]:
-    """Parse `covey validate NAME_OR_YAML [--json] [settings]`."""
-    switches, words = take_switches(words, ("--json",))
+    """Parse `covey validate NAME_OR_YAML [--no-import] [--json] [settings]`."""
+    switches, words = take_switches(words, ("--json", "--no-import"))
     if not words:
         raise CoveyError("no recipe is given to validate", want=USAGE, fix=list_recipes())
     (source,), pairs = split_exactly(1, words, USAGE)
-    return partial(validate, source, join_pairs(pairs), bool(switches))
+    return partial(validate, source, join_pairs(pairs), "--json" in switches, "--no-import" not in switches)
 
 
-def validate(source: str, settings: Sequence[str], as_json: bool = False) -> int:
-    """Check the recipe at `source` and print what was found; return the exit code: 0, or 2 if something is wrong."""
+def validate(source: str, settings: Sequence[str], as_json: bool = False, imports: bool = True) -> int:
+    """Check the recipe at `source` and print what was found; return the exit code: 0, or 2 if something is wrong.
+
+    Args:
+        source: name or file of the recipe.
+        settings: words of the command line that change it.
+        as_json: print one line of JSON.
+        imports: import the modules of the reward functions, environments and tools that the recipe names, and so
+            execute them.
+    """
     found: dict[str, str] = {}
     problems: list[CoveyError] = []
     try:
@@ -39,22 +49,26 @@ def validate(source: str, settings: Sequence[str], as_json: bool = False) -> int
         problems += error.problems or [error]
     else:
         found["settings"] = f"{checked.name}, for {recipe.COMMANDS[checked.method]}"
-        problems += _run_checks(checked, found)
+        problems += _run_checks(checked, found, imports)
     _print_json(source, found, problems) if as_json else _print(found, problems)
     return 2 if problems else 0
 
 
-def _run_checks(checked: recipe.Recipe | recipe.SFTRecipe, found: dict[str, str]) -> Iterator[CoveyError]:
+def _run_checks(
+    checked: recipe.Recipe | recipe.SFTRecipe, found: dict[str, str], imports: bool
+) -> Iterator[CoveyError]:
     """Make every check; record in `found` what is right, by subject, and yield what is wrong."""
     wrong = set()
-    for check in checks_of(checked):
+    for check in checks_of(checked, imports):
         try:
             check.run()
         except CoveyError as error:
             wrong.add(check.subject)
             yield error
-    found |= {subject: text for subject, text in _describe(checked).items() if text and subject not in wrong}
-    read = partial(_check_data, checked, "rewards" not in wrong)
+    left_out = () if imports else module_names(checked)
+    described = _describe(checked, left_out)
+    found |= {subject: text for subject, text in described.items() if text and subject not in wrong}
+    read = partial(_check_data, checked, "rewards" not in wrong, imports)
     for subject, describe in (("data", read), ("run folder", partial(_folder, checked))):
         try:
             if subject not in wrong:
@@ -63,16 +77,18 @@ def _run_checks(checked: recipe.Recipe | recipe.SFTRecipe, found: dict[str, str]
             yield error
 
 
-def _describe(checked: recipe.Recipe | recipe.SFTRecipe) -> dict[str, str]:
-    names = dict.fromkeys(reward_names(checked))
-    return {"model": checked.model.source, "adapter": checked.model.adapter or "", "rewards": ", ".join(names)}
+def _describe(checked: recipe.Recipe | recipe.SFTRecipe, left_out: Sequence[str]) -> dict[str, str]:
+    names = [name for name in dict.fromkeys(reward_names(checked)) if name not in left_out]
+    described = {"model": checked.model.source, "adapter": checked.model.adapter or "", "rewards": ", ".join(names)}
+    return described | {NOT_IMPORTED: ", ".join(left_out)}
 
 
-def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool) -> str:
+def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool, imports: bool) -> str:
     """Read the data if they are local and return a description.
 
     Args:
         with_rewards: whether the reward functions exist, so that the columns they need are checked too.
+        imports: whether modules that the recipe names are imported.
 
     Raises:
         CoveyError: the data cannot be read, or lack a column that a reward function needs.
@@ -88,6 +104,8 @@ def _check_data(checked: recipe.Recipe | recipe.SFTRecipe, with_rewards: bool) -
     if with_rewards:
         from covey.rewards import check_columns, check_evaluation_columns
 
+        trains = tuple(name for name in trains if imports or not imports_module(name))
+        judged = judged and (imports or not any(map(imports_module, judges(checked))))
         check_columns(trains, data.train)
         check_columns(trains, data.test)
         if judged:
@@ -103,7 +121,8 @@ def _folder(checked: recipe.Recipe | recipe.SFTRecipe) -> str:
 
 def _print(found: dict[str, str], problems: Sequence[CoveyError]) -> None:
     for subject, text in found.items():
-        echo(f"ok    {subject:<10} {text}")
+        unchecked = ", nor are the columns checked that they need" if subject == NOT_IMPORTED else ""
+        echo(f"{'--' if unchecked else 'ok':<5} {subject:<10} {text}{unchecked}")
     for problem in problems:
         echo(str(problem), keep="\n", file=sys.stderr)
 

@@ -92,3 +92,52 @@ def test_nothing_heavy_is_imported() -> None:
     code = "import sys; from covey.cli.main import main; main(['validate', 'quickstart']); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.endswith("False\n")
+
+
+HOSTILE = """
+from pathlib import Path
+
+Path("executed").touch()
+
+
+def judge(prompts, completions, **columns):
+    return [0.0] * len(prompts)
+
+
+class Game:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rewards: [theirs:judge, first_letter]",
+        "rewards: [first_letter]\nevaluation: {accuracy: theirs:judge}",
+        "envs: {environment: theirs:Game}",
+        "envs: {environment: trl:theirs:Game}",
+        "envs: {environment: verifiers:theirs}",
+        "rewards: [first_letter]\nenvs: {tools: [theirs:judge, calculator]}",
+        "method: sft\nevaluation: {accuracy: theirs:judge}",
+    ],
+)
+def test_without_imports_no_module_of_a_recipe_is_executed(line: str, capsys: Any) -> None:
+    Path("theirs.py").write_text(HOSTILE)
+    Path("rows.jsonl").write_text('{"prompt": "a", "letter": "A", "completion": "b"}\n' * 4)
+    Path("mine.yaml").write_text(f"{line}\nmodel: {{source: smollm2-135m}}\ndata: {{task: jsonl, path: rows.jsonl}}\n")
+    code, found = validate(capsys, "mine.yaml", "--no-import")
+    assert (code, found["problems"]) == (0, [])
+    assert not Path("executed").exists()
+    assert "theirs" in found["found"]["not imported"]
+    assert "theirs" not in found["found"].get("rewards", "")
+    assert cli.main(["validate", "mine.yaml", "--no-import"]) == 0
+    assert "\n--    not imported" in capsys.readouterr().out
+    validate(capsys, "mine.yaml")
+    sys.modules.pop("theirs", None)
+    assert Path("executed").exists() or "verifiers" in line  # that package is asked for first
+
+
+def test_without_imports_other_mistakes_are_found(capsys: Any) -> None:
+    Path("mine.yaml").write_text("rewards: [frst_letter, theirs:judge]\nmodel: {source: ./nowhere}\n")
+    code, found = validate(capsys, "mine.yaml", "--no-import")
+    assert (code, len(found["problems"])) == (2, 2)
