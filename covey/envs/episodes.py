@@ -157,7 +157,7 @@ class Episodes:
         if self._runner.warned_of_waiting or not helps or share < MUCH_WAITING:
             return
         self._runner.warned_of_waiting = True
-        live = useful_live(slots, samples, share)
+        live = useful_live(slots, min(samples, slots + self._runner.config.concurrency), share)
         turns = sum(len(state.record.turn_ends) for states in self._states for state in states)
         log.warning(
             f"the environment {self._runner.name!r} took {self._waited / max(turns, 1):.2g} s to answer a turn, and "
@@ -299,14 +299,14 @@ class Episodes:
         )
 
 
-def useful_live(slots: int, samples: int, share: float) -> int:
-    """Return the number of episodes that keep the slots busy, if with as many as slots each waits for this share of the
-    time (Little's law), up to the number of samples.
+def useful_live(slots: int, most: int, share: float) -> int:
+    """Return the number of episodes that keep the slots busy, at most `most`, if with as many as slots each waits for
+    this share of the time (Little's law).
 
     >>> useful_live(16, 192, 0.75), useful_live(16, 20, 0.75), useful_live(16, 192, 0.0)
     (64, 20, 17)
     """
-    return max(slots + 1, min(samples, math.ceil(slots / max(1 - share, 1e-9))))
+    return max(slots + 1, min(most, math.ceil(slots / max(1 - share, 1e-9))))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

@@ -284,3 +284,21 @@ def test_the_address_is_one_of_a_server() -> None:
             factory(url, EnvsConfig(environment="guess"))
     assert environment_name("openenv:https://games.example:8000") == "openenv"
     assert Server("ws://a.org:80/ws").private_addresses is False
+
+
+def test_a_server_that_rotates_its_tasks_can_be_played_by_groups_of_equal_prompts() -> None:
+    connections = iter(range(99))
+
+    async def rotate(socket: Any) -> None:
+        number = next(connections) % 2
+        async for _ in socket:
+            await socket.send(json.dumps({"type": "observation", "data": {"observation": {"text": f"task {number}"}}}))
+
+    with served(rotate) as url:
+        with opened(url) as runner, pytest.raises(EpisodeError, match="different prompts"):
+            Episodes(runner, [ROW], 4, UNUSED).begin()
+        with opened(url, different_prompts="group") as runner:
+            episodes = Episodes(runner, [ROW, ROW], 4, UNUSED)
+            shown = [prompt[-1]["content"] for prompt in episodes.begin() if not isinstance(prompt, str)]
+            assert sorted(shown) == ["Guess.\n\ntask 0"] * 2 + ["Guess.\n\ntask 1"] * 2
+            assert [tuple(one) for one in episodes.requests] == [(0, 0, 2), (0, 2, 2), (1, 0, 2), (1, 2, 2)]
