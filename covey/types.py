@@ -65,6 +65,7 @@ class Episode:
         seconds: time spent in the environment.
         tool_calls: number of tool calls that were answered.
         tool_failures: number of those that failed.
+        numbers: the environment's own numbers by name, each as it was last given.
     """
 
     messages: tuple[Message, ...] = ()
@@ -76,6 +77,7 @@ class Episode:
     seconds: float = 0.0
     tool_calls: int = 0
     tool_failures: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 class Branch(NamedTuple):

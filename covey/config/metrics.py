@@ -20,7 +20,8 @@ class Metric(NamedTuple):
     """One row of the table.
 
     Attributes:
-        name: name in the logs; `<function>` stands for a reward function's name, `<k>` for a number.
+        name: name in the logs; `<function>` stands for a reward function's name, `<k>` for a number, `<name>` for that
+            of an environment's own number.
         unit: unit of the value; "share" is a number from 0 to 1, "" a number without a unit.
         meaning: short description.
         methods: training methods that log the metric.
@@ -77,14 +78,20 @@ def unlogged(
     choices = list(names(method, functions or ()))
     for setting, named in (("show", tuple(show)), ("keep_best", (keep_best,) if keep_best else ())):
         for name in named:
-            if not is_logged(name, method, (":",) if functions is None else functions):
+            row, logged = metric(name), is_logged(name, method, (":",) if functions is None else functions)
+            if logged and row and NAME in row.name and setting == "keep_best":
+                what = f"training.keep_best names {name!r}, which is no metric that every step has for sure"
+                yield Problem(setting, what, "a metric that does not depend on Step.info, such as reward")
+            elif not logged:
                 want = " or ".join(one for one in choices if one.endswith(f"/{name}")) or nearest(name, choices)
                 command = "covey train" if method == RL else "covey sft"
                 what = f"training.{setting} names {name!r}, which is no metric of {command}"
                 yield Problem(setting, what, want)
 
 
-FUNCTION, NUMBER = "<function>", "<k>"
+FUNCTION, NUMBER, NAME = "<function>", "<k>", "<name>"
+OWN_NUMBER = "[a-z][a-z0-9_]*"
+"""Pattern of the name of an environment's own number."""
 TABLE = (
     Metric("step", "updates", "optimizer updates made so far", BOTH),
     Metric("epoch", "epochs", "passes over the training examples so far", (SFT,)),
@@ -117,6 +124,7 @@ TABLE = (
     Metric("env/dropped", "episodes", "episodes without another of their prompt; with `envs.different_prompts: group`"),
     Metric("env/tool_calls", "calls", "mean number of tool calls in an episode"),
     Metric("env/tool_failures", "calls", "mean number of those that failed or could not be executed"),
+    Metric("env/<name>", "", "mean of the last number `name` in `Step.info`, over the episodes that have one"),
     Metric(
         "loss",
         "",
@@ -206,7 +214,7 @@ CLOCKS = tuple(row.name for row in TABLE if row.clock)
 
 _EXACT = {row.name: row for row in TABLE if "<" not in row.name}
 _PATTERNS = [
-    (re.compile(row.name.replace(FUNCTION, "[^/]+").replace(NUMBER, "[1-9][0-9]*")), row)
+    (re.compile(row.name.replace(FUNCTION, "[^/]+").replace(NUMBER, "[1-9][0-9]*").replace(NAME, OWN_NUMBER)), row)
     for row in TABLE
     if "<" in row.name
 ]

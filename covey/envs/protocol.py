@@ -27,8 +27,8 @@ class Step:
         messages: chat messages, or text: that is a message of the user in a chat, and appended as it is to plain text.
         reward: reward of the turn; the reward of the episode is the sum.
         done: whether the episode is over; its messages are then not shown to the model.
-        info: anything that the environment wants to keep. The numbers `tool_calls` and `tool_failures` are counted in
-            the metrics.
+        info: anything that the environment wants to keep. Its numbers are metrics `env/<name>`; `tool_calls` and
+            `tool_failures` are summed over the turns.
     """
 
     messages: str | Sequence[Message] = ()

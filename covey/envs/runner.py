@@ -23,6 +23,7 @@ from covey.envs.arguments import with_arguments
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
 from covey.envs.closing import OpenEnvironments
+from covey.envs.own_numbers import OwnNumbers
 from covey.envs.protocol import Environment, Factory
 from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
@@ -63,6 +64,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
         warned_of_waiting: whether a warning has said that the sampler waits for the environments.
         is_remote: whether episodes are played on a server or by another library, which may be slow or cost something.
+        own_numbers: the numbers in `Step.info` that become metrics.
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
 
     Raises:
@@ -99,6 +101,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(self.config.concurrency)
+        self.own_numbers = OwnNumbers(self.name)
         self._open = OpenEnvironments(self.name, self.config.concurrency)
 
     def prepare(self, template: str | None) -> None:

@@ -51,6 +51,7 @@ def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str,
     calls, failures = (sum(getattr(one, name) for _, one in episodes) for name in ("tool_calls", "tool_failures"))
     branches = [len(c.branches) for c, _ in episodes if c.branches is not None]
     found = {"env/branches": float(np.mean(branches))} if branches else {}
+    found |= _own_numbers([episode.numbers for _, episode in episodes])
     return found | {
         "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
         "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
@@ -60,6 +61,13 @@ def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str,
         "env/tool_calls": calls / len(episodes),
         "env/tool_failures": failures / len(episodes),
     }
+
+
+def _own_numbers(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each of the environment's own numbers over the episodes that have it."""
+    names = sorted({name for numbers in episodes for name in numbers})
+    values = {name: [numbers[name] for numbers in episodes if name in numbers] for name in names}
+    return {f"env/{name}": float(np.mean(each)) for name, each in values.items()}
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -49,7 +49,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest(text: str, setting: str, 
 def test_what_a_run_logs_may_be_shown() -> None:
     """Those of every reward of the recipe, too, and of functions whose own names are not known yet."""
     for text, kind, functions in ((RL_TEXT, recipe.Recipe, ["first_letter", "sentence"]), (SFT_TEXT, SFTRecipe, [])):
-        every = ", ".join(name.replace("<k>", "4") for name in names(kind.method, functions))
+        every = ", ".join(name.replace("<k>", "4").replace("<name>", "won") for name in names(kind.method, functions))
         assert recipe.parse(f"{text}training: {{show: [{every}]}}", (), "r.yaml", kind).training.show
     mine = "rewards: ['mine:letters']\ntraining: {show: [rewards/spelt/mean, rewards/spelt_2/failed]}"
     assert recipe.parse(mine).training.show
@@ -64,10 +64,18 @@ def test_what_built_in_recipes_show_is_there(name: str) -> None:
     assert all(is_logged(one, ready.method, functions) for one in ready.training.show)
 
 
+def test_an_own_number_of_an_environment_is_shown_and_keeps_no_best() -> None:
+    assert recipe.parse(f"{RL_TEXT}training: {{show: [env/won]}}").training.show == ("env/won",)
+    with pytest.raises(RecipeError, match=r"keep_best names 'env/won', which is no metric"):
+        recipe.parse(f"{RL_TEXT}training: {{keep_best: env/won}}")
+    with pytest.raises(RecipeError, match="is no metric"):
+        recipe.parse(f"{RL_TEXT}training: {{show: [env/Won]}}")
+
+
 def test_a_name_has_one_row() -> None:
     written = [row.name for row in TABLE]
     assert len(set(written)) == len(written)
-    assert all(metric(name.replace("<function>", "f").replace("<k>", "12")) in TABLE for name in written)
+    assert all(metric(re.sub("<[a-z]+>", "12", name).replace("env/12", "env/won")) in TABLE for name in written)
     assert metric("rewards/a/b/mean") is metric("eval/pass@0") is metric("kll") is None
     assert {method for row in TABLE for method in row.methods} == {RL, SFT}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
 from covey.envs.episodes import Episodes
@@ -339,3 +340,61 @@ def test_an_environment_that_does_not_close_is_left_behind(
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "the environment 'sandbox' took longer than 0.1 s in close, at the end of the run"
     ]
+
+
+def telling(*infos: Any) -> Any:
+    """An environment whose steps give these infos, one in each turn."""
+
+    class Tells(Counts):
+        def step(self, reply: str) -> Any:
+            return replace(super().step(reply), info=infos[self.turns - 1])
+
+    return Tells
+
+
+def test_the_environments_own_numbers_are_metrics() -> None:
+    infos = [{"moves": 1, "won": False, "board": [1], "level": "easy"}, {"moves": 2.5, "tool_calls": 3}]
+    play = Play(telling(*infos))
+    play.says("one")
+    play.says("two")
+    episode, _ = play.over()
+    assert episode.numbers == {"moves": 2.5, "won": 0.0}
+    none = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), np.zeros(3, np.float32), FinishReason.STOP)
+    others = [Episode(numbers={"moves": 1.5, "won": 1.0, "rare": 7.0}), Episode()]
+    found = episode_metrics([(none, one) for one in (episode, *others)])
+    own = {name: value for name, value in found.items() if metric(name) is metric("env/won")}
+    assert own == {"env/moves": 2.0, "env/rare": 7.0, "env/won": 0.5}
+    assert found["env/tool_calls"] == 1.0
+
+
+UNUSABLE = [
+    ({"score": float("nan")}, "it is not finite"),
+    ({"score": -1e101}, "beyond 1e+100"),
+    ({"score": 10**400}, "it is not finite"),
+    ({"Wall Time": 1.0}, "small letters"),
+    ({"x" * 41: 1.0}, "at most 40 characters"),
+    ({3: 1.0}, "small letters"),
+    ({"turns": 1.0}, "a metric of every environment has its name"),
+    ({f"n{number}": 1.0 for number in range(40)}, "there are 32 others"),
+]
+
+
+@pytest.mark.parametrize(("info", "reason"), UNUSABLE)
+def test_numbers_that_cannot_be_metrics_are_left_out_with_one_warning(
+    info: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    play = Play(telling(info, info), samples=2)
+    play.says("one")
+    play.says("two")
+    assert len(play.over()[0].numbers) == (32 if len(info) == 40 else 0)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert reason in warning
+    assert "in the info of the environment 'tells' is no metric" in warning
+
+
+@pytest.mark.parametrize("info", [None, 5, "text", {"a": "text", "b": None, "c": [1.0]}])
+def test_info_may_hold_anything_else(info: Any, caplog: pytest.LogCaptureFixture) -> None:
+    play = Play(telling(info))
+    play.says("one")
+    assert play.over()[0].numbers == {}
+    assert not caplog.records
