@@ -186,7 +186,7 @@ def tell_json(part: str, settings: Settings, found: Mapping[str, Any]) -> None:
 def _figures(result: Result, name: str, base: Sequence[float]) -> dict[str, Any]:
     seconds = result.seconds[name]
     rate = {"tokens_per_second": short(result.tokens / np.median(seconds))} if result.tokens else {}
-    limit = {"percent_of_peak": round(100 * result.limits[name] / np.median(seconds), 1)} if result.limits else {}
+    limit = {"percent_of_peak": short(100 * result.limits[name] / np.median(seconds))} if result.limits else {}
     return {
         "seconds": spread_of(seconds),
         **rate,
