@@ -254,3 +254,34 @@ def test_paths_and_names_in_documents_exist():
     named = re.findall(r"`(\w+)`(?:,? and `\w+`)? \(`(covey/[\w/]+\.py)`\)", ARCHITECTURE)
     assert len(named) > 15
     assert [(name, path) for name, path in named if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=module_name)
+def test_a_private_name_in_a_docstring_is_one_of_its_module(file):
+    text = file.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    names = {getattr(node, key, None) for node in nodes for key in ("name", "id", "attr", "arg")}
+    assert [name for name in re.findall(r"`(?:\w+\.)*(_[a-z]\w*)`", text) if name not in names] == []
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "OPTIMIZERS",
+        "TRACKERS",
+        "RUN_FILES",
+        "ADVANTAGES",
+        "PRESETS",
+        "REWARDS",
+        "FAMILIES",
+        "TASKS",
+        "ENVIRONMENTS",
+        "FORMATS",
+        "RULES",
+        "MACHINES",
+        "COMMANDS",
+    ],
+)
+def test_the_page_says_how_a_row_is_added_to_a_table(table):
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert f"`{table}`" in page.partition("## Where to add")[2].partition("\n## ")[0]

@@ -108,8 +108,8 @@ class Run(ABC, Generic[RecipeT]):
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
-    rows: ClassVar[tuple[str, ...]] = (METRICS, SAMPLES)
-    """Names of the files that get rows at each step."""
+    step_files: ClassVar[tuple[str, ...]] = (METRICS, SAMPLES)
+    """Names of the files that get lines at each step."""
     loader: PromptLoader
     origin: str
     total: int
@@ -135,7 +135,7 @@ class Run(ABC, Generic[RecipeT]):
         if recipe.model.compute_dtype == AUTO:  # the run keeps the type that it began with, on any machine
             recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
-        with reopen_folder(out, recipe, cls.rows) as folder:
+        with reopen_folder(out, recipe, cls.step_files) as folder:
             return cls._execute(recipe, folder, partial(cls, recipe, data, mesh))
 
     @classmethod

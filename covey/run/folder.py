@@ -35,7 +35,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         out: the folder.
         saves: its checkpoints, locked by the first process; all save together.
         resuming: continue from the state in the folder.
-        rows: names of the files that must have rows up to the last checkpoint.
+        step_files: names of the files that must have lines up to the last checkpoint.
 
     Attributes:
         path: the absolute path, because a reward function may change the working directory.
@@ -48,10 +48,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         metrics: metrics of the last step.
 
     Raises:
-        ResumeError: `summary.json` or the rows are not those of a run.
+        ResumeError: `summary.json` or the lines of a step are not those of a run.
     """
 
-    def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, rows: Sequence[str] = ()):
+    def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, step_files: Sequence[str] = ()):
         self.path, self.given, self.saves, self.resuming = out.absolute(), out, saves, resuming
         self.writes = distributed.is_first()
         self.last = distributed.agreed(saves.latest(), "last checkpoint")
@@ -59,12 +59,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.resume_at = (self.last or 0) if resuming else None
         self.summary = distributed.agreed(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
-        must_reach = rows if self.resume_at else ()
-        self._rows = MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach) if self.writes else None
+        must_reach = step_files if self.resume_at else ()
+        self._writer = (
+            MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach) if self.writes else None
+        )
 
     def __exit__(self, *_: object) -> None:
-        if self._rows is not None:
-            self._rows.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def is_finished(self, total: int) -> bool:
         """Return whether the resumed run has made all of the `total` steps, and evaluated the result.
@@ -88,19 +90,19 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write the row of a step."""
         self.metrics = metrics
-        if self._rows is not None:
+        if self._writer is not None:
             self.refuse_replaced()
-            self._rows.step(metrics)
+            self._writer.step(metrics)
 
     def write_samples(self, step: int, groups: Iterable[Group]) -> None:
         """Write the completions of a step."""
-        if self._rows is not None:
-            self._rows.samples(step, groups)
+        if self._writer is not None:
+            self._writer.samples(step, groups)
 
     def write_token_values(self, step: int, values: Iterable[TokenValues]) -> None:
         """Write the token values of a step."""
-        if self._rows is not None:
-            self._rows.token_values(step, values)
+        if self._writer is not None:
+            self._writer.token_values(step, values)
 
     def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
         """Write the completions of the evaluation `name`, and which of them are right."""
@@ -121,10 +123,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             replace_file(self.path / RECIPE, text.encode())
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any], score: float | None) -> None:
-        """Start writing a checkpoint, after the rows before it are on the disk."""
+        """Start writing a checkpoint, after the lines before it are on the disk."""
         self.refuse_replaced()
-        if self._rows is not None:
-            self._rows.sync()
+        if self._writer is not None:
+            self._writer.sync()
         self.saves.save(step, state, extra, score=score)
 
     def keep_bad_batch(
@@ -161,11 +163,11 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, rows: Sequence[str]) -> Iterator[RunFolder]:
-    """Open the folder of a run to resume it; `rows` are as for `RunFolder`."""
+def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, step_files: Sequence[str]) -> Iterator[RunFolder]:
+    """Open the folder of a run to resume it; `step_files` are as for `RunFolder`."""
     with Checkpointer(folder_below(out.absolute(), CHECKPOINTS), recipe.training.max_to_keep) as saves:
         _refuse_moved_checkpoints(saves, recipe)
-        with RunFolder(out, saves, resuming=True, rows=rows) as folder:
+        with RunFolder(out, saves, resuming=True, step_files=step_files) as folder:
             yield folder
 
 

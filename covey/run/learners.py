@@ -242,7 +242,7 @@ def _train_in_folder(
         )
     if not resuming and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
-    opened = reopen_folder(out, recipe, kind.rows) if resuming else create_folder(out, recipe)
+    opened = reopen_folder(out, recipe, kind.step_files) if resuming else create_folder(out, recipe)
     with opened as folder, kind.make_progress(recipe, folder) as progress:
         kind.execute(recipe, folder, progress, make)
 

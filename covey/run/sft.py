@@ -83,7 +83,7 @@ class SFTLearnerRun(Run[SFTRecipe]):
         held_out: examples of the held-out loss.
     """
 
-    headline, answers, rows = "loss", AFTER, (METRICS,)
+    headline, answers, step_files = "loss", AFTER, (METRICS,)
     learner: SFTLearner
     trainer: Trainer
     held_out: Sequence[Row]

@@ -336,7 +336,7 @@ class Tokenizer:
         return pieces, [self._control_ids[piece] for piece in pieces[1::2]], self.encode("".join(pieces))
 
     def _encode_literally(self, pieces: Sequence[str]) -> np.ndarray:
-        """Encode `pieces` (see `_read`): every second one as a control token, the others as ordinary text."""
+        """Encode the pieces of `_split_at_controls`: every second one as a control token, others as ordinary text."""
         ids = [
             [self._control_ids[piece]] if odd else self._encode_with(self._literal_tokenizer, piece)
             for odd, piece in zip(cycle([False, True]), pieces, strict=False)
