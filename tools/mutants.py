@@ -97,8 +97,15 @@ WIDE = (
 
 EQUIVALENT = {
     "covey/models/spans.py": {
+        "oldest = jnp.maximum(positions - (window - 1), «jnp.take_along_axis(positions, self.start, axis=1) → "
+        "jnp.take_along_axis(positions, self.start)»)": "the last of two axes is the default",
         "ordered = «jnp.sort(positions.astype(jnp.uint32) * self.time + index, axis=1) → "
         "jnp.sort(positions.astype(jnp.uint32) * self.time + index)»": "the last of two axes is the default",
+    },
+    "covey/rl/grpo.py": {
+        "per_token = [np.full(n, a) for n, a in zip(x.lengths, of_completions, strict=«True → False»)]": (
+            "both have one entry for each completion of the groups"
+        ),
     },
     "covey/rl/ppo.py": {
         "advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, "
@@ -139,7 +146,7 @@ EQUIVALENT = {
         "v, r = (np.concatenate([*x, «np.zeros(0) → np.ones(0)»]).astype(np.float64) for x in (values, returns))": (
             "no zeros and no ones are the same empty array"
         ),
-        "for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=«True → False»)):": (
+        "for number, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=«True → False»), 1):": (
             "a `DataError` has refused other lengths already"
         ),
         "pairs = [(tuple(map(int, p)), c) for p, c in zip(prompt_ids, completion_ids, strict=«True → False»)]": (
@@ -158,8 +165,6 @@ EQUIVALENT = {
         "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 0»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "return Rows(*(np.stack(parts) for parts in zip(*(_fill_row(r, length) for r in rows), strict=«True "
-        "→ False»)))": ("each is a `Rows`, which has as many fields as another"),
         "out = [«np.zeros(n, np.float32) → np.ones(n, np.float32)» for n in lengths]": (
             "each token of each completion has a place in the rows, so that all are overwritten"
         ),
@@ -175,9 +180,8 @@ EQUIVALENT = {
         "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "for completion, index in zip(piece.completions, piece.indices, strict=«True → False»):": (
-            "`pack` makes every piece with one index per completion"
-        ),
+        "for completion, index, branches in zip(piece.completions, piece.indices, all_branches, "
+        "strict=«True → False»):": "`pack` makes every piece with one index and one tuple of branches per completion",
     },
 }
 """Module → mutant, as `Mutant.diff` writes it → why no test of the module's contract can distinguish it."""

@@ -12,7 +12,7 @@ from covey.models.blockwise import blockwise_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.span_attention import span_attention
-from covey.models.spans import NO_WINDOW, Spans, causal_spans, span_mask
+from covey.models.spans import MAX_ROW_LENGTH, NO_WINDOW, Spans, causal_spans, span_mask
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -150,6 +150,16 @@ def test_a_window_counts_the_token_itself() -> None:
     seen = [np.flatnonzero(row).tolist() for row in np.asarray(allowed)]
     assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [2, 6], [6, 7], [7, 8]]
     np.testing.assert_array_equal(span_mask(spans.limit(positions, 1))[0], np.eye(9, dtype=bool))
+
+
+def test_windows_are_found_in_the_longest_rows() -> None:
+    """Position and index of a token are one number of 32 bits."""
+    assert np.iinfo(np.uint32).max >= MAX_ROW_LENGTH**2 - 1
+    index = jnp.arange(MAX_ROW_LENGTH)[None]
+    spans = causal_spans(jnp.array([MAX_ROW_LENGTH]), MAX_ROW_LENGTH)
+    np.testing.assert_array_equal(spans.limit(index, 3).start, jnp.maximum(index - 2, 0))
+    with pytest.raises(AssertionError, match="rows are shorter"):
+        causal_spans(jnp.array([1]), MAX_ROW_LENGTH + 1).limit(jnp.arange(MAX_ROW_LENGTH + 1)[None], 3)
 
 
 @pytest.mark.slow
