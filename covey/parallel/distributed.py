@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
 from covey.errors import CoveyError, RecipeError, Stopped
-from covey.parallel import liveness, order, store, wire
+from covey.parallel import checks, liveness, order, store, wire
 from covey.parallel.joining import join
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         environment: environment variables; the system's if not set.
 
     Raises:
-        CoveyError: the environment is contradictory, or the processes do not come together.
+        CoveyError: the environment is contradictory, or the processes do not come together, or run different code.
     """
     environment = os.environ if environment is None else environment
     silent = liveness.silent_seconds(environment)
@@ -69,6 +69,7 @@ def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         read_no_programs()
     try:
         with liveness.watching(silent):
+            checks.check_same_code()
             yield
             _meet("the end")
     except liveness.PeerLostError:

@@ -29,6 +29,7 @@ from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.models.compute_dtype import AUTO, resolve_compute_dtype
 from covey.parallel import distributed, mesh_from_config
+from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
 from covey.run.compile_counter import CompileCounter
 from covey.run.environment import describe_environment
@@ -39,6 +40,7 @@ from covey.run.memory_use import memory_in_use
 from covey.run.report_writer import ReportWriter
 from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
+from covey.run.user_modules import check_same_modules
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import require_entry
 from covey.train.loop import StepRecord
@@ -124,6 +126,7 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
+        check_shared_folder(out)
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(recipe.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with create_folder(out, recipe) as folder:
@@ -132,6 +135,7 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Resume the run in the folder `out`; return the content of `summary.json`."""
+        check_shared_folder(out)
         if recipe.model.compute_dtype == AUTO:  # the run keeps the type that it began with, on any machine
             recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
@@ -182,6 +186,7 @@ class Run(ABC, Generic[RecipeT]):
         made.
         """
         distributed.refuse_differences("recipe", lambda: to_yaml(recipe), "the same command for all")
+        check_same_modules(recipe)
         mesh = mesh_from_config(recipe.model.mesh)
         show = echo if distributed.is_first() else _show_nothing
         with show_log(info=show, warning=show):

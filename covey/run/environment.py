@@ -3,23 +3,19 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 import psutil
 
 from covey import __version__
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-"""Packages whose version may change results."""
+from covey.parallel.checks import versions
 
 
 def describe_environment() -> dict[str, str]:
     """Return names and texts; nothing in them names the machine or its user."""
     devices = jax.devices()
-    found = {"covey": __version__, "commit": _commit(), "python": platform.python_version()}
-    found |= {name: _version(name) for name in PACKAGES}
+    found = {"covey": __version__, "commit": _commit(), **versions(), "python": platform.python_version()}
     found |= {
         "system": f"{platform.system()} {platform.machine()}",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})",
@@ -28,13 +24,6 @@ def describe_environment() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
     }
     return {name: text for name, text in found.items() if text}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _commit() -> str:

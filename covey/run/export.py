@@ -20,6 +20,7 @@ from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import text_part
 from covey.parallel import distributed, make_mesh
+from covey.parallel.checks import check_shared_folder
 from covey.run.load_model import load_for
 from covey.run.model_card import Lineage, model_card
 from covey.text.tokenizer import Tokenizer, read_json
@@ -45,6 +46,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
         _refuse_processes()
     words = (source, str(out), kind, dtype, shard_size)
     distributed.refuse_differences("export", lambda: words, "the same command for all of them")
+    check_shared_folder(out.absolute().parent)
     options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
     with show_log(info=_say, warning=_say):
         model, tokenizer, origin = load_for(AnyRecipe(model=options), _mesh_over_processes(), source)

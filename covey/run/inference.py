@@ -29,6 +29,7 @@ from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
+from covey.run.user_modules import check_same_modules
 from covey.text.tokenizer import Tokenizer
 from covey.train.metrics import Correct, completion_text, prompt_text
 from covey.train.progress import Progress
@@ -67,6 +68,7 @@ def refuse_other_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> 
     """
     same = "the same command and data for all"
     distributed.refuse_differences("recipe", lambda: to_yaml(recipe), same)
+    check_same_modules(recipe)
     distributed.refuse_differences("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
 
 

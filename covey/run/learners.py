@@ -28,6 +28,7 @@ from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
 from covey.parallel import distributed
+from covey.parallel.checks import check_shared_folder
 from covey.rewards import check_columns, function_names
 from covey.rl import grpo, ppo
 from covey.rl.cluster import RLCluster
@@ -226,6 +227,7 @@ def _train_in_folder(
     """Begin a run in the new folder `out`, or resume the one that is there."""
     validate(recipe)
     out = out.expanduser()
+    check_shared_folder(out)
     resuming = distributed.agreed(is_run(out), "run folder")
     if resuming and not is_from_python(load_any(out)):
         raise ResumeError(

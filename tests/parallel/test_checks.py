@@ -1,0 +1,208 @@
+"""Processes with other code, or without a shared folder, are refused before anything is loaded; threads stand for
+processes, and at the end real ones are started.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import covey
+from covey.config import recipe
+from covey.config.processes import ADDRESS, COUNT, NUMBER
+from covey.errors import CoveyError
+from covey.launch.local import _free_port
+from covey.parallel import checks
+from covey.run import user_modules
+
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+
+
+class Processes:
+    """Calls a function in threads, each of which believes to be a process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._own = threading.local()
+        processes = SimpleNamespace(process_count=lambda: self._count, process_index=lambda: self._own.index)
+        monkeypatch.setattr(checks, "jax", processes)
+        monkeypatch.setattr(checks.store, "exchange", self._exchange)
+
+    def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
+        """What each returned or raised."""
+        self._count, self._texts, results = count, [""] * count, [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+
+        def run(index: int) -> None:
+            self._own.index = index
+            try:
+                results[index] = function(index)
+            except CoveyError as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def _exchange(self, text: str, about: str, check: object = None) -> list[str]:
+        self._texts[self._own.index] = text
+        self._barrier.wait()
+        texts = list(self._texts)
+        self._barrier.wait()
+        return texts
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    return Processes(monkeypatch)
+
+
+def test_other_versions_and_files_are_named_by_process(processes: Processes) -> None:
+    first = {"jax": "0.10.2", "covey/rl/grpo.py": "a" * 64, "covey/new.py": "b" * 64}
+    others = [{}, {"jax": "0.10.1"}, {"covey/rl/grpo.py": "c" * 64, "covey/old.py": "d" * 64}]
+    values = [first | other for other in others]
+    del values[2]["covey/new.py"]
+    errors = processes(3, lambda i: checks.check_alike("code", lambda: values[i], "the same", "install it"))
+    assert len({str(error) for error in errors}) == 1
+    text = str(errors[0])
+    assert "process 1 on " in text
+    assert "jax is 0.10.1, there 0.10.2" in text
+    assert "covey/rl/grpo.py is another file" in text
+    assert "covey/new.py is missing" in text
+    assert "covey/old.py is not there in process 0" in text
+    assert "fix: install it" in text
+    assert processes(2, lambda i: checks.check_alike("code", lambda: first, "", "")) == [None, None]
+
+
+def test_few_of_many_differences_are_named(processes: Processes) -> None:
+    errors = processes(2, lambda i: checks.check_alike("code", lambda: {str(n): f"v{i}" for n in range(20)}, "", ""))
+    assert str(errors[0]).count("there v0") == checks.NAMED
+    assert f"{20 - checks.NAMED} more" in str(errors[0])
+
+
+def test_every_module_and_recipe_of_the_package_counts() -> None:
+    digests, root = checks.source_digests(), Path(covey.__file__).parent
+    assert digests["covey/rl/grpo.py"] == checks.digest_of(root / "rl" / "grpo.py")
+    assert "covey/config/recipes/quickstart.yaml" in digests
+    assert {"covey", "python", "jax", "jaxlib", "numpy"} <= {name for name, value in checks.versions().items() if value}
+
+
+def test_one_shared_folder_is_left_as_it_was(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("")
+    assert processes(3, lambda i: checks.check_shared_folder(tmp_path / "run")) == [None] * 3
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_folders_of_one_name_on_two_disks_are_refused(processes: Processes, tmp_path: Path, there: bool) -> None:
+    places = [tmp_path / str(number) / "run" for number in range(2)]
+    if there:
+        places[1].mkdir(parents=True)
+    errors = processes(2, lambda i: checks.check_shared_folder(places[i]))
+    assert str(errors[0]) == str(errors[1])
+    assert f"{places[1]} is not the folder of that path in process 0" in str(errors[0])
+    assert "process 1 on " in str(errors[0])
+    assert "mount one file system" in str(errors[0])
+    assert list(places[0].iterdir()) == []
+    assert places[1].exists() == there
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_cannot_write_there_is_named(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    name = "_write" if number == 0 else "_read"
+
+    def refuses(*_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(checks, name, refuses)
+    errors = processes(2, lambda i: checks.check_shared_folder(tmp_path))
+    assert all(f"process {number} on " in str(error) and "Permission denied" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_file_under_that_name_is_refused(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = checks._read
+    monkeypatch.setattr(checks, "_read", lambda folder, told: read(folder, told | {"text": "another"}))
+    errors = processes(2, lambda i: checks.check_shared_folder(tmp_path))
+    assert "has another content than process 0 has written there" in str(errors[1])
+
+
+def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit")
+    (tmp_path / "games" / "inner").mkdir(parents=True)
+    (tmp_path / "games" / "inner" / "chess.py").write_text("raise SystemExit")
+    settings = ["rewards=[environment,mine:score]", "envs.environment=trl:games.inner.chess:Chess"]
+    assert user_modules.module_names(recipe.load("guess-tiny", settings)) == ["games.inner.chess", "mine"]
+    settings = ["envs.tools=[calculator,no_such_module:f]"]
+    assert user_modules.module_names(recipe.load("quickstart", settings)) == ["no_such_module"]
+    assert user_modules.digests("mine") == {"mine.py": checks.digest_of(tmp_path / "mine.py")}
+    assert list(user_modules.digests("games.inner.chess")) == ["games/inner/chess.py"]
+    assert user_modules.digests("no_such_module") == user_modules.digests("") == {}
+    for name, module in {"verifiers:wordle": "wordle", "openenv:http://a:1": "", "guess": ""}.items():
+        assert user_modules._module_of(name) == module
+
+
+def run_both(words: list[str], places: list[Path], environments: list[dict[str, str]]) -> list[str]:
+    """Return what each of two processes has printed; both must have ended with code 2."""
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = [
+        subprocess.Popen([sys.executable, *words], cwd=place, env=environment, **pipes)
+        for place, environment in zip(places, environments, strict=True)
+    ]
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [2, 2], "\n\n".join(texts)
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", ["package", "module", "folder"])
+def test_two_processes_that_are_not_alike_train_nothing(tmp_path: Path, differs: str) -> None:
+    """Process 1 has the advantage negated, or another reward, or the run folder on a disk of its own."""
+    places = [tmp_path / str(number) for number in range(2)]
+    for number, place in enumerate(places):
+        place.mkdir()
+        sign = "-" if number and differs == "module" else ""
+        (place / "mine.py").write_text(
+            f"def score(completions):\n    return [{sign}float(len(c)) for c in completions]\n"
+        )
+    source = Path(covey.__file__).parents[1]
+    roots = [source, places[1] if differs == "package" else source]
+    if differs == "package":
+        shutil.copytree(source / "covey", places[1] / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+        file = places[1] / "covey" / "losses" / "advantages.py"
+        negated = "group_zscore = lambda rewards, z=group_zscore: -z(rewards)"
+        file.write_text(f"{file.read_text()}\n\n{negated}\n")
+    out = "run" if differs == "folder" else str(tmp_path / "run")
+    words = ["-m", "covey", "train", "quickstart", f"--model.source={GOLDEN}", "--rewards=mine:score", f"--out={out}"]
+    words += ["--max-steps=1", "--prompts-per-step=2", "--evaluation.prompts=2", "--rollout.max-new-tokens=4"]
+    words += ["--rollout.max-prompt-length=400", "--training.too-long=drop"]
+    common = os.environ | {ADDRESS: f"127.0.0.1:{_free_port()}", COUNT: "2"}
+    texts = run_both(words, places, [common | {NUMBER: str(n), "PYTHONPATH": str(roots[n])} for n in range(2)])
+    told = {
+        "package": "covey/losses/advantages.py is another file",
+        "module": "mine.py is another file",
+        "folder": f"{places[1]}/run is not the folder of that path in process 0",
+    }
+    for text in texts:
+        assert told[differs] in text
+        assert "Traceback" not in text
+    assert not list(tmp_path.glob("**/metrics.jsonl"))
