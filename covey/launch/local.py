@@ -8,6 +8,7 @@ same way (`stop_with_launcher`).
 """
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -41,6 +42,12 @@ LAST_LINES = 20
 """Number of lines of a failed process's output that are shown."""
 STOPPED_CODES = (75, 130, 143)
 """Exit codes of a run that was stopped by a signal: it has not failed and is not restarted."""
+BEGAN = "--- "
+"""Beginning of the line in front of a process's output."""
+INTRUDER = re.compile(r"unexpectedly tried to connect with a different incarnation|request from a newer incarnation")
+"""Text of JAX's coordination service when a second process joins under the number of one that is there: it aborts all
+processes, or before all have joined the earlier one. It cannot be asked beforehand whether a number is taken.
+"""
 
 
 class LocalOptions(Config):
@@ -113,7 +120,8 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
         if failure is None or failure.code in STOPPED_CODES:
             return 0 if failure is None else failure.code
         _say(f"{failure}; the others were stopped")
-        _show_end(logs, failure.number, attempt)
+        if failure.code != -signal.SIGABRT or not _name_intruder(logs, len(members), attempt):
+            _show_end(logs, failure.number, attempt)
         if attempt == options.max_restarts:
             return failure.code if failure.code > 0 else 128 - failure.code
         if (fewer := options.fewer(len(members), command.devices)) is not None:
@@ -304,20 +312,34 @@ def _began(words: Sequence[str]) -> str:
     """Return the line in front of a process's output: a command that goes on with a run, or evaluates it, appends to
     the logs of the one before.
     """
-    return f"--- {datetime.now():%Y-%m-%d %H:%M:%S}  {shlex.join(words)}"
+    return f"{BEGAN}{datetime.now():%Y-%m-%d %H:%M:%S}  {shlex.join(words)}"
 
 
 def _say(text: str) -> None:
     print(printable(f"covey launch: {text}"), file=sys.stderr, flush=True)
 
 
+def _name_intruder(logs: Path, count: int, attempt: int) -> bool:
+    """Say so if JAX has aborted the processes because another one has joined them; return whether it has."""
+    texts = [_output(logs, number, attempt).rpartition(f"\n{BEGAN}")[2] for number in range(1, count)]
+    if not any(INTRUDER.search(text) for text in texts):
+        return False
+    _say(
+        "an uninvited process has joined the run at the port of process 0, under a number that was taken, and JAX has "
+        f"aborted the run's own: end what else was started with this {ADDRESS}, and let nobody else reach that port"
+    )
+    return True
+
+
 def _show_end(logs: Path, number: int, attempt: int) -> None:
     """Print the last lines that process `number` wrote; those of process 0 are on the terminal already."""
     if number == 0:
         return
-    name = _log(number, attempt)
-    with open_below(logs, name) as file:
-        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    _say(f"the end of {logs / name}:")
-    for line in lines:
+    _say(f"the end of {logs / _log(number, attempt)}:")
+    for line in _output(logs, number, attempt).splitlines()[-LAST_LINES:]:
         print(printable(f"  {line}"), file=sys.stderr, flush=True)
+
+
+def _output(logs: Path, number: int, attempt: int) -> str:
+    with open_below(logs, _log(number, attempt)) as file:
+        return file.read().decode(errors="replace")

@@ -109,6 +109,39 @@ def test_a_signal_reaches_all_and_is_no_failure(tmp_path):
     assert not list((tmp_path / "logs").glob("*restart*"))
 
 
+@pytest.mark.slow
+def test_a_process_that_joins_uninvited_is_named(tmp_path, capfd):
+    """Real ones: a second process 1 joins, for which JAX aborts both with a stack trace of C++."""
+    join = "from covey.parallel import distributed\n"
+    join += f"with distributed.start():\n    open(f'{tmp_path}/{{me}}', 'w').write(os.environ['{ADDRESS}'])\n    {WAIT}"
+    uninvited = []
+
+    def intrude():
+        wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"), 60)
+        environment = os.environ | {ADDRESS: (tmp_path / "1").read_text(), COUNT: "2", NUMBER: "1"}
+        words = [sys.executable, "-c", "from covey.parallel import distributed\nwith distributed.start(): pass"]
+        uninvited.append(subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL))
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    assert launched(tmp_path, join) == 128 + signal.SIGABRT
+    thread.join()
+    uninvited[0].kill()
+    uninvited[0].wait()
+    verdict = [line for line in capfd.readouterr().err.splitlines() if line.startswith("covey launch: ")]
+    assert verdict[0].endswith("was killed by SIGABRT; the others were stopped")
+    assert "an uninvited process has joined the run" in verdict[1]
+    assert not any("the end of" in line for line in verdict)
+
+
+def test_an_intruder_of_an_earlier_command_is_not_named_again(tmp_path, capfd):
+    said = "1 unexpectedly tried to connect with a different incarnation. It has likely restarted."
+    for text, told in ((said, True), ("another reason", False)):
+        code = f"if me == 1: print('{text}')\nsys.stdout.flush()\nos.abort()"
+        assert launched(tmp_path, code) == 128 + signal.SIGABRT
+        assert ("uninvited" in capfd.readouterr().err) == told
+
+
 def test_processes_of_a_killed_launcher_stop(tmp_path):
     """The trap: they train on, and hold the devices, without anyone who stops them."""
     rank = "import os, sys, time, covey.cli.main as command\n"
