@@ -24,11 +24,13 @@ DEV := -e '.[dev]'
 AOT := -e '.[dev,plan]'
 ORACLE := -e '.[parity]'
 RELEASE := build mypy twine
+# Parsers of job files; Covey's own job writer needs the last three alone.
+JOBS := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 skypilot==0.14.1 pydantic pyyaml rich
 # The extra docs, without Covey itself.
 DOCS := zensical mkdocstrings-python ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families release-check release-tag colab clean
+.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families check-jobs release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -92,6 +94,9 @@ parity: .venv-parity/ready ## golden numbers again, and round trips, with torch,
 golden-families: .venv-parity/ready ## golden numbers of the model families again, and no others; tried with Python 3.11 (PYTHON=python3.11)
 	.venv-parity/bin/python tests/parity/make_golden.py families
 
+check-jobs: .venv-jobs/ready ## read the job files of covey launch by the parsers of their projects (ARGS=--allow-missing)
+	PYTHONPATH=. .venv-jobs/bin/python tools/check_jobs.py $(ARGS)
+
 # As a user gets it: the wheel is built from the sdist, and its dependencies are the newest that its ranges allow. It is
 # used from dist: in the root mypy would read the checkout.
 release-check: .venv-release/ready ## build sdist and wheel, check them, use the wheel in an empty environment
@@ -112,7 +117,7 @@ colab: .venv/ready-dev ## which packages of Colab's runtime does pip replace for
 	$(BIN)/python tools/colab.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-aot .venv-docs .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-aot .venv-docs .venv-jobs .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -136,6 +141,10 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 # A peer has versions of its own. TRL is the one of .venv-parity, with torch.
 .venv-tunix/ready: | .venv-tunix/bin/pip
 	$(if $(UV),uv pip install --python .venv-tunix/bin/python,.venv-tunix/bin/python -m pip install) $(TUNIX)
+	@touch $@
+
+.venv-jobs/ready: | .venv-jobs/bin/pip
+	$(if $(UV),uv pip install --python .venv-jobs/bin/python,.venv-jobs/bin/python -m pip install) $(JOBS)
 	@touch $@
 
 .venv-docs/ready: $(WANT) | .venv-docs/bin/pip

@@ -251,22 +251,29 @@ job files
   --dry-run                print the file instead of writing it
   --file FILE              where to write it: covey-job.sh or covey-job.yaml when not set
   --name NAME              name of the job (covey); for tpu-vm the name of the TPU VM
-  --nodes N                number of machines (1)
+  --nodes N                number of machines (1); a TPU VM has its own
   --gpus-per-node N        number of GPUs of each machine (8); 0 for machines without
+  --cpus-per-task N        slurm, k8s: CPU cores of each process
+  --mem M                  slurm, k8s: memory of each machine, as in 64G
   --workdir FOLDER         where the command runs (.); for k8s where the shared volume is mounted
   --setup COMMAND          run first, as in 'source .venv/bin/activate'
   --max-restarts N         as for local
   --time T, --partition P  slurm: longest time, as in 12:00:00, and partition
+  --account A              slurm: account that is charged
+  --lines [--qos=high]     slurm: list of further options of sbatch, each a line of the script
   --image I, --volume V    k8s: container image with Covey in it, and claim of a volume that all pods share
+  --tpus-per-node N        k8s: TPU chips of each machine in place of GPUs, with --accelerator and
+  --topology T             the topology of the slice, as in 4x4
   --zone Z                 tpu-vm: zone of the cloud
-  --accelerator A          skypilot: kind of accelerator, as in H100
+  --accelerator A          skypilot: kind of accelerator, as in H100; k8s: of TPU, as in tpu-v5-lite-podslice
+  --volume V, --mount M    skypilot: volume or gs://BUCKET that all machines share, and its path (/shared)
 
 examples
   covey launch local -n 2 train quickstart --prompts-per-step 8
   covey launch local -n 4 --gpus-per-process 2 --max-restarts 3 train mine.yaml --out runs/mine
   covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
   covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
-  covey launch skypilot --nodes 2 --accelerator H100 --dry-run train mine.yaml --out runs/a
+  covey launch skypilot --nodes 2 --accelerator H100 --volume data --dry-run train mine.yaml --out /shared/runs/a
 """
 
 COMPARE = """\

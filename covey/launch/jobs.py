@@ -9,7 +9,8 @@ joined, so all come to the same answer.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,15 +22,23 @@ from covey.launch.command import TrainingCommand
 
 PORT = 12345
 """Port of process 0 where the cluster chooses none."""
+COMMON = ("name", "workdir", "setup", "max_restarts", "file")
+"""Settings that every kind of job file uses."""
 SAVE_SECONDS = 120
-"""Seconds before the time limit of a Slurm job at which the run is asked to save a checkpoint and stop."""
+"""Seconds that a run has to save a checkpoint and stop, before the time limit of a Slurm job or the end of a pod."""
+MISTAKE, SAVED = 2, 75
+"""Exit codes of a run: a mistake in the input, which is not tried again, and stopped behind a checkpoint."""
 
 
 FORMS = {
     "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "up to 40 lower-case letters, digits and hyphens, a letter first"),
     "time": (r"[0-9:-]+", "hours:minutes:seconds, as in 12:00:00"),
     "partition": (r"[\w.,+-]+", "the name of a partition"),
+    "account": (r"[\w.-]+", "the name of an account"),
+    "mem": ("[0-9]+[MGT]", "a number with M, G or T, as in 64G"),
     "accelerator": (r"[\w-]+", "the name of an accelerator, as in H100"),
+    "topology": ("[0-9]+(x[0-9]+)+", "the numbers of chips along each axis, as in 4x4"),
+    "mount": (r"/[\w./-]+", "an absolute path, as in /shared"),
 }
 """Pattern of the settings that a cluster reads, and its description in errors."""
 
@@ -43,8 +52,20 @@ class JobOptions(Config):
     """Number of machines."""
     gpus_per_node: NonNegativeInt = 8
     """Number of GPUs of each machine; 0 for machines without."""
+    tpus_per_node: NonNegativeInt = 0
+    """k8s: number of TPU chips of each machine, in place of GPUs; with accelerator and topology."""
     accelerator: str | None = None
-    """skypilot: kind of accelerator, as in H100."""
+    """skypilot: kind of accelerator, as in H100. k8s: kind of TPU, as in tpu-v5-lite-podslice."""
+    topology: str | None = None
+    """k8s: topology of the TPU slice, as in 4x4."""
+    cpus_per_task: PositiveInt | None = None
+    """slurm, k8s: CPU cores of each process."""
+    mem: str | None = None
+    """slurm, k8s: memory of each machine, as in 64G."""
+    account: str | None = None
+    """slurm: the account that is charged."""
+    lines: tuple[str, ...] = ()
+    """slurm: further options of sbatch, as in [--qos=high, --constraint=ib]; each becomes a line."""
     time: str | None = None
     """slurm: longest time of the job, as in 12:00:00."""
     partition: str | None = None
@@ -52,7 +73,11 @@ class JobOptions(Config):
     image: str | None = None
     """k8s: the container image, with Covey in it."""
     volume: str | None = None
-    """k8s: name of the claim of a volume that all pods share; it is mounted at the working directory."""
+    """Storage that all machines share, with the run folder in it. k8s: name of the claim of a volume, mounted at the
+    working directory. skypilot: name of a volume, or address gs://BUCKET of a bucket, mounted at `mount`.
+    """
+    mount: str = "/shared"
+    """skypilot: path of the volume; the run folder must lie below it."""
     zone: str | None = None
     """tpu-vm: the zone of the cloud."""
     workdir: str = "."
@@ -70,6 +95,9 @@ class JobOptions(Config):
             value = getattr(self, key)
             if value is not None and not re.fullmatch(form, value):
                 yield Problem(key, f"{key} is {shortened(value)}", want=want)
+        for line in self.lines:
+            if not re.fullmatch(r"--?\w[ -~]*", line):
+                yield Problem("lines", f"lines has {shortened(line)}", want="options of sbatch, as in --qos=high")
 
 
 @dataclass(frozen=True)
@@ -81,12 +109,14 @@ class Job:
         file: name of the file when none is given.
         submit: command that submits the file, with {file} in place of its name.
         needs: settings without which the file cannot be written, each with an example.
+        uses: further settings that this kind has a use for, beside `COMMON`.
     """
 
     write: Callable[[TrainingCommand, JobOptions], str]
     file: str
     submit: str
     needs: Mapping[str, str]
+    uses: tuple[str, ...]
 
     def text(self, command: TrainingCommand, options: JobOptions) -> str:
         """Return the text of the job file.
@@ -97,45 +127,51 @@ class Job:
         for name, example in self.needs.items():
             if getattr(options, name) is None:
                 raise CoveyError(f"--{name} is missing", want=f"--{name} {example}")
+        for field in fields(options):
+            if field.name not in (*COMMON, *self.needs, *self.uses) and getattr(options, field.name) != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                raise CoveyError(f"{flag} has no meaning in this kind of job file", fix=f"leave {flag} out")
         if command.run is None:
             raise CoveyError("the command names no run folder", want="--out FOLDER behind the recipe, on a shared path")
         return self.write(command, options)
 
 
 def slurm(command: TrainingCommand, options: JobOptions) -> str:
-    """Return a script for sbatch: a task for each GPU, or one for each machine without GPUs."""
-    tasks = max(options.gpus_per_node, 1)
+    """Return a script for sbatch: a task for each GPU, or one for each machine without GPUs. A run that was stopped
+    behind a checkpoint, as at the time limit, goes back into the queue; a mistake in the input is not tried again.
+    """
     settings = {
         "job-name": options.name,
         "nodes": options.nodes,
-        "ntasks-per-node": tasks,
+        "ntasks-per-node": max(options.gpus_per_node, 1),
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.mem,
         "gres": f"gpu:{options.gpus_per_node}" if options.gpus_per_node else None,
         "time": options.time,
         "partition": options.partition,
+        "account": options.account,
         "output": "%x-%j.log",
+        "open-mode": "append",
         "signal": f"TERM@{SAVE_SECONDS}",
     }
-    head = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
+    head = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
+    cores = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if options.cpus_per_task else ""  # srun does not inherit it
+    start = f'srun --kill-on-bad-exit=1 --open-mode=append{cores} --output=%x-%j-%t.log covey "${{words[@]}}"'
+    stopped = f'{SAVED}) scontrol requeue "$SLURM_JOB_ID"; exit {SAVED} ;;  # a checkpoint is saved: go on later'
     return _script(
         [
             "#!/bin/bash",
-            *head,
+            *(f"#SBATCH {line}" for line in (*head, "--requeue", *options.lines)),
             "",
             *_preparation(options),
             f"export {MODE}=auto  # the processes find each other through Slurm",
-            f"for attempt in $(seq 0 {options.max_restarts}); do",
-            *(f"  {line}" for line in _choice(command, "words=({})")),
-            '  srun --kill-on-bad-exit=1 --output=%x-%j-%t.log covey "${words[@]}" && exit 0',
-            "  code=$?",
-            '  case "$code" in 75 | 130 | 143) break ;; esac  # it was stopped and has saved a checkpoint',
-            "done",
-            'exit "$code"',
+            *_attempts(command, options, start, stopped),
         ]
     )
 
 
 def kubernetes(command: TrainingCommand, options: JobOptions) -> str:
-    """Return a JobSet with one pod for each machine, which has all of its GPUs."""
+    """Return a JobSet with one pod for each machine, which has all of its GPUs or TPU chips."""
     host = f"{options.name}-worker-0-0.{options.name}"
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     environment = [
@@ -150,20 +186,28 @@ def kubernetes(command: TrainingCommand, options: JobOptions) -> str:
         "workingDir": _absolute(options.workdir),
         "command": ["bash", "-c", "\n".join([*_setup(options), *_choice(command, "exec covey {}")])],
         "env": environment,
-        "volumeMounts": [{"name": "shared", "mountPath": _absolute(options.workdir)}],
+        "volumeMounts": [
+            {"name": "shared", "mountPath": _absolute(options.workdir)},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+        "resources": _resources(options),
     }
-    if options.gpus_per_node:
-        container["resources"] = {"limits": {"nvidia.com/gpu": options.gpus_per_node}}
     pod = {
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        **_tpu_slice(options),
         "containers": [container],
-        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": options.volume}}],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": options.volume}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL needs more than the 64 MB of a container
+        ],
     }
     job = {
         "parallelism": options.nodes,
         "completions": options.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
+        "podFailurePolicy": {"rules": _pod_failures()},
         "template": {"spec": pod},
     }
     return _yaml(
@@ -172,53 +216,135 @@ def kubernetes(command: TrainingCommand, options: JobOptions) -> str:
             "kind": "JobSet",
             "metadata": {"name": options.name},
             "spec": {
-                "failurePolicy": {"maxRestarts": options.max_restarts},
+                "failurePolicy": {"maxRestarts": options.max_restarts, "rules": _job_failures()},
                 "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": job}}],
             },
         }
     )
 
 
+def _resources(options: JobOptions) -> dict[str, Any]:
+    limits: dict[str, Any] = {"cpu": options.cpus_per_task, "memory": options.mem}
+    limits |= {"google.com/tpu": options.tpus_per_node or None}
+    if not options.tpus_per_node:
+        limits |= {"nvidia.com/gpu": options.gpus_per_node or None}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    return {"limits": limits, "requests": limits}
+
+
+def _tpu_slice(options: JobOptions) -> dict[str, Any]:
+    """Return the nodes of GKE on which TPU pods run; the pods of a slice need a host each."""
+    if bool(options.tpus_per_node) != bool(options.accelerator and options.topology):
+        raise CoveyError(
+            "TPUs of Kubernetes need --tpus-per-node, --accelerator and --topology, and not all of them are there",
+            want="all three, or none",
+            fix="--tpus-per-node 4 --accelerator tpu-v5-lite-podslice --topology 4x4",
+        )
+    if not options.tpus_per_node:
+        return {}
+    gke = "cloud.google.com/gke-tpu"
+    return {"nodeSelector": {f"{gke}-accelerator": options.accelerator, f"{gke}-topology": options.topology}}
+
+
+def _pod_failures() -> list[dict[str, Any]]:
+    """Return the rules by which a pod's end fails the job with the reason PodFailurePolicy: a mistake, a checkpoint
+    that was saved before a stop, and a pod that the cluster has preempted or evicted.
+    """
+    codes = {"containerName": "covey", "operator": "In", "values": [MISTAKE, SAVED]}
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+    return [{"action": "FailJob", "onExitCodes": codes}, {"action": "FailJob", "onPodConditions": disrupted}]
+
+
+def _job_failures() -> list[dict[str, Any]]:
+    """Return the rules of the JobSet: a mistake ends it, and a preempted pod or a saved checkpoint restarts all pods
+    without counting. Any other failure counts as a restart.
+    """
+    reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    mistake = {"name": "mistake", "action": "FailJobSet", **reason}
+    mistake |= {"onJobFailureMessagePatterns": [f"exit code {MISTAKE} "]}
+    return [mistake, {"name": "stopped", "action": "RestartJobSetAndIgnoreMaxRestarts", **reason}]
+
+
 def tpu_vm(command: TrainingCommand, options: JobOptions) -> str:
-    """Return a script that runs the command on every host of a TPU VM that exists."""
-    inside = "\n".join([*_preparation(options), f"export {MODE}=auto", *_choice(command, "exec covey {}")])
+    """Return a script that starts the run on every host of a TPU VM that exists. It goes on when the session that has
+    started it ends; each host restarts its process, so the processes of all hosts come together again.
+    """
+    log = f"{options.name}-$(hostname)"
+    inside = [f"export {MODE}=auto", *_attempts(command, options, 'covey "${words[@]}"', "")]
+    start = f'setsid nohup bash -c {shlex.quote(_script(inside))} > "{log}.log" 2>&1 < /dev/null &'
+    begin = [*_preparation(options), start, f'echo $! > "{log}.pid"']
     ssh = f"gcloud compute tpus tpu-vm ssh {shlex.quote(options.name)} --zone={shlex.quote(str(options.zone))}"
+    folder = shlex.quote(options.workdir)
     return _script(
         [
             "#!/bin/bash",
+            f"# follow: {ssh} --worker=0 --command='tail -f {folder}/{log}.log'",
+            f"# stop:   {ssh} --worker=all --command='kill -- \"-$(cat {folder}/{log}.pid)\"'",
             "set -uo pipefail",
-            f"for attempt in $(seq 0 {options.max_restarts}); do",
-            f"  {ssh} --worker=all --command={shlex.quote(inside)} && exit 0",
-            "  code=$?",
-            "done",
-            'exit "$code"',
+            f"{ssh} --worker=all --command={shlex.quote(chr(10).join(begin))}",
         ]
     )
 
 
 def skypilot(command: TrainingCommand, options: JobOptions) -> str:
-    """Return a SkyPilot task with one process for each machine, which has all of its accelerators."""
+    """Return a SkyPilot task with one process for each machine, which has all of its accelerators. The code is copied
+    to each machine; the run folder lies on a volume that all have.
+    """
+    _check_mounted(command, options)
+    if not options.gpus_per_node:
+        raise CoveyError("--gpus-per-node is 0", want="the number of accelerators of each machine")
     run = [
         *_setup(options),
-        f'export {ADDRESS}="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"',
-        f'export {BIND}="0.0.0.0:{PORT}"',
+        f'{ADDRESS}="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"',
+        f'export {ADDRESS} {BIND}="0.0.0.0:{PORT}"',
         f'export {COUNT}="$SKYPILOT_NUM_NODES" {NUMBER}="$SKYPILOT_NODE_RANK"',
         *_choice(command, "exec covey {}"),
     ]
-    if not options.gpus_per_node:
-        raise CoveyError("--gpus-per-node is 0", want="the number of accelerators of each machine")
-    resources: dict[str, Any] = {"accelerators": f"{options.accelerator}:{options.gpus_per_node}"}
-    if options.max_restarts:
-        resources["job_recovery"] = {"max_restarts_on_errors": options.max_restarts}
+    bucket = str(options.volume).startswith("gs://")
+    storage = {"source": options.volume, "mode": "MOUNT"} if bucket else options.volume
+    recovery = {"max_restarts_on_errors": options.max_restarts, "recover_on_exit_codes": [SAVED]}
     return _yaml(
         {
             "name": options.name,
             "num_nodes": options.nodes,
             "workdir": options.workdir,
-            "resources": resources,
+            "file_mounts" if bucket else "volumes": {options.mount: storage},
+            "resources": {
+                "accelerators": f"{options.accelerator}:{options.gpus_per_node}",
+                "job_recovery": recovery,
+            },
             "run": "\n".join(run) + "\n",
         }
     )
+
+
+def _check_mounted(command: TrainingCommand, options: JobOptions) -> None:
+    if not Path(str(command.run)).is_relative_to(options.mount):
+        raise CoveyError(
+            f"the run folder is {command.run}, and the machines share {options.mount} alone",
+            want=f"a run folder below {options.mount}",
+            fix=f"--out {options.mount}/{Path(str(command.run)).name}, or --mount with the folder above it",
+        )
+
+
+def _attempts(command: TrainingCommand, options: JobOptions, start: str, stopped: str) -> list[str]:
+    """Return the lines of shell that start the run, and again after a failure; `stopped` is the case of a run that was
+    stopped behind a checkpoint, if it is not just an end.
+    """
+    ends = f"{MISTAKE} | 130 | 143" if stopped else f"{MISTAKE} | {SAVED} | 130 | 143"
+    return [
+        f"for attempt in $(seq 0 {options.max_restarts}); do",
+        '  echo "attempt $attempt"',
+        *(f"  {line}" for line in _choice(command, "words=({})")),
+        f"  {start} && exit 0",
+        "  code=$?",
+        '  case "$code" in',
+        *([f"    {stopped}"] if stopped else []),
+        f"    {ends}) break ;;  # a mistake in the input, or stopped: not tried again",
+        "  esac",
+        "done",
+        'exit "$code"',
+    ]
 
 
 def _choice(command: TrainingCommand, form: str) -> list[str]:
@@ -271,9 +397,27 @@ def _yaml(value: Mapping[str, Any]) -> str:
 
 
 JOBS: dict[str, Job] = {
-    "slurm": Job(slurm, "covey-job.sh", "sbatch {file}", {}),
-    "k8s": Job(kubernetes, "covey-job.yaml", "kubectl apply -f {file}", {"image": "IMAGE", "volume": "CLAIM"}),
-    "tpu-vm": Job(tpu_vm, "covey-job.sh", "bash {file}", {"zone": "us-central1-a"}),
-    "skypilot": Job(skypilot, "covey-job.yaml", "sky launch {file}", {"accelerator": "H100"}),
+    "slurm": Job(
+        slurm,
+        "covey-job.sh",
+        "sbatch {file}",
+        {},
+        ("nodes", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "lines"),
+    ),
+    "k8s": Job(
+        kubernetes,
+        "covey-job.yaml",
+        "kubectl apply -f {file}",
+        {"image": "IMAGE", "volume": "CLAIM"},
+        ("nodes", "gpus_per_node", "tpus_per_node", "accelerator", "topology", "cpus_per_task", "mem"),
+    ),
+    "tpu-vm": Job(tpu_vm, "covey-job.sh", "bash {file}", {"zone": "us-central1-a"}, ()),
+    "skypilot": Job(
+        skypilot,
+        "covey-job.yaml",
+        "sky jobs launch {file}",
+        {"accelerator": "H100", "volume": "VOLUME"},
+        ("nodes", "gpus_per_node", "mount"),
+    ),
 }
 """Kind of job file by the word behind `covey launch`."""

@@ -82,10 +82,10 @@ def check_shared_folder(folder: Path) -> None:
     folder, first = folder.absolute(), jax.process_index() == 0
     mine = {"name": f".shared-{secrets.token_hex(8)}", "text": secrets.token_hex(16), "folder": str(folder)}
     problem = _problem(lambda: _write(folder, mine)) if first else ""
-    told = _exchange("folder", {"problem": problem, **mine})[0]
+    announced = _exchange("folder", {"problem": problem, **mine})[0]
     try:
-        if not told["problem"] and not first:
-            problem = _problem(lambda: _read(folder, told))
+        if not announced["problem"] and not first:
+            problem = _problem(lambda: _read(folder, announced))
         problems = _exchange("folder", {"problem": problem, "host": socket.gethostname()})
     finally:
         if first:
@@ -97,7 +97,7 @@ def check_shared_folder(folder: Path) -> None:
                 want="one folder that all processes share and may write in",
                 fix="mount one file system (NFS, Lustre, a bucket through gcsfuse or mount-s3) at the same path on all "
                 "machines, and name a folder there by its absolute path",
-                where=told["folder"],
+                where=announced["folder"],
             )
 
 
@@ -163,20 +163,20 @@ def _write(folder: Path, mine: Mapping[str, str]) -> str:
     return ""
 
 
-def _read(folder: Path, told: Mapping[str, str]) -> str:
+def _read(folder: Path, announced: Mapping[str, str]) -> str:
     """Read the file of process 0 and write one beside it; describe what is wrong."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     # Asks the server of a network file system, which this machine would else only do when its cache has run out.
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if (folder / told["name"]).read_text() != told["text"]:
+        if (folder / announced["name"]).read_text() != announced["text"]:
             return f"{folder} has another content than process 0 has written there"
     except FileNotFoundError:
         for path in missing:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         return f"{folder} is not the folder of that path in process 0: a file written there is not here"
-    own = folder / f"{told['name']}-{jax.process_index()}"
+    own = folder / f"{announced['name']}-{jax.process_index()}"
     own.write_text("")
     own.unlink()
     return ""

@@ -1,6 +1,8 @@
 """Job files: read by parsers of their own languages; what is in them is what was asked for."""
 
+import re
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -16,13 +18,15 @@ FULL = {
     "slurm": {"time": "12:00:00", "partition": "gpu", "nodes": 2},
     "k8s": {"image": "registry/covey:1", "volume": "data", "workdir": "/workspace", "nodes": 4},
     "tpu-vm": {"zone": "us-central1-a", "name": "pod"},
-    "skypilot": {"accelerator": "H100", "nodes": 2},
+    "skypilot": {"accelerator": "H100", "nodes": 2, "volume": "claim"},
 }
+RUNS = {"skypilot": "/shared/runs/a b"}
 BEGIN = ("train", "mine.yaml", "--out", "runs/a b", "--name", "it's; rm -rf $HOME")
 
 
-def text(place, words=BEGIN, **options):
-    return JOBS[place].text(TrainingCommand(words, "runs/a b"), JobOptions(**(FULL[place] | options)))
+def text(place, words=BEGIN, run=None, **options):
+    run = run or RUNS.get(place, "runs/a b")
+    return JOBS[place].text(TrainingCommand(words, run), JobOptions(**(FULL[place] | options)))
 
 
 def bash(script):
@@ -56,27 +60,63 @@ def test_shell_gets_the_words_as_they_were_given(place, tmp_path):
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     environment |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "HOME": "/nowhere"}
+    run, options = "runs/a b", {}
+    if place == "skypilot":
+        run, options = f"{tmp_path}/runs/a b", {"mount": str(tmp_path)}
     for begun in (False, True):
         if begun:
             (tmp_path / "runs" / "a b").mkdir(parents=True)
             (tmp_path / "runs" / "a b" / "recipe.yaml").write_text("")
         done = subprocess.run(
-            ["bash", "-c", shell_of(place)], env=environment, cwd=tmp_path, capture_output=True, text=True
+            ["bash", "-c", shell_of(place, run=run, **options)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
-        words = ("train", "--resume", "runs/a b") if begun else BEGIN
-        assert (tmp_path / "words").read_text().splitlines() == list(words)
+        words = ("train", "--resume", run) if begun else BEGIN
+        until = time.monotonic() + 20
+        while read(tmp_path / "words") != list(words):  # on a TPU VM the run goes on behind the script
+            assert time.monotonic() < until, read(tmp_path / "words")
+            time.sleep(0.02)
 
 
-def test_slurm_restarts_what_failed_and_not_what_was_stopped(tmp_path):
+def read(file):
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("code", "tries", "requeued"),
+    [(1, 3, False), (69, 3, False), (75, 1, True), (2, 1, False), (143, 1, False), (0, 1, False)],
+)
+def test_slurm_restarts_what_failed_and_requeues_what_was_stopped(tmp_path, code, tries, requeued):
+    """Not tried again: a mistake in the input, and a run that was stopped before anything was saved."""
     (tmp_path / "srun").write_text(f'#!/bin/bash\necho x >> {tmp_path}/tries\nexit "$WITH"\n')
-    (tmp_path / "srun").chmod(0o755)
-    for code, tries in ((1, 3), (75, 1), (0, 1)):
-        (tmp_path / "tries").unlink(missing_ok=True)
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WITH": str(code)}
-        done = subprocess.run(["bash", "-c", text("slurm", max_restarts=2)], env=environment, cwd=tmp_path)
-        assert done.returncode == code
-        assert len((tmp_path / "tries").read_text().split()) == tries
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/requeued\n')
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WITH": str(code), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text("slurm", max_restarts=2)], env=environment, cwd=tmp_path)
+    assert done.returncode == code
+    assert read(tmp_path / "tries") == ["x"] * tries
+    assert read(tmp_path / "requeued") == (["requeue 7"] if requeued else [])
+
+
+def test_a_tpu_vm_goes_on_without_the_session_and_restarts_by_itself(tmp_path):
+    (tmp_path / "gcloud").write_text('#!/bin/bash\nfor word; do :; done\nexec bash -c "${word#--command=}"\n')
+    (tmp_path / "covey").write_text(f"#!/bin/bash\necho $PPID >> {tmp_path}/parents\nsleep 0.3\nexit 1\n")
+    for name in ("gcloud", "covey"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", text("tpu-vm", max_restarts=1)], env=environment, cwd=tmp_path, check=True)
+    assert len(read(tmp_path / "parents")) < 2  # the script has ended, and the run has not
+    until = time.monotonic() + 20
+    while len(read(tmp_path / "parents")) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (pid,) = {line for file in tmp_path.glob("pod-*.pid") for line in read(file)}
+    assert set(read(tmp_path / "parents")) == {pid}  # what the documented command stops
 
 
 def test_slurm_asks_for_what_was_set():
@@ -87,6 +127,12 @@ def test_slurm_asks_for_what_was_set():
     assert "source .venv/bin/activate || exit 1" in script
     assert f"export {MODE}=auto" in script
     assert "--gres" not in text("slurm", gpus_per_node=0)
+    more = text("slurm", cpus_per_task=12, mem="200G", account="lab.a", lines=("--qos=high", "-C ib"))
+    asked = {line.removeprefix("#SBATCH ") for line in more.splitlines() if line.startswith("#SBATCH")}
+    assert asked >= {"--cpus-per-task=12", "--mem=200G", "--account=lab.a", "--qos=high", "-C ib"}
+    assert asked >= {"--open-mode=append", "--requeue"}
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in more  # srun takes it from nowhere else since Slurm 22.05
+    assert more.count("--open-mode=append") == 2
 
 
 def test_a_jobset_has_a_pod_for_each_machine():
@@ -94,7 +140,7 @@ def test_a_jobset_has_a_pod_for_each_machine():
     (worker,) = job["spec"]["replicatedJobs"]
     spec = worker["template"]["spec"]
     assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (4, 4, "Indexed")
-    assert job["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    assert job["spec"]["failurePolicy"]["maxRestarts"] == 3
     container = pod(job)["containers"][0]
     environment = {one["name"]: one.get("value") for one in container["env"]}
     assert environment[ADDRESS] == "covey-worker-0-0.covey:12345"
@@ -102,7 +148,50 @@ def test_a_jobset_has_a_pod_for_each_machine():
     assert environment[NUMBER] is None  # from the pod's own index
     assert container["image"] == "registry/covey:1"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert "resources" not in pod(yaml.safe_load(text("k8s", gpus_per_node=0)))["containers"][0]
+    assert pod(yaml.safe_load(text("k8s", gpus_per_node=0)))["containers"][0]["resources"]["limits"] == {}
+
+
+def test_a_pod_has_time_to_save_and_room_in_shared_memory():
+    job = yaml.safe_load(text("k8s", cpus_per_task=8, mem="64G"))
+    found = pod(job)
+    assert found["terminationGracePeriodSeconds"] == 120
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in found["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in found["containers"][0]["volumeMounts"]
+    wanted = {"cpu": 8, "memory": "64G", "nvidia.com/gpu": 8}
+    assert found["containers"][0]["resources"] == {"limits": wanted, "requests": wanted}
+
+
+def test_a_preempted_pod_restarts_all_and_a_mistake_none():
+    """The trap: one pod that is replaced alone would join under a number that is taken."""
+    spec = yaml.safe_load(text("k8s"))["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    codes, disrupted = job["podFailurePolicy"]["rules"]
+    assert (job["backoffLimit"], codes["onExitCodes"]["values"]) == (0, [2, 75])
+    assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    mistake, stopped = spec["failurePolicy"]["rules"]
+    message = "Container covey for pod default/covey-worker-0-0 failed with exit code {} matching FailJob rule 0"
+    (pattern,) = mistake["onJobFailureMessagePatterns"]
+    assert [bool(re.search(pattern, message.format(code))) for code in (2, 75)] == [True, False]
+    assert mistake["action"] == "FailJobSet"
+    assert stopped["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+
+
+def test_a_jobset_of_a_tpu_slice():
+    tpus = {"tpus_per_node": 4, "accelerator": "tpu-v5-lite-podslice", "topology": "4x4"}
+    found = pod(yaml.safe_load(text("k8s", **tpus)))
+    assert found["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    gke = "cloud.google.com/gke-tpu"
+    assert found["nodeSelector"] == {f"{gke}-accelerator": "tpu-v5-lite-podslice", f"{gke}-topology": "4x4"}
+
+
+def test_a_skypilot_task_has_its_run_folder_on_shared_storage():
+    job = yaml.safe_load(text("skypilot", max_restarts=2))
+    assert job["volumes"] == {"/shared": "claim"}
+    assert job["resources"]["job_recovery"] == {"max_restarts_on_errors": 2, "recover_on_exit_codes": [75]}
+    assert JOBS["skypilot"].submit == "sky jobs launch {file}"
+    job = yaml.safe_load(text("skypilot", volume="gs://bucket/a"))
+    assert job["file_mounts"] == {"/shared": {"source": "gs://bucket/a", "mode": "MOUNT"}}
+    assert "volumes" not in job
 
 
 @pytest.mark.parametrize(
@@ -116,6 +205,14 @@ def test_a_jobset_has_a_pod_for_each_machine():
         ("slurm", {"name": "My Job"}, "lower-case"),
         ("slurm", {"partition": "a\n#SBATCH --uid=0"}, "the name of a partition"),
         ("slurm", {"time": "a day"}, "12:00:00"),
+        ("slurm", {"lines": ("--qos=a\nrm -rf /",)}, "options of sbatch"),
+        ("slurm", {"image": "a"}, "--image has no meaning"),
+        ("tpu-vm", {"nodes": 4}, "--nodes has no meaning"),
+        ("k8s", {"tpus_per_node": 4}, "--topology"),
+        ("k8s", {"mem": "much"}, "64G"),
+        ("skypilot", {"volume": None}, "--volume is missing"),
+        ("skypilot", {"run": "runs/a"}, "--out /shared/a"),
+        ("skypilot", {"mount": "shared"}, "an absolute path"),
     ],
 )
 def test_what_a_cluster_would_refuse_is_refused_here(place, options, told):
