@@ -1,10 +1,12 @@
 """The Python tool against programs that want out, or never end."""
 
 import asyncio
+import ctypes
 import errno
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -229,3 +231,35 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None
     assert [ruled(control, what) for what in (1, 2)] == [refused, native_child.ALLOW]  # the signal of a parent's end
     assert ruled(0, arch=1) == ruled(native_child.X32) == refused
     assert len(special) == len(native_child.REFUSED[machine]) + 3
+
+
+def test_a_folder_that_is_swapped_with_a_link_to_itself_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").symlink_to("x")
+    really_open, exchange = os.open, 2
+
+    def open_swapped(path: str, *words: int, **folder: int | None) -> int:
+        if path == "x" and (tmp_path / "x").is_dir():
+            paths = (bytes(tmp_path / name) for name in ("x", "y"))
+            assert not ctypes.CDLL(None).renameat2(-100, next(paths), -100, next(paths), exchange)
+            assert (tmp_path / "y").is_dir()
+        return really_open(path, *words, **folder)
+
+    monkeypatch.setattr(os, "open", open_swapped)
+    assert excess(str(tmp_path), 1 << 20) == ""
+    assert (tmp_path / "x").is_symlink()
+
+
+def test_an_error_while_a_program_is_followed_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    children, start = [], sandbox._start
+
+    def fail(*_: object) -> str:
+        raise OSError(errno.EIO, "no such disk")
+
+    monkeypatch.setattr(sandbox, "_start", lambda *words: children.append(start(*words)) or children[0])
+    monkeypatch.setattr(sandbox, "excess", fail)
+    with pytest.raises(EpisodeError, match=r"cannot execute programs: .*no such disk"):
+        tool.ENGINES["child"]("import time; time.sleep(5)")
+    assert children[0].returncode == -signal.SIGKILL

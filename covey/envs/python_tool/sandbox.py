@@ -3,6 +3,7 @@
 program runs, and removed whatever stands in it.
 """
 
+import errno
 import logging
 import math
 import os
@@ -162,10 +163,12 @@ def _run(
         finally:
             os.close(writing)
         with child:
-            output, exceeded = _follow(child, folder, limits)
-            if child.returncode is None:
-                with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
-                    os.killpg(child.pid, signal.SIGKILL)
+            try:
+                output, exceeded = _follow(child, folder, limits)
+            finally:
+                if child.returncode is None:
+                    with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
+                        os.killpg(child.pid, signal.SIGKILL)
             seconds = _reap(child)
             os.set_blocking(told.fileno(), False)
             text = (told.read(100) or b"").decode()
@@ -272,26 +275,45 @@ def excess(folder: str, limit: int) -> str:
         folder: the folder; empty for none.
         limit: bytes of all of them, each counted as a block at least.
     """
-    if not folder:
-        return ""
-    total, outside = 0, folder.count(os.sep)
+    total = 0
     try:
-        for path, folders, names, inside in os.fwalk(folder, onerror=_raise):  # a path may be too long for os.walk
-            if path.count(os.sep) - outside > MAX_DEPTH:
-                return f"the program made folders more than {MAX_DEPTH} deep"
-            for name in (*folders, *names):
-                with suppress(OSError):
-                    total += max(os.stat(name, dir_fd=inside, follow_symlinks=False).st_size, BLOCK)
+        for size in _sizes(folder) if folder else ():
+            total += size
             if total > limit:
                 return f"the program wrote more than {limit:,} bytes"
     except PermissionError:
         return "the program made a folder that cannot be read"
+    except TooDeepError:
+        return f"the program made folders more than {MAX_DEPTH} deep"
     return ""
 
 
-def _raise(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # the program may have removed it meanwhile
-        raise error
+class TooDeepError(Exception):
+    """Folders stand inside of each other deeper than `MAX_DEPTH`."""
+
+
+def _sizes(name: str, above: int | None = None, depth: int = 0) -> Iterator[int]:
+    """Yield the bytes of what stands below a folder. The program may replace or remove it meanwhile, so no link is
+    followed, and a folder that has become something else counts nothing.
+    """
+    if depth > MAX_DEPTH:
+        raise TooDeepError
+    try:
+        inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return
+        raise
+    try:
+        with os.scandir(inside) as scan:
+            entries = list(scan)  # at once: the program may add files faster than they are measured
+        for entry in entries:
+            with suppress(OSError):
+                yield max(os.stat(entry.name, dir_fd=inside, follow_symlinks=False).st_size, BLOCK)
+            if entry.is_dir(follow_symlinks=False):
+                yield from _sizes(entry.name, inside, depth + 1)
+    finally:
+        os.close(inside)
 
 
 def _remove(outer: str) -> None:
