@@ -80,7 +80,12 @@ TESTS = {
     "covey/models/lora.py": ("tests/models/test_lora.py", "tests/models/test_layer_stack.py"),
     "covey/rl/grpo.py": ("tests/rl/test_turn_credit.py", "tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
     "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
-    "covey/envs/episodes.py": ("tests/envs/test_episodes.py", "tests/envs/test_dialogue.py"),
+    "covey/envs/episodes.py": (
+        "tests/envs/test_episodes.py",
+        "tests/envs/test_dialogue.py",
+        "tests/envs/test_tools.py",
+        "tests/envs/test_templates.py",
+    ),
 }
 """Module → the tests that specify what it computes, the fastest first; the module's doctests run before them. A test
 that is named runs also if it is marked slow.

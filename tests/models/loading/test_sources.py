@@ -4,7 +4,7 @@ import logging
 import re
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,12 +38,15 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_a_wrong_source_is_answered_at_once(source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def ask(*_: object, **__: object) -> None:
+        raise AssertionError("asked another machine or program")
+
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
+    monkeypatch.setattr("socket.socket.connect", ask)
+    monkeypatch.setattr("subprocess.Popen.__init__", ask)
     with pytest.raises(WeightsError) as caught:
         sources.resolve_source(source)
     assert says in str(caught.value)
-    assert time.perf_counter() - start < 0.2
 
 
 def test_a_mistyped_path_names_its_neighbour(tmp_path: Path):
@@ -175,12 +178,12 @@ def test_a_repository_that_is_not_there_is_named(hub: FakeHub):
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    given_up = threading.Event()
     monkeypatch.setattr(sources, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(hub, "_info", lambda *_, **__: time.sleep(5))
-    start = time.perf_counter()
+    monkeypatch.setattr(hub, "_info", lambda *_, **__: given_up.wait(60))
     with pytest.raises(WeightsError, match="no answer within"):
         sources.resolve_source("hf:org/model")
-    assert time.perf_counter() - start < 1
+    given_up.set()  # only now, so that the error came first
 
 
 def test_hub_sources_need_the_hub_package(monkeypatch: pytest.MonkeyPatch):
