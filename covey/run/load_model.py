@@ -96,18 +96,23 @@ def available_own_mesh(config: MeshConfig) -> Mesh | None:
 
 
 def load_source(
-    options: ModelOptions, source: str, seed: int = 0, mesh: Mesh | None = None
+    options: ModelOptions, source: str, seed: int = 0, mesh: Mesh | None = None, announce: bool = True
 ) -> tuple[Decoder, Tokenizer, str]:
     """Load the model at `source`, with the adapter that `options` name or with new ones if they configure some; return
     it with the origin of its weights.
 
     A run folder gives its trained model with adapters merged into the base. Weights are read directly into their shards
     on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
+
+    Args:
+        announce: log what is loaded.
     """
     use_compilation_cache()
     if chain_of_runs(source)[0]:
         model, tokenizer, origin = _load_trained(options, source, mesh)
     else:
+        if announce:
+            log.info(f"loading {source}")
         model, tokenizer, origin = _load_pretrained(options, scratch.with_seed(source, seed), mesh)
     if options.adapter:
         model = peft.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
@@ -173,7 +178,6 @@ def use_compilation_cache() -> None:
 
 
 def _load_pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
-    log.info(f"loading {source}")
     loaded = weights.load(
         source,
         **decoder_options(options),
@@ -197,7 +201,8 @@ def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tupl
 
 def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
-    model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh)
+    log.info(f"loading {folder}, a run that began with {options.source}")
+    model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh, announce=False)
     with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = distributed.agreed(saves.latest(), "checkpoint")

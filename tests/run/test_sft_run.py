@@ -211,10 +211,14 @@ def test_a_run_is_a_model_for_the_next_one(tmp_path: Path, adapted: Path, ready:
         run.resume_sft(second)
 
 
-def test_a_run_of_all_weights_is_a_model_too(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
+def test_a_run_of_all_weights_is_a_model_too(
+    tmp_path: Path, ready: Callable[..., SFTRecipe], caplog: pytest.LogCaptureFixture
+) -> None:
     first = tmp_path / "first"
     run.train_sft(ready("training.max_steps=1"), first)
-    model, _, _ = load_source(ModelOptions(), str(first))
+    with caplog.at_level("INFO", "covey.run.load_model"):
+        model, _, _ = load_source(ModelOptions(), str(first))
+    assert caplog.messages == [f"loading {first}, a run that began with {TINY}"]
     with Checkpointer(first / "checkpoints", read_only=True) as saves:
         (saved, _), held = saves.restore(), flatten(nnx.to_pure_dict(nnx.split(model)[1]))
     for name, x in flatten(saved["params"]).items():
