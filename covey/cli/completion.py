@@ -316,6 +316,9 @@ OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "compare": (("--json",), {}),
     "push": (("--yes", "--private", "--samples", "--no-report"), {}),
     "recipes": (("--json",), {}),
-    "plan": (("--json", "--here"), {"--on": machines.EXAMPLES, "--prompt-tokens": (), "--completion-tokens": ()}),
+    "plan": (
+        ("--json", "--here", "--quick"),
+        {"--on": machines.EXAMPLES, "--prompt-tokens": (), "--completion-tokens": ()},
+    ),
 }
 """Options of each command that are no settings: switches, and the values of the others."""

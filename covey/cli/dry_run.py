@@ -16,6 +16,7 @@ from covey.display import echo
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
+    from covey.plan.outline import Outline
     from covey.run.preview import Preview  # late in what follows: it needs JAX, and mistakes are answered without
 
 MAX_TOKENS_SHOWN = 48
@@ -53,40 +54,34 @@ def dry_run(
     check_run(loaded)
     out = new_run_folder(loaded)
     resolved = list(resolve_settings(loaded, recipe.places_of(source, settings)))
-    memory, left_out, found = _look_ahead(loaded)
+    outline, found = _look_ahead(loaded)
     if as_json:
         from covey.run.preview import preview_to_json
 
         listed = [one._asdict() for one in resolved]
-        held = {"bytes": memory["actor"], "what": LIMITS, "left_out": left_out}
-        held |= {"bytes_of_rollout": memory["rollout"]} if "rollout" in memory else {}
+        held = {"bytes": outline.memory["actor"], "what": LIMITS, "left_out": outline.left_out}
+        held |= {"bytes_of_rollout": outline.memory["rollout"]} if "rollout" in outline.memory else {}
         echo(json.dumps({"settings": listed, **preview_to_json(found), "memory": held, "out": str(out)}))
         return
     _print_settings(resolved)
     _print_prompt(found)
     _print_size(loaded, found)
-    _print_memory(memory, left_out, source)
-    _print_files(out, found, loaded, memory["actor"])
+    _print_memory(outline, source)
+    _print_files(out, found, outline)
 
 
-def _look_ahead(
-    loaded: recipe.Recipe | recipe.SFTRecipe,
-) -> tuple[dict[str, dict[str, int]], Sequence[str], "Preview"]:
-    """Return the bytes of the arrays of one device by part, for the devices of the actor and for those of the rollout
-    alone, if it has some; what is not counted among them; and the preview.
-    """
+def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "Preview"]:
     from covey.plan.command import prepare_environment  # late, here and below: JAX comes after its environment
     from covey.plan.machines import parse_target
 
     target = parse_target("cpu")
     prepare_environment(target)
 
-    from covey.plan.plan import held_arrays
+    from covey.plan.plan import outline_for
     from covey.run.preview import preview
 
     found = preview(loaded)
-    residents, left_out = held_arrays(loaded, target)
-    return {role: held.most() for role, held in residents._asdict().items() if held}, left_out, found
+    return outline_for(loaded, target), found
 
 
 def _print_settings(resolved: Sequence[ResolvedSetting]) -> None:
@@ -124,27 +119,17 @@ def _print_size(loaded: recipe.Recipe | recipe.SFTRecipe, found: "Preview") -> N
     )
 
 
-def _print_memory(memory: dict[str, dict[str, int]], left_out: Sequence[str], source: str) -> None:
-    for role, held in memory.items():
-        parts = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
-        device = f"a device of the {role}" if len(memory) > 1 else "a device"
-        without = f"; without {' and '.join(left_out)}" if left_out and role == list(memory)[-1] else ""
-        echo(f"{'memory' if role == 'actor' else '':<10}{_size(sum(held.values()))} {device} at most: {parts}{without}")
+def _print_memory(outline: "Outline", source: str) -> None:
+    from covey.plan.outline import memory_lines
+
+    for name, line in zip(("memory", ""), memory_lines(outline), strict=False):
+        echo(f"{name:<10}{line}")
     echo(f"          {LIMITS}: covey plan {source} compiles them and gives the peak")
 
 
-def _print_files(out: Path, found: "Preview", loaded: recipe.Recipe | recipe.SFTRecipe, memory: dict[str, int]) -> None:
-    saved = loaded.training.max_to_keep if loaded.training.checkpoint_every_n_steps else 1
-    kept = "1 checkpoint" if saved == 1 else f"at most {saved} checkpoints"
+def _print_files(out: Path, found: "Preview", outline: "Outline") -> None:
+    from covey.plan.outline import disk_line
+
     echo(f"files     {out}: {' '.join(found.files)}")
-    echo(f"          {kept}, each the trained weights and the optimizer's state of {_size(memory['optimizer'])}")
+    echo(f"          {disk_line(outline)}")
     echo("nothing was written")
-
-
-def _size(size: float) -> str:
-    """Return a number of bytes in the unit that fits.
-
-    >>> _size(1_230_000), _size(4_560_000_000)
-    ('1.2 MB', '4.56 GB')
-    """
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

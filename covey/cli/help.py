@@ -174,21 +174,24 @@ The settings are those of covey train. A reward model is not asked, and the pena
 """
 
 PLAN = """\
-covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--setting value ...]
+covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--quick] [--setting value ...]
 
 Says what a run of a recipe needs, without its weights: memory by part, flops and bytes by phase, the least and the
 expected seconds of a step, what moves between devices, and the first setting to change where it does not fit.
-All programs of the run are compiled for the machine, which need not be there; a large model takes minutes.
+What follows from shapes alone is printed first: the arrays on a device, tokens of a step, checkpoints on the disk. Then
+all programs of the run are compiled for the machine, which need not be there; a large model takes minutes.
 
   --on MACHINE             cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4 or h100:8. TPUs need the extra 'plan',
                            H100s the plugin for CUDA. The recipe's mesh must have as many devices
   --json                   the same as one line of JSON
+  --quick                  stop after what follows from shapes, and compile nothing
   --here                   run two steps too, and compare this machine's memory with the plan's
   --prompt-tokens N        mean length of a prompt; the longest allowed when not given
   --completion-tokens N    mean length of a completion; 35 % of the longest allowed when not given
 
 examples
   covey plan quickstart
+  covey plan quickstart --quick
   covey plan quickstart --here
   covey plan gsm8k-gemma2 --on v5e:2x2
   covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER

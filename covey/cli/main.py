@@ -224,10 +224,12 @@ def export(words: Sequence[str]) -> Action:
 
 
 def plan(words: Sequence[str]) -> Action:
-    """Parse `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [settings]`."""
+    """Parse `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--quick] [settings]`."""
     from covey.plan.machines import parse_target  # late, here and below: no other command needs it
 
-    switches, words = take_switches(words, ("--json", "--here"))
+    switches, words = take_switches(words, ("--json", "--here", "--quick"))
+    if {"--quick", "--here"} <= switches:
+        raise CoveyError("--quick beside --here", want="one of them", fix="leave --quick out to run two steps")
     (source,), pairs = split_exactly(1, words, "covey plan NAME_OR_YAML [--on MACHINE]")
     own, pairs = take_options(pairs, ("--on", "--prompt-tokens", "--completion-tokens"))
     tokens = join_pairs(pairs)
@@ -437,7 +439,8 @@ def _plan(
     check_source(settings.model.source)
     from covey.plan import command
 
-    command.plan(source, tokens, target, lengths, as_json="--json" in switches, here="--here" in switches)
+    chosen = {name: f"--{name}" in switches for name in ("here", "quick")}
+    command.plan(source, tokens, target, lengths, as_json="--json" in switches, **chosen)
 
 
 def _report(runs: Sequence[Path], out: str | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
@@ -12,6 +13,9 @@ from covey.config import recipe
 from covey.display import make_console
 from covey.errors import CoveyError
 from covey.plan.machines import Target
+
+if TYPE_CHECKING:
+    from covey.plan.outline import Outline  # late in what follows: it needs JAX
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -32,6 +36,7 @@ def plan(
     lengths: tuple[int | None, int | None],
     as_json: bool,
     here: bool,
+    quick: bool = False,
 ) -> None:
     """Print the plan of the recipe `source` for `target`.
 
@@ -40,6 +45,7 @@ def plan(
         lengths: expected tokens of a prompt and of a completion; None for what is assumed otherwise.
         as_json: print one line of JSON instead of tables.
         here: also run two steps on this machine, and print measured beside predicted memory.
+        quick: print what follows from shapes, and compile nothing.
 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
@@ -49,7 +55,8 @@ def plan(
     prepare_environment(target)
 
     from covey.plan import here as measuring
-    from covey.plan.plan import make_plan
+    from covey.plan import outline
+    from covey.plan.plan import make_plan, outline_for
     from covey.plan.table import as_json as to_json
     from covey.plan.table import show
     from covey.plan.work import Lengths, expected_lengths
@@ -57,12 +64,20 @@ def plan(
     def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
         return recipe.load_any(source, [*settings, *more])
 
+    if quick:
+        first = outline_for(load(()), target)
+        if as_json:
+            print(json.dumps({"recipe": load(()).name, "on": target.name, **outline.to_json(first)}))
+        else:
+            outline.show(first, make_console())
+        return
     assumed = expected_lengths(load(()))
     prompt, completion = lengths
     expected = Lengths(prompt or assumed.prompt, completion or assumed.completion)
     console = Console(stderr=True)
     with console.status("") as status:
-        made = make_plan(load, target, partial(_tell, console, status), expected)
+        show_first = partial(_show_first, status) if not as_json else lambda first: None
+        made = make_plan(load, target, partial(_tell, console, status), expected, show_first)
         found = to_json(made)
         if here:
             _tell(console, status, "running two steps")
@@ -73,6 +88,15 @@ def plan(
     show(made, make_console())
     if here:
         measuring.show(found, make_console())
+
+
+def _show_first(status: Status, outline: "Outline") -> None:
+    """Print an outline; meanwhile the status stands still, which would catch it."""
+    from covey.plan.outline import show
+
+    status.stop()
+    show(outline, make_console())
+    status.start()
 
 
 def prepare_environment(target: Target) -> None:

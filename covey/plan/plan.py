@@ -27,6 +27,7 @@ from covey.plan.inventory import Entry, has_token_values, inventory
 from covey.plan.knobs import Turn, search
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Residents, RunResidents, nbytes, run_residents
+from covey.plan.outline import Outline, make_outline
 from covey.plan.peaks import peaks
 from covey.plan.resident import resident
 from covey.plan.roofline import PhaseTime, Rates, phase_time
@@ -108,7 +109,13 @@ class Plan:
         return sum(program.seconds for program in self.programs)
 
 
-def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = None) -> Plan:
+def make_plan(
+    load: Load,
+    target: Target,
+    tell: Tell,
+    lengths: Lengths | None = None,
+    show_outline: Callable[[Outline], None] = lambda outline: None,
+) -> Plan:
     """Return the plan of a recipe for `target`.
 
     Args:
@@ -116,6 +123,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
         target: devices, which need not be there.
         tell: told what is being done.
         lengths: expected lengths; those of `expected_lengths` if not set.
+        show_outline: called with what follows from shapes, before the first program is compiled.
 
     Raises:
         CoveyError: the meshes do not fit the devices, their compiler is not installed or refuses the devices of one of
@@ -126,6 +134,7 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     tell("building the programs")
     made = programs_of(recipe, places)
     largest = _programs_run(recipe, made)
+    show_outline(_outline(recipe, made))
     kept: list[Any] = []  # a run keeps its programs, which are part of its process
     compiled = _compile(largest, target, places.several, tell, kept, places.rollout is not None)
     residents = _residents(recipe, made).with_programs(_further_programs(made, compiled))
@@ -153,15 +162,18 @@ def make_plan(load: Load, target: Target, tell: Tell, lengths: Lengths | None = 
     return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, places, tell))
 
 
-def held_arrays(recipe: Recipe | SFTRecipe, target: Target) -> tuple[RunResidents, Sequence[str]]:
-    """Return the arrays that a device of each group holds in a run of `recipe`, and what is not counted. No program is
-    compiled, so that the temporary memory of the programs, which comes on top, is not known.
+def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
+    """Return what follows from the shapes of a run of `recipe`. No program is compiled.
 
     Raises:
         CoveyError: as for `make_plan`.
     """
-    made = programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe)))
-    return _residents(recipe, made), _left_out(recipe, ())
+    return _outline(recipe, programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe))))
+
+
+def _outline(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Outline:
+    programs = _programs_run(recipe, made)
+    return make_outline(recipe, made.model, programs, _residents(recipe, made), _left_out(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RLPrograms | SFTPrograms:

@@ -22,11 +22,12 @@ from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import make_mesh
 from covey.parallel.programs import abstract
-from covey.plan import here, peaks, plan, table
+from covey.plan import command, here, peaks, plan, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.counting import weights_in_products
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Residents, nbytes, run_residents
+from covey.plan.outline import Outline
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.topologies import Places
 from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases
@@ -97,6 +98,50 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     small = replace(made, machine=replace(made.machine, memory=1.0), turns=())
     table.show(small, Console(width=120))
     assert "does not fit: peak" in capsys.readouterr().out
+
+
+class CompiledError(Exception):
+    """A program would be compiled."""
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first program to be compiled raises."""
+
+    def compile_program(*_: Any, **__: Any) -> None:
+        raise CompiledError
+
+    monkeypatch.setattr(plan, "compile_program", compile_program)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> None:
+    shown: list[Outline] = []
+    with pytest.raises(CompiledError):
+        plan.make_plan(load, parse_target("cpu"), lambda text: None, show_outline=shown.append)
+    (first,) = shown
+    parts, settings = first.memory["actor"], load(())
+    assert first.checkpoint == parts["weights"] + parts["optimizer"]
+    assert first.step["completions"] == settings.training.prompts_per_step * settings.grpo.num_generations
+    limit = settings.rollout.max_new_tokens
+    assert first.step["completion tokens, at most"] == first.step["completions"] * limit
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_quick_plan_compiles_nothing(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ["training.checkpoint_every_n_steps=1", "training.max_to_keep=3", "training.keep_best=eval/accuracy"]
+    words = [*SETTINGS, *kept, "training.eval_every_n_steps=1", "model.mesh.fsdp=2"]
+    command.plan("quickstart", words, parse_target("cpu"), (None, None), as_json, here=False, quick=True)
+    out = capsys.readouterr().out
+    if as_json:
+        found = json.loads(out)
+        assert (found["on"], found["checkpoints"]) == ("cpu", 4)
+        assert found["checkpoint"] == pytest.approx(2 * found["memory"]["actor"]["weights"] * 3, rel=0.01)
+    else:
+        assert [line.partition(" ")[0] for line in out.splitlines()] == ["memory", "step", "disk"]
+        assert "a device at most: weights " in out
+        assert "at most 4 checkpoints of about " in out
 
 
 def test_a_device_holds_its_shard() -> None:
