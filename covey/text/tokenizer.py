@@ -28,6 +28,7 @@ import tokenizers
 from covey.errors import DataError, WeightsError
 from covey.files import check_file
 from covey.text import chat_template
+from covey.text.growth import Growth, growth_of
 from covey.text.messages import (
     check_messages,
     fold_system_message,
@@ -79,6 +80,7 @@ class Tokenizer:
         switch_dropout_off(inner)
         self.inner, self.eos_id, self.bos_id, self.add_bos = inner, eos_id, bos_id, add_bos and bos_id is not None
         self.chat_template = chat_template
+        self._encoding_growth, self._decoding_growth = map(_growth_of_part, (inner.normalizer, inner.decoder))
         self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
         ends = {i for i, text in self._special.items() if text in END_TOKENS}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
@@ -125,6 +127,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         """Decode `tokens` to text; stop and other control tokens are left out unless `skip_special` is False."""
+        if self._decoding_growth != Growth():  # only then is the size worth its time
+            self._decoding_growth.require_room("".join(self._text(int(token)) for token in tokens))
         with library_errors(f"the tokenizer cannot decode {np.asarray(tokens)[:8].tolist()}"):
             return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
@@ -379,8 +383,8 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    @staticmethod
-    def _encode_with(inner: tokenizers.Tokenizer, text: str) -> np.ndarray:
+    def _encode_with(self, inner: tokenizers.Tokenizer, text: str) -> np.ndarray:
+        self._encoding_growth.require_room(text)
         with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
             try:
                 return np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
@@ -441,8 +445,31 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
         convert = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
         raise WeightsError(what, want="tokenizer.json", fix=f"write one with {needs}: {convert}", where=folder)
     check_file(path)
+    _check_growth_of_tokens(path)
     with library_errors("not a tokenizer", where=str(path)):
         return tokenizers.Tokenizer.from_file(str(path))
+
+
+def _check_growth_of_tokens(path: Path) -> None:
+    """Refuse a tokenizer whose rules may make its own added tokens too long: the library normalises them as it reads
+    the file, and encodes an empty text to see what stands before it.
+    """
+    try:
+        saved = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return  # the library names the place
+    if isinstance(saved, dict):
+        listed = saved.get("added_tokens")
+        growth = growth_of(saved.get("normalizer"))
+        for token in listed if isinstance(listed, list) else ():
+            text = token.get("content") if isinstance(token, dict) else ""
+            growth.require_room(text if isinstance(text, str) else "", str(path))
+        growth.require_room("", str(path))
+
+
+def _growth_of_part(part: Any) -> Growth:
+    """Return the growth by the normalizer or the decoder of a tokenizer, which may have none."""
+    return Growth() if part is None else growth_of(json.loads(part.__getstate__()))
 
 
 def _special_id(
