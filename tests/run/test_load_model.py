@@ -16,7 +16,7 @@ from flax import nnx
 
 from covey import run
 from covey.config import recipe
-from covey.config.recipe import SFTRecipe
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
 from covey.errors import RecipeError, ResumeError
 from covey.models.decoder import Decoder
@@ -26,6 +26,7 @@ from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.roles import Role
 from covey.run import inference
+from covey.run.inference import sample_training_prompts
 from covey.run.load_model import available_mesh, load_source, refuse_other_weights
 from covey.run.rl import RLRun, role_meshes
 from covey.train.checkpoint import Checkpointer
@@ -122,6 +123,21 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
     run.evaluate(trained, recipe.load(trained, ["model.mesh.tp=1"]))
     run.evaluate(TINY, recipe.load(trained, ["model.mesh.tp=4"]))
     assert devices == [1, 4]
+
+
+@pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
+@pytest.mark.parametrize("use", [lambda ready: run.play(ready, 1), lambda ready: sample_training_prompts(ready, 1)])
+def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
+    trained: str, use: Callable[[Recipe], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the run that it begins with are merged, as in training."""
+    models: list[Decoder] = []
+    said = type("Said", (Said,), {"devices": []})
+    monkeypatch.setattr(inference, "RolloutWorker", lambda model, *others: models.append(model) or said(model, *others))
+    use(recipe.load("quickstart", [f"model.source={trained}", "model.lora.rank=2"]))
+    lora = models[0].layers[0].attn.q_proj.lora
+    assert lora is not None
+    assert lora.a.shape[-1] == 2
 
 
 def test_a_recipe_gives_the_rollout_devices_beside_those_of_the_actor() -> None:
