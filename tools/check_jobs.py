@@ -2,6 +2,7 @@
 
     make check-jobs                          # of Debian: apt-get install shellcheck slurm-client
     make check-jobs ARGS=--allow-missing     # says which of them is not here, and checks the rest
+    make check-jobs ARGS="--crd FILE"        # also by JobSet's own schema, jobset.x-k8s.io_jobsets.yaml of its project
 
 Each checker must first refuse the file with a planted mistake. SLURM_PLUGINS names the folder of Slurm's plugins where
 it is not below /usr/lib.
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,30 @@ def left_out(given: Any, read: Any, at: str) -> Iterator[str]:
             yield from left_out(one, other, f"{at}[{number}]")
 
 
+def jobset_schema(text: str, crd: str) -> str:
+    """Check a JobSet by the schema in the definition `crd` of its resource; unknown fields are mistakes."""
+    import jsonschema
+
+    versions = yaml.safe_load(Path(crd).read_text())["spec"]["versions"]
+    schema = closed(next(version for version in versions if version["served"])["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {}
+    try:
+        jsonschema.validate(yaml.safe_load(text), schema)
+    except jsonschema.ValidationError as error:
+        return f"{error.json_path}: {error.message}"
+    return ""
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema that allows the named properties alone, where it names some."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    only = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+    return only | {name: closed(part) for name, part in schema.items()}
+
+
 def sky(text: str) -> str:
     os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
     import sky as skypilot
@@ -158,10 +184,13 @@ def is_missing(name: str) -> bool:
 
 def main(words: list[str]) -> int:
     """Check all files, print a line for each, and return the exit code."""
-    wrong = 0
+    wrong, checks = 0, dict(CHECKS)
+    if "--crd" in words:
+        check = partial(jobset_schema, crd=words[words.index("--crd") + 1])
+        checks["k8s"] += (("jsonschema", check, ("FailJobSet", "FailJobs")),)
     for name, (kind, settings) in FILES.items():
         text = JOBS[kind].text(COMMAND, JobOptions(**settings))
-        for checker, check, (right, planted) in CHECKS[kind]:
+        for checker, check, (right, planted) in checks[kind]:
             if is_missing(checker):
                 problem = "" if "--allow-missing" in words else "missing"
                 print(f"{name}: {checker} is not installed here: not checked")
