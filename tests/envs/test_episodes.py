@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,11 @@ import pytest
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
-from covey.envs.episodes import Episodes
+from covey.envs.episodes import Episodes, SamePrompt
 from covey.errors import EpisodeError, RecipeError
 from covey.rl.metrics import episode_metrics
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Turn
+from covey.sampling.turns import Rewrite, Turn
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason
 
@@ -103,13 +105,24 @@ def test_plain_text_goes_on_as_plain_text() -> None:
 
 
 def test_a_turn_that_was_cut_is_answered_too_and_gets_its_end() -> None:
-    response = Play().says("one", end=None)
+    play = Play()
+    response = play.says("one", end=None)
     assert response is not None
     assert response[0] == END
+    assert [message["content"] for message in play.over()[0].messages] == ["one", "3 characters"]
+
+
+def test_seconds_are_those_of_reset_and_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr("covey.envs.episodes.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    play = Play(turns=3)
+    for text in ("one", "two"):
+        play.says(text)
+    assert play.over()[0].seconds == 3.0
 
 
 @pytest.mark.parametrize(
-    ("settings", "room", "how"), [({"max_turns": 1}, 9, "turns"), ({}, 3, "length"), ({}, 0, "length")]
+    ("settings", "room", "how"), [({"max_turns": 1}, 100, "turns"), ({}, 3, "length"), ({}, 0, "length")]
 )
 def test_a_limit_ends_an_episode_which_keeps_its_reward(settings: dict[str, int], room: int, how: str) -> None:
     play = Play(turns=9, **settings)
@@ -213,6 +226,33 @@ def test_samples_of_a_row_must_have_one_prompt() -> None:
 
     with pytest.raises(EpisodeError, match="different prompts"):
         Play(Random, samples=2)
+
+
+def test_samples_with_equal_prompts_are_one_request_where_they_may_differ() -> None:
+    prompts = iter(["a", "b", "a", "c", "b"])
+
+    class Rotates(Counts):
+        def reset(self) -> str:
+            return next(prompts)
+
+    play = Play(Rotates, samples=5, different_prompts="group", concurrency=1)
+    assert play.prompts == ["a", "b", "c"]
+    assert play.episodes.requests == [SamePrompt(0, 0, 2), SamePrompt(0, 2, 2), SamePrompt(0, 4, 1)]
+
+
+@pytest.mark.parametrize("more", [[5, 6], []])
+def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the history that the template renders begins with all of the sequence, or is its beginning."""
+    play = Play(history="template", turns=9)
+    said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
+    before = np.concatenate([play.episodes.encode_prompt(ASK), said])
+    rendered = np.append(before, more) if more else before[:-2]
+    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: False)
+    monkeypatch.setattr(Episodes, "encode_prompt", lambda *_: rendered)
+    branch = play.episodes.answer(Turn(Sample(0, 0), said, 100)).result(10)
+    assert isinstance(branch, Rewrite)
+    assert branch.kept == min(len(before), len(rendered)) - 1
+    np.testing.assert_array_equal(branch.tokens, rendered[branch.kept :])
 
 
 def test_calls_run_at_once_up_to_the_limit() -> None:
