@@ -255,6 +255,19 @@ def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.Mo
     np.testing.assert_array_equal(branch.tokens, rendered[branch.kept :])
 
 
+def test_a_rewritten_history_is_warned_of_once_by_the_first_sample_of_a_row(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rendering takes time, and the samples of a row are alike."""
+    asked = []
+    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: bool(asked.append(True)))
+    play = Play(samples=2, turns=9)
+    said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
+    for number, count_of_warnings in ((1, 0), (0, 1)):
+        play.episodes.answer(Turn(Sample(0, number), said, 100)).result(10)
+        assert len(asked) == caplog.text.count("renders earlier turns") == count_of_warnings
+
+
 def test_calls_run_at_once_up_to_the_limit() -> None:
     running, most, lock = [0], [0], threading.Lock()
 

@@ -20,8 +20,10 @@ from covey.models.lora import (
     adapters_change_base,
     apply_lora_dropout,
     has_lora,
+    merge_as_base,
     merge_lora,
     projections,
+    split_trainable,
     with_lora,
     without_lora,
 )
@@ -88,6 +90,29 @@ def test_whether_adapters_change_the_base_needs_no_program() -> None:
     assert adapters_change_base(changed)
     jax.monitoring.unregister_event_duration_listener(heard)
     assert not [event for event in events if "compile" in event]
+
+
+def test_one_adapter_that_is_not_zero_changes_the_base() -> None:
+    model = with_lora(base(), LoRAConfig(rank=1))  # the smallest rank there is
+    assert not adapters_change_base(model)
+    next(iter(projections(model).values())).lora.b[0, 0] = 1e-3
+    assert adapters_change_base(model)
+
+
+def test_adapters_are_trained_and_the_base_is_not() -> None:
+    adapted = with_lora(base(), LoRAConfig(rank=2))
+    _, trained, frozen = split_trainable(adapted)
+    names = arrays(adapted).keys()
+    assert flatten(trained).keys() == {name for name in names if ".lora." in name}
+    assert flatten(frozen).keys() == {name for name in names if ".lora." not in name}
+
+
+def test_adapters_are_merged_into_a_base_of_another_type() -> None:
+    adapted = stirred(with_lora(base(), LoRAConfig(rank=2, targets=ATTENTION)))
+    merged, wanted = arrays(merge_as_base(adapted, jnp.bfloat16)), arrays(merge_lora(adapted))
+    assert merged.keys() == wanted.keys() == arrays(base()).keys()
+    for name, x in merged.items():
+        np.testing.assert_array_equal(x, wanted[name].astype(jnp.bfloat16), strict=True)
 
 
 def test_the_base_is_shared_and_not_copied() -> None:
