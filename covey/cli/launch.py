@@ -93,7 +93,9 @@ def _job(place: str, options: JobOptions, words: Sequence[str], dry_run: bool) -
 
 
 def _write(file: Path, text: str, submit: str) -> None:
-    if file.exists():
-        raise CoveyError("this file is already there", fix="--file ANOTHER, or remove it", where=str(file))
-    file.write_text(text)
+    try:
+        with file.open("x") as out:  # which follows no link
+            out.write(text)
+    except FileExistsError:
+        raise CoveyError("this file is already there", fix="--file ANOTHER, or remove it", where=str(file)) from None
     echo(f"wrote {file}; read it, then submit it with: {submit.format(file=shlex.quote(str(file)))}")

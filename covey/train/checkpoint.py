@@ -419,7 +419,7 @@ def require_entry(extra: Mapping[str, Any], name: str, kind: type[T]) -> T:
     if not is_right:
         raise ResumeError(
             f"{META} of the checkpoint has " + (f"{name} = {value!r:.80}" if name in extra else f"no {name}"),
-            want=f"{name} as the run has saved it: a {kind.__name__}",
+            want=f"{name} as the run has saved it",
             fix="remove this checkpoint, to resume from the one before",
         )
     return value if isinstance(value, kind) else kind(value)  # type: ignore[call-arg]  # of a number

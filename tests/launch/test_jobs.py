@@ -236,6 +236,9 @@ def test_the_command_writes_a_file_once_or_prints_it(tmp_path, monkeypatch, caps
     assert (tmp_path / "covey-job.sh").read_text() == printed
     assert main(["launch", "slurm", "--nodes=3", *words]) == 2
     assert "already there" in capsys.readouterr().err
+    (tmp_path / "link.sh").symlink_to(tmp_path / "elsewhere.sh")
+    assert main(["launch", "slurm", "--file", "link.sh", *words]) == 2
+    assert not (tmp_path / "elsewhere.sh").exists()
     assert main(["launch", "slrm", *words]) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
     assert main(["launch", "slurm", "export", "runs/a"]) == 2
