@@ -11,6 +11,7 @@ import html
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -59,7 +60,8 @@ def make_console(wrap: bool = False, **options: Any) -> "Console":
 
     class Output(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            if threading.current_thread() is threading.main_thread():  # nothing catches what another thread raises
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     console = Output(**options)
     if not wrap and not console.is_terminal and "COLUMNS" not in os.environ:

@@ -26,7 +26,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from covey.config.metrics import metric
-from covey.display import printable
+from covey.display import make_console, printable
 from covey.train.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
 from covey.train.live_view import StatusView, StepTable
 from covey.train.notebook import NotebookOutput
@@ -82,7 +82,7 @@ class Progress:
             steps_before: number of steps that it had made then.
         """
         self.total, self.headline, self._show, self._answers = total_steps, headline, show, answers
-        self.console = console or Console(highlight=False)
+        self.console = console or make_console(wrap=True, highlight=False)
         self._memory, self.seconds_before, self.steps_before = memory, 0.0, 0
         self._started = self._since = self._stepped = time.monotonic()
         self._rows: list[Mapping[str, Any]] = []

@@ -2,6 +2,9 @@
 
 import io
 import math
+import os
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -323,3 +326,18 @@ def test_an_output_is_not_drawn_too_often(monkeypatch):
         lines(StepRecord(step, 1, 100, {"reward": 0.5}))
     assert len(drawn[-1]["text/plain"].splitlines()) == 20
     assert drawn[-1]["text/plain"].endswith("step 100/100  reward 0.5")
+
+
+def test_a_reader_that_leaves_a_pipe_ends_the_run_as_print_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: rich raises SystemExit. What another thread prints is lost: it has no caller to tell."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
+        progress = Progress(1)
+        thread = threading.Thread(target=progress.message, args=("from a thread",))
+        thread.start()
+        thread.join()
+        with pytest.raises(BrokenPipeError):
+            progress.message("from the run")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing writes what is left
