@@ -38,6 +38,7 @@ FORMS = {
     "mem": ("[0-9]+[MGT]", "a number with M, G or T, as in 64G"),
     "accelerator": (r"[\w-]+", "the name of an accelerator, as in H100"),
     "topology": ("[0-9]+(x[0-9]+)+", "the numbers of chips along each axis, as in 4x4"),
+    "volume": (r"(gs://)?[a-z0-9][\w./-]*", "the name of a volume or claim, or gs://BUCKET for SkyPilot"),
     "mount": (r"/[\w./-]+", "an absolute path, as in /shared"),
 }
 """Pattern of the settings that a cluster reads, and its description in errors."""

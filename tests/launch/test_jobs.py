@@ -211,6 +211,7 @@ def test_a_skypilot_task_has_its_run_folder_on_shared_storage():
         ("k8s", {"tpus_per_node": 4}, "--topology"),
         ("k8s", {"mem": "much"}, "64G"),
         ("skypilot", {"volume": None}, "--volume is missing"),
+        ("skypilot", {"volume": "s3://bucket"}, "or gs://BUCKET"),
         ("skypilot", {"run": "runs/a"}, "--out /shared/a"),
         ("skypilot", {"mount": "shared"}, "an absolute path"),
     ],
