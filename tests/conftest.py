@@ -164,12 +164,15 @@ GEMMA_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def made_by() -> Callable[[Any], list[Any]]:
-    """`made_by(builder)`: the micro-batches of its step, by the stages of `Learner.train`."""
+def made_by() -> Callable[..., list[Any]]:
+    """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.train_step`."""
 
-    def make(builder: Any) -> list[Any]:
-        groups = map(builder.replace_tied, map(builder.score, map(builder.sample, builder.service_batches())))
-        return list(builder.micro_batches(map(builder.estimate_advantages, map(builder.compute_logps, groups))))
+    def make(learner: Any, prompts: Sequence[Any], take: Callable[[int], Sequence[Any]], step: int = 0) -> list[Any]:
+        from covey.rl.experience import StepLog, prompt_batches
+
+        learner.step, learner.log = step, StepLog()
+        parts = prompt_batches(prompts, step, learner.sizes, learner.algorithm.needs_whole_step)
+        return list(learner.make_batches(learner.rollout(part, take) for part in parts))
 
     return make
 

@@ -1,31 +1,23 @@
-"""Data of a training step, from prompts to micro-batches: rollout, rewards, log-probs, advantages, rows.
-
-`Learner.train` chains these stages lazily: a service batch passes through all of them before the next is sampled, and a
-thread may run them while the trainer works. Each stage has its own number of prompts at a time (`microbatch`); the
-result does not depend on it. When several processes train, each samples and scores its share of the prompts; then they
-exchange the groups, and all go on with the same ones (`parallel.distributed`).
+"""Data of a training step, from prompts to micro-batches: the records that `Learner` hands from stage to stage, and the
+functions between them that need no model.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from covey.config.algorithms import Algorithm
-from covey.config.schema import GRPOConfig, RLTrainingConfig
-from covey.errors import EpisodeError
+from covey.config.schema import RLTrainingConfig
 from covey.losses.advantages import has_reward_variance, reward_table
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
-from covey.packing.rows import Rows, pack, padding_fraction, scatter_to_rows
-from covey.parallel import distributed, order
-from covey.rewards import RewardFn, RewardRunner, score
+from covey.packing.rows import Rows, pack, scatter_to_rows
+from covey.parallel import distributed
 from covey.rl.batch import TrainBatch
-from covey.rl.cluster import RLCluster
+from covey.rl.metrics import Clock
 from covey.rl.microbatch import merge, service_batches, slices
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.stats import SamplerStats
@@ -34,26 +26,84 @@ from covey.types import Completion, Group
 OVERLONG = "overlong"
 """Name of the length penalty among the rewards."""
 
+Take = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Function that returns the given number of new prompts."""
 
-@dataclass
-class Clock:
-    """Seconds spent in each phase of a step; phases of two threads may overlap."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    phase: Callable[[str], None] = lambda name: None
-    started: float = field(default_factory=time.perf_counter)
+class PromptBatch(NamedTuple):
+    """Prompts that are sampled and scored together.
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.phase(name)
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    Attributes:
+        step: number of the step, which seeds the noise.
+        first: number of the first prompt in the step.
+        examples: data rows with a prompt, for all processes.
+    """
+
+    step: int
+    first: int
+    examples: Sequence[Mapping[str, Any]]
+
+
+def prompt_batches(
+    examples: Sequence[Mapping[str, Any]], step: int, sizes: StageSizes, whole_step: bool
+) -> Iterator[PromptBatch]:
+    """Yield the prompts of a step, as many at a time as every stage needs to work in full slices; with `whole_step` all
+    of them.
+    """
+    first = 0
+    for micro_batches in [list(slices(examples, sizes.train))] if whole_step else service_batches(examples, sizes):
+        merged = merge(micro_batches)
+        yield PromptBatch(step, first, merged)
+        first += len(merged)
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Groups that were sampled and scored together. It holds all that sampling has to report, so that it can be made in
+    a thread that shares nothing with the learner.
+
+    Attributes:
+        groups: all sampled groups, also those that dynamic sampling replaced; advantages are 0.
+        kept: indices of the groups to train on, in the order of the training; None for all.
+        stats: statistics of the sampler.
+        rounds: number of prompt batches sampled.
+        replaced: number of prompts sampled in place of others whose groups have equal rewards.
+        tied: number of groups of equal rewards among those kept because the budget was spent.
+        dropped: number of completions without another one of their prompt, which were left out.
+        failed: number of failed completions by reward function, for functions with a failure policy.
+        seconds: seconds of each phase.
+    """
+
+    groups: list[Group]
+    kept: list[int] | None = None
+    stats: SamplerStats = field(default_factory=SamplerStats)
+    rounds: int = 1
+    replaced: int = 0
+    tied: int = 0
+    dropped: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def elapsed(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.started
+    def indices(self) -> list[int]:
+        """Indices of the groups to train on."""
+        return list(range(len(self.groups))) if self.kept is None else self.kept
+
+    @property
+    def trained(self) -> list[Group]:
+        """Groups to train on."""
+        return [self.groups[index] for index in self.indices]
+
+    def joined(self, other: "RolloutBatch") -> "RolloutBatch":
+        """Return all groups of both, and the sums of what was counted."""
+        return RolloutBatch(
+            [*self.groups, *other.groups],
+            stats=self.stats + other.stats,
+            rounds=self.rounds + other.rounds,
+            dropped=self.dropped + other.dropped,
+            failed=_sum_by_name(self.failed, other.failed),
+            seconds=_sum_by_name(self.seconds, other.seconds),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,9 +163,10 @@ class StepLog:
     """Log of how a step's data was made.
 
     Attributes:
-        groups: all sampled groups, also those that dynamic sampling replaced (with advantages of 0).
+        clock: measures the phases.
+        groups: all sampled groups, with advantages (0 for those that dynamic sampling replaced).
         stats: statistics of sampling.
-        rounds: number of prompt batches sampled.
+        rounds: number of prompt batches sampled, if dynamic sampling is on.
         replaced: number of groups of equal rewards that were replaced by new prompts.
         tied: number of groups of equal rewards that were kept because the budget was spent.
         waste: fraction of padding in each micro-batch's rows.
@@ -123,6 +174,7 @@ class StepLog:
         dropped: number of completions without another one of their prompt, which were left out.
     """
 
+    clock: Clock = field(default_factory=Clock)
     groups: list[Group] = field(default_factory=list)
     stats: SamplerStats = field(default_factory=SamplerStats)
     rounds: int = 1
@@ -132,189 +184,33 @@ class StepLog:
     failed: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
 
-    def set_advantages(self, groups: Sequence[Group], with_advantages: Sequence[Group]) -> None:
-        """Replace groups by the same groups with their advantages."""
-        with_advantages_by_id = {id(old): new for old, new in zip(groups, with_advantages, strict=True)}
-        self.groups = [with_advantages_by_id.get(id(group), group) for group in self.groups]
+    def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
+        """Add the groups of a rollout; those that are trained on are `trained`, the same groups with advantages."""
+        groups = list(rollout.groups)
+        for index, group in zip(rollout.indices, trained, strict=True):
+            groups[index] = group
+        self.groups += groups
+        self.stats += rollout.stats
+        self.rounds += rollout.rounds - 1
+        self.replaced += rollout.replaced
+        self.tied += rollout.tied
+        self.dropped += rollout.dropped
+        self.failed = _sum_by_name(self.failed, rollout.failed)
+        self.clock.add(rollout.seconds)
 
 
-Estimate = Callable[[Experience, float], Experience]
-"""Function (experience, β) → experience with advantages, and with returns if there is a critic."""
-Take = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Function that returns the given number of new prompts."""
+def gather_step_log(log: StepLog) -> StepLog:
+    """Return the log with what all processes sampled and scored, and the time of each phase in the slowest process."""
+    own = log.stats, log.failed, log.dropped, log.clock.seconds
+    stats, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
+    clock = replace(log.clock, seconds=phases)
+    sums = {"stats": sum(stats, SamplerStats()), "failed": _sum_by_name(*failed), "dropped": sum(dropped)}
+    return replace(log, clock=clock, **sums)
 
 
-class PromptBatch(NamedTuple):
-    """Prompts that are sampled and scored together.
-
-    Attributes:
-        first: number of the first prompt in the step.
-        examples: data rows with a prompt.
-    """
-
-    first: int
-    examples: Sequence[Mapping[str, Any]]
-
-
-@dataclass
-class ExperienceBuilder:
-    """Make the training micro-batches of one step. `Learner.train` calls the methods in the order in which they stand.
-
-    Attributes:
-        cluster: the models, and the settings of training and sampling.
-        reward_fns: reward functions.
-        config, algorithm: settings of the algorithm.
-        sizes: number of prompts at a time in each stage.
-        estimate: computes advantages from rewards.
-        beta: weight of the KL.
-        examples: prompts of the step, for all processes.
-        take: returns more prompts, for groups that dynamic sampling replaces.
-        step: seeds the noise.
-        runner: runs the reward functions.
-        clock: measures the phases.
-        in_thread: whether a thread samples and scores, while another one launches programs over several processes.
-        log: filled while the step is made.
-    """
-
-    cluster: RLCluster
-    reward_fns: Sequence[RewardFn]
-    config: GRPOConfig
-    algorithm: Algorithm
-    sizes: StageSizes
-    estimate: Estimate
-    beta: float
-    examples: Sequence[Mapping[str, Any]]
-    take: Take
-    step: int
-    runner: RewardRunner = field(default_factory=RewardRunner)
-    clock: Clock = field(default_factory=Clock)
-    in_thread: bool = False
-    log: StepLog = field(default_factory=StepLog)
-
-    def service_batches(self) -> Iterator[PromptBatch]:
-        """Yield the step's prompts, as many at a time as every stage needs to work in full slices."""
-        first, batches = 0, service_batches(self.examples, self.sizes)
-        if self.algorithm.needs_whole_step:
-            batches = iter([list(slices(self.examples, self.sizes.train))])
-        for micro_batches in batches:
-            examples = merge(micro_batches)
-            yield PromptBatch(first, examples)
-            first += len(examples)
-
-    def sample(self, prompts: PromptBatch) -> list[Group]:
-        """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
-        whatever the slices and shares.
-        """
-        start, own = distributed.share(prompts.examples)
-        groups: list[Group] = []
-        with self.clock("rollout"):
-            number = prompts.first + start
-            for part in slices(own, self.sizes.rollout):
-                groups += self.cluster.generate(part, self.config.num_generations, step=self.step, first=number)
-                number += len(part)
-                self.log.stats += self.cluster.rollout.stats
-        return groups if self.algorithm.has_critic else self._drop_single(groups)
-
-    def _drop_single(self, groups: Sequence[Group]) -> list[Group]:
-        """Leave out completions that have no other one of their prompt to be compared with, and count them."""
-        kept = [group for group in groups if len(group.completions) > 1]
-        self.log.dropped += len(groups) - len(kept)
-        return kept
-
-    def score(self, groups: Sequence[Group]) -> list[Group]:
-        """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
-        with self.clock("reward"):
-            groups = score(groups, self.reward_fns, self.config.reward_weights, self.runner, self.log.failed)
-            scored = [replace(g, advantages=np.zeros(len(g.completions))) for g in map(self._penalise_length, groups)]
-        gather = distributed.all_of_from_a_thread if self.in_thread else distributed.all_of
-        scored = gather(scored, "groups")
-        self.log.groups += scored
-        return scored
-
-    def replace_tied(self, groups: list[Group]) -> list[Group]:
-        """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
-        until the step has as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
-        """
-        if self.algorithm.max_sampling_rounds == 1:
-            return groups
-        wanted = num_sampled = len(self.examples)
-        kept, tied = split_by_reward_variance(groups)
-        while (missing := max(wanted - len(kept), 0)) and self.log.rounds < self.algorithm.max_sampling_rounds:
-            fresh = self.take(missing)
-            if not fresh:
-                break
-            self.log.rounds += 1
-            new = self.score(self.sample(PromptBatch(num_sampled, fresh)))
-            differing, equal = split_by_reward_variance(new)
-            kept, tied, num_sampled = kept + differing, tied + equal, num_sampled + len(fresh)
-        self.log.tied, self.log.replaced = missing, num_sampled - wanted
-        return kept + tied[:missing]
-
-    def compute_logps(self, groups: list[Group]) -> Experience:
-        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
-        (otherwise they are the policy's own).
-        """
-        cluster, sizes = self.cluster, self.sizes
-        lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
-        with self.clock("logps"), order.phase("logps", self.step, lengths):
-            packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
-            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
-            several = self.config.num_iterations > 1
-            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if several else None
-            values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
-        return Experience(groups, reference, old, values, packed=packed)
-
-    def estimate_advantages(self, experience: Experience) -> Experience:
-        """Compute advantages, and returns if there is a critic."""
-        estimated = self.estimate(experience, self.beta)
-        self.log.set_advantages(experience.groups, estimated.groups)
-        return estimated
-
-    def micro_batches(self, experience: Iterable[Experience]) -> Iterator[TrainBatch]:
-        """Yield training micro-batches of `sizes.train` prompts."""
-        for x in experience:
-            assert x.packed is not None, "compute_logps packs the groups"
-            for part in slices(range(len(x.groups)), self.sizes.train):
-                start, stop = part[0], part[-1] + 1
-                rows = x.packed.rows(start, stop)
-                self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
-                yield self._train_batch(x.between(start, stop), rows)
-        if not self.log.waste:
-            raise EpisodeError(
-                f"all {self.log.dropped} episodes of a step began with different prompts: there is nothing to compare",
-                want="several samples with equal prompts",
-                fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
-            )
-
-    def _penalise_length(self, group: Group) -> Group:
-        """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
-        algorithm, limit = self.algorithm, self.cluster.config.rollout_config.max_new_tokens
-        if not algorithm.overlong_buffer:
-            return group
-        lengths = np.array([c.num_sampled for c in group.completions])
-        penalty = overlong_penalty(
-            lengths,
-            max_new_tokens=limit,
-            buffer=algorithm.overlong_buffer,
-            penalty=algorithm.overlong_penalty,
-        )
-        parts = {**group.rewards_by_function, OVERLONG: penalty}
-        return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
-
-    def _train_batch(self, x: Experience, rows: Rows) -> TrainBatch:
-        completions = [c for g in x.groups for c in g.completions]
-        in_loss = [tokens_in_loss(c, self.algorithm.mask_truncated) for c in completions]
-        limit = self.cluster.config.rollout_config.max_new_tokens
-        weights, denominator = AGGREGATES[self.algorithm.aggregate](np.array([m.sum() for m in in_loss]), limit)
-        inputs = LossInputs(
-            advantage=scatter_to_rows(rows, x.advantages),
-            weight=scatter_to_rows(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
-            rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
-            beta=np.full((len(rows.tokens), 1), self.beta, np.float32),
-            old_logps=None if x.old_logps is None else scatter_to_rows(rows, x.old_logps),
-            ref_logps=None if x.ref_logps is None else scatter_to_rows(rows, x.ref_logps),
-        )
-        return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
+def _sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: sum(each.get(name, 0) for each in counts) for one in counts for name in one}
 
 
 class PackedGroups:
@@ -347,24 +243,52 @@ class PackedGroups:
         return out
 
 
-def gather_step_log(log: StepLog, clock: Clock) -> tuple[StepLog, Clock]:
-    """Return the log with what all processes sampled and scored, and the time of each phase in the slowest process."""
-    own = log.stats, log.failed, log.dropped, clock.seconds
-    stats, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
-    counts = {name: sum(each.get(name, 0) for each in failed) for one in failed for name in one}
-    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
-    of_all = replace(log, stats=sum(stats, SamplerStats()), failed=counts, dropped=sum(dropped))
-    return of_all, Clock(phases, started=clock.started)
+def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> Group:
+    """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
+    if not algorithm.overlong_buffer:
+        return group
+    penalty = overlong_penalty(
+        np.array([c.num_sampled for c in group.completions]),
+        max_new_tokens=max_new_tokens,
+        buffer=algorithm.overlong_buffer,
+        penalty=algorithm.overlong_penalty,
+    )
+    parts = {**group.rewards_by_function, OVERLONG: penalty}
+    return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
 
 
-def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Return groups whose completions differ in reward, and the others; the length penalty does not count."""
-    differing: list[Group] = []
-    equal: list[Group] = []
-    for group in groups:
-        rewards = np.asarray(group.rewards) - group.rewards_by_function.get(OVERLONG, 0.0)
-        (differing if has_reward_variance(rewards) else equal).append(group)
-    return differing, equal
+def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+    """Return the indices of groups whose completions differ in reward, and those of the others; the length penalty does
+    not count.
+    """
+    rewards = [np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0) for g in groups]
+    differs = [has_reward_variance(row) for row in rewards]
+    return [i for i, one in enumerate(differs) if one], [i for i, one in enumerate(differs) if not one]
+
+
+def make_train_batch(x: Experience, rows: Rows, algorithm: Algorithm, beta: float, max_new_tokens: int) -> TrainBatch:
+    """Return the micro-batch of some groups.
+
+    Args:
+        x: the groups with their advantages.
+        rows: the packed groups.
+        algorithm: gives the weight of each token.
+        beta: weight of the KL.
+        max_new_tokens: limit of a completion, by which the aggregate `constant` divides.
+    """
+    completions = [c for g in x.groups for c in g.completions]
+    in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in completions]
+    counts = np.array([mask.sum() for mask in in_loss])
+    weights, denominator = AGGREGATES[algorithm.aggregate](counts, max_new_tokens)
+    inputs = LossInputs(
+        advantage=scatter_to_rows(rows, x.advantages),
+        weight=scatter_to_rows(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
+        rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
+        beta=np.full((len(rows.tokens), 1), beta, np.float32),
+        old_logps=None if x.old_logps is None else scatter_to_rows(rows, x.old_logps),
+        ref_logps=None if x.ref_logps is None else scatter_to_rows(rows, x.ref_logps),
+    )
+    return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
 
 
 def sampled_mask(completion: Completion) -> np.ndarray:

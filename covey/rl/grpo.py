@@ -57,9 +57,9 @@ class GRPOLearner(Learner):
             )
         self.advantage_fn = advantage_fn
 
-    def estimate(self, experience: Experience, beta: float) -> Experience:
+    def estimate_advantages(self, experience: Experience) -> Experience:
         """Compute each completion's advantage over its group, at each of its tokens."""
-        return group_advantages(experience, self.algorithm, beta, self.advantage_fn)
+        return group_advantages(experience, self.algorithm, self.beta, self.advantage_fn)
 
 
 def group_advantages(

@@ -1,14 +1,18 @@
 """Training loop shared by GRPO and PPO.
 
-Per step: sample a group of completions for each prompt, score them, compute advantages, pack the completions into rows
-with the log-probs that the loss needs (all this in the experience builder), update, give the new weights to the
-rollout. Observers log, print and save the results of each step. Several processes run the loop in lockstep
-(`parallel.distributed`): each samples and scores a share, and the rest of the step is the same in all of them.
+Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
+log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
+method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
+ahead of the rest in a thread (`run_ahead`). Observers log, print and save the results of each step.
+
+Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share, and the rest of
+the step is the same in all of them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,20 +23,35 @@ from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.envs import rehearsal
-from covey.errors import RecipeError
+from covey.errors import EpisodeError, RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
+from covey.packing.rows import padding_fraction
 from covey.parallel import distributed, order
-from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve
+from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
 from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
-from covey.rl.experience import Clock, Experience, ExperienceBuilder, StepLog, Take, gather_step_log
-from covey.rl.metrics import combine_updates, group_metrics, sampling_metrics, work_metrics
-from covey.rl.queue import DataQueue, produce
+from covey.rl.experience import (
+    Experience,
+    PackedGroups,
+    PromptBatch,
+    RolloutBatch,
+    StepLog,
+    Take,
+    gather_step_log,
+    make_train_batch,
+    penalize_length,
+    prompt_batches,
+    split_by_reward_variance,
+)
+from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
+from covey.rl.microbatch import slices
 from covey.rl.roles import Role
+from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
+from covey.sampling.stats import SamplerStats
 from covey.train.checkpoint import require_entry
 from covey.train.history import History
 from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
@@ -93,6 +112,7 @@ class Learner(Keywords, ABC):
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
         self.token_values_every = 0
         self.algorithm = algorithm_of(config)
+        self.log, self._token_scorer = StepLog(), TokenScorer(rl_cluster, self.algorithm, due=False)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
@@ -102,11 +122,11 @@ class Learner(Keywords, ABC):
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
 
     @abstractmethod
-    def estimate(self, experience: Experience, beta: float) -> Experience:
+    def estimate_advantages(self, experience: Experience) -> Experience:
         """Compute advantages, and returns if there is a critic."""
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
-        """Make one optimizer step on all of `batches`, which may be an iterator of batches that are not made yet."""
+        """Make one optimizer step on all of `batches`, some of which may still have to be made (`Replay`)."""
         return self.cluster.update_actor(batches)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> RLCluster:
@@ -124,32 +144,129 @@ class Learner(Keywords, ABC):
         loader, held_out = self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
         total = self._begin(loader, held_out)
         while self.step < total and (examples := next(loader, None)) is not None:
-            builder = self._experience_builder(examples, loader.take)
-            # Lazy: a service batch passes through these lines before the next is sampled. Asynchronous training runs
-            # them in a thread, ahead of the update; in several processes only the first three, which launch nothing
-            # over several of them.
-            groups = map(builder.sample, builder.service_batches())
-            groups = map(builder.score, groups)
-            groups = map(builder.replace_tied, groups)
-            count = min(self.config.num_iterations, total - self.step)
-            scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
-            with self._sampled_ahead(groups) as scored:
-                experience = map(builder.compute_logps, scored)
-                experience = map(builder.estimate_advantages, experience)
-                with (
-                    self._queued(builder.micro_batches(experience)) as micro_batches,
-                    builder.clock("update"),
-                    order.phase("update", self.step, lambda: _shapes(micro_batches)),
-                ):
-                    updates = self._update_repeatedly(scorer.watch(micro_batches), count)
-                    scorer.score_again()
-            with builder.clock("sync"), order.phase("sync", self.step):
-                self.cluster.sync_weights()
-            self.step, self._prompts = self.step + len(updates), loader.position
-            record = self._record(builder, updates, total, scorer)
+            record = self.train_step(examples, loader.take, total)
+            self._prompts = loader.position
             self._adapt_to_kl(record)
             self._report(record, held_out)
         return self.cluster
+
+    def train_step(self, examples: Sequence[Mapping[str, Any]], take: Take, total: int) -> StepRecord:
+        """Make the updates of one batch of prompts, at most `num_iterations`.
+
+        Args:
+            examples: data rows with a prompt, for all processes.
+            take: returns more of them, for groups that dynamic sampling replaces.
+            total: updates of the whole run.
+        """
+        count = min(self.config.num_iterations, total - self.step)
+        self.log = StepLog(Clock(on_phase=self.on_phase))
+        self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
+        parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
+        with run_ahead(partial(self.rollout, take=take), parts, self._depth) as rollouts:
+            batches = Replay(self.make_batches(rollouts))
+            if not self._depth:
+                batches.make_all()
+            updates = self._update_repeatedly(batches, count)
+        with self.log.clock("sync"), order.phase("sync", self.step):
+            self.cluster.sync_weights()
+        self.step += len(updates)
+        return self._record(updates, total)
+
+    def collect(self, prompts: PromptBatch, take: Take) -> Experience:
+        """Return the experience of some prompts; arguments as for `rollout`."""
+        return self.make_experience(self.rollout(prompts, take))
+
+    def rollout(self, prompts: PromptBatch, take: Take) -> RolloutBatch:
+        """Sample and score a group of completions for each prompt. This may run in a thread while another one trains.
+
+        Args:
+            prompts: the prompts of all processes.
+            take: returns more of them, for groups that dynamic sampling replaces.
+        """
+        rollout = self.sample(prompts)
+        rollout = self.score(rollout)
+        return self.replace_tied(rollout, prompts, take)
+
+    def make_experience(self, rollout: RolloutBatch) -> Experience:
+        """Compute what the loss needs to know of the groups that are trained on."""
+        experience = self.compute_logps(rollout.trained)
+        return self.estimate_advantages(experience)
+
+    def sample(self, prompts: PromptBatch) -> RolloutBatch:
+        """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
+        whatever the slices and shares.
+        """
+        start, own = distributed.share(prompts.examples)
+        groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
+        with clock("rollout"):
+            first = prompts.first + start
+            for part in slices(own, self.sizes.rollout):
+                groups += self.cluster.generate(part, self.config.num_generations, step=prompts.step, first=first)
+                first += len(part)
+                stats += self.cluster.rollout.stats
+        # Without a critic a completion has to be compared with another one of its prompt.
+        kept = groups if self.algorithm.has_critic else [group for group in groups if len(group.completions) > 1]
+        return RolloutBatch(kept, stats=stats, dropped=len(groups) - len(kept), seconds=clock.seconds)
+
+    def score(self, rollout: RolloutBatch) -> RolloutBatch:
+        """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
+        limit, failed = self.cluster.config.rollout_config.max_new_tokens, dict[str, int]()
+        clock = Clock(dict(rollout.seconds), on_phase=self.on_phase)
+        with clock("reward"):
+            groups = score(rollout.groups, self.reward_fns, self.config.reward_weights, self.runner, failed)
+            groups = [penalize_length(group, self.algorithm, limit) for group in groups]
+            groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
+        gather = distributed.all_of_from_a_thread if self._depth else distributed.all_of
+        return replace(rollout, groups=gather(groups, "groups"), failed=failed, seconds=clock.seconds)
+
+    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, take: Take) -> RolloutBatch:
+        """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
+        until there are as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
+        """
+        if self.algorithm.max_sampling_rounds == 1:
+            return rollout
+        wanted = num_sampled = len(prompts.examples)
+        while True:
+            differing, tied = split_by_reward_variance(rollout.groups)
+            missing = max(wanted - len(differing), 0)
+            fresh = take(missing) if missing and rollout.rounds < self.algorithm.max_sampling_rounds else ()
+            if not fresh:
+                kept = differing + tied[:missing]
+                return replace(rollout, kept=kept, tied=missing, replaced=num_sampled - wanted)
+            more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
+            rollout = rollout.joined(self.score(self.sample(more)))
+            num_sampled += len(fresh)
+
+    def compute_logps(self, groups: list[Group]) -> Experience:
+        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
+        (otherwise they are the policy's own).
+        """
+        cluster, sizes = self.cluster, self.sizes
+        lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
+        with self.log.clock("logps"), order.phase("logps", self.step, lengths):
+            packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
+            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
+            several = self.config.num_iterations > 1
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if several else None
+            values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
+        return Experience(groups, reference, old, values, packed=packed)
+
+    def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:
+        """Yield training micro-batches of `sizes.train` prompts, each as soon as its rollout is there."""
+        for rollout in rollouts:
+            experience = self.make_experience(rollout)
+            self.log.add(rollout, experience.groups)
+            for batch in self._split(experience):
+                self._token_scorer.score_before(batch)
+                if self._depth:
+                    self._check_order(batch)
+                yield batch
+        if not self.log.waste:
+            raise EpisodeError(
+                f"all {self.log.dropped} episodes of a step began with different prompts: there is nothing to compare",
+                want="several samples with equal prompts",
+                fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
+            )
 
     def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
         """Check the data, build what the algorithm needs and return the updates of the whole run."""
@@ -206,90 +323,52 @@ class Learner(Keywords, ABC):
         if environments := self.cluster.rollout.environments:
             environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
 
-    def _experience_builder(self, examples: Sequence[Mapping[str, Any]], take: Take) -> ExperienceBuilder:
-        """Return the builder of a step on `examples`; `take` returns more prompts."""
-        return ExperienceBuilder(
-            cluster=self.cluster,
-            reward_fns=self.reward_fns,
-            config=self.config,
-            algorithm=self.algorithm,
-            sizes=self.sizes,
-            estimate=self.estimate,
-            beta=self.beta,
-            examples=examples,
-            take=take,
-            step=self.step,
-            runner=self.runner,
-            clock=Clock(phase=self.on_phase),
-            in_thread=self._asynchronous and distributed.count() > 1,
-        )
+    def _split(self, x: Experience) -> Iterator[TrainBatch]:
+        assert x.packed is not None, "compute_logps packs the groups"
+        limit = self.cluster.config.rollout_config.max_new_tokens
+        for part in slices(range(len(x.groups)), self.sizes.train):
+            start, stop = part[0], part[-1] + 1
+            rows = x.packed.rows(start, stop)
+            self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
+            yield make_train_batch(x.between(start, stop), rows, self.algorithm, self.beta, limit)
 
-    @contextmanager
-    def _sampled_ahead(self, groups: Iterable[list[Group]]) -> Iterator[Iterable[list[Group]]]:
-        """Provide the step's groups: as they are, or in several processes as a queue that a thread fills during
-        training. Only this thread launches programs over several processes.
-        """
-        if not (self._asynchronous and distributed.count() > 1):
-            yield groups
-            return
-        with produce(groups, DataQueue(self._num_micro_batches + 2)) as queue:
-            yield queue
+    def _check_order(self, batch: TrainBatch) -> None:
+        """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
+        with order.phase(f"micro-batch {len(self.log.waste) - 1}", self.step, batch.shapes):
+            pass
 
-    @contextmanager
-    def _queued(self, batches: Iterator[TrainBatch]) -> Iterator[Iterable[TrainBatch]]:
-        """Provide the step's micro-batches: as a list, or as a queue that a thread fills during training; in several
-        processes, where `_sampled_ahead` has the queue, as they are made.
-        """
-        if not self._asynchronous:
-            yield list(batches)
-        elif distributed.count() > 1:
-            yield self._in_order(batches)
-        else:
-            with produce(batches, DataQueue(self._num_micro_batches + 2)) as queue:
-                yield queue
+    def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
+        """Make `count` updates on the same micro-batches; the first may make them."""
+        shapes = lambda: [batch.shapes() for batch in batches.made]  # noqa: E731
+        with self.log.clock("update"), order.phase("update", self.step, shapes):
+            updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
+            self._token_scorer.score_again()
+        return updates
 
-    @property
-    def _num_micro_batches(self) -> int:
-        return -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
-
-    def _in_order(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
-        """Yield `batches`, each after it has been compared with that of the other processes."""
-        for number, batch in enumerate(batches):
-            with order.phase(f"micro-batch {number}", self.step, batch.shapes):
-                pass
-            yield batch
-
-    def _update_repeatedly(self, batches: Iterable[TrainBatch], count: int) -> list[Metrics]:
-        """Make `count` updates on the same micro-batches; the first consumes them as they are made."""
-        seen: list[TrainBatch] = []
-        first = self._update_or_skip(self.step + 1, tee(batches, seen), seen)
-        return [first, *(self._update_or_skip(self.step + 1 + later, seen, seen) for later in range(1, count))]
-
-    def _update_or_skip(self, step: int, batches: Iterable[TrainBatch], seen: Sequence[TrainBatch]) -> Metrics:
-        """Make the update `step`; skip it, with weights unchanged, if it is not finite and `skip_nonfinite` allows it.
-
-        Args:
-            step: number of the update in the run.
-            batches: micro-batches of the update.
-            seen: the micro-batches made so far.
+    def _update_or_skip(self, step: int, batches: Replay[TrainBatch]) -> Metrics:
+        """Make the update `step` of the run; skip it, with weights unchanged, if it is not finite and `skip_nonfinite`
+        allows it.
         """
         return self._nonfinite_guard.guard(
             lambda: self.update(batches),
-            lambda error: self.on_bad_batch(step, [g for batch in seen for g in batch.groups], arrays_of(seen), error),
+            lambda error: self.on_bad_batch(
+                step, [g for batch in batches.made for g in batch.groups], arrays_of(batches.made), error
+            ),
             self.cluster.skip_update,
         )
 
     @property
-    def _asynchronous(self) -> bool:
-        config = self.cluster.config
-        return {"sync": False, "async": True, "auto": config.samples_apart}[config.training_config.queueing]
+    def _depth(self) -> int:
+        """Number of rollouts that may wait for training; 0 where sampling and training take turns."""
+        per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
+        return per_step + 2 if self.cluster.config.runs_ahead else 0
 
     def _refuse_threads(self) -> None:
         """Refuse to sample and train side by side on common devices in several processes: the programs of two threads
         would come in another order on each device, and wait for each other.
         """
         config = self.cluster.config
-        if distributed.count() > 1 and self._asynchronous and not config.samples_apart:
+        if distributed.count() > 1 and config.runs_ahead and not config.samples_apart:
             raise RecipeError(
                 f"training.queueing is async in {distributed.count()} processes, and rollout and actor share devices",
                 want="devices of its own for the rollout, and a reward model on those too",
@@ -336,15 +415,13 @@ class Learner(Keywords, ABC):
         """
         return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
-    def _record(
-        self, builder: ExperienceBuilder, updates: list[Metrics], total: int, scorer: TokenScorer
-    ) -> StepRecord:
+    def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
-        log, clock = gather_step_log(builder.log, builder.clock)
-        metrics, values = self._metrics(updates, total, log, clock), scorer.values(log)
-        return StepRecord(self.step, len(updates), total, metrics, log.groups, values)
+        log = gather_step_log(self.log)
+        values = self._token_scorer.values(log.groups)
+        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, log), log.groups, values)
 
-    def _metrics(self, updates: list[Metrics], total: int, log: StepLog, clock: Clock) -> dict[str, float]:
+    def _metrics(self, updates: list[Metrics], total: int, log: StepLog) -> dict[str, float]:
         training, trainer = self.cluster.config.training_config, self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
         dynamic, environments = self.algorithm.max_sampling_rounds > 1, self.cluster.rollout.environments
@@ -358,7 +435,7 @@ class Learner(Keywords, ABC):
             **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),
-            **work_metrics(log.stats, clock.seconds, clock.elapsed, float(np.mean(log.waste))),
+            **work_metrics(log.stats, log.clock.seconds, log.clock.elapsed, float(np.mean(log.waste))),
         }
 
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
@@ -397,15 +474,3 @@ def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> R
         raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
     given = reward_funcs if reward_fns is None else reward_fns
     return () if given is None else given
-
-
-def _shapes(batches: Iterable[TrainBatch]) -> Any:
-    """Return the shapes of micro-batches that are there already."""
-    return [batch.shapes() for batch in batches] if isinstance(batches, list) else "as they are made"
-
-
-def tee(batches: Iterable[TrainBatch], seen: list[TrainBatch]) -> Iterator[TrainBatch]:
-    """Yield `batches` one by one and append each to `seen` for later passes."""
-    for batch in batches:
-        seen.append(batch)
-        yield batch

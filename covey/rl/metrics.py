@@ -1,6 +1,9 @@
 """Metrics of a step, with the names of TRL's and Tunix's logs."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,32 @@ from jaxtyping import Float
 from covey.losses.advantages import has_reward_variance, reward_table
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, Episode, Group
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase; `on_phase` is called with the name of each phase as it begins."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    on_phase: Callable[[str], None] = lambda name: None
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.on_phase(name)
+        start = time.perf_counter()
+        yield
+        self.add({name: time.perf_counter() - start})
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add the seconds of phases that another clock measured."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self.started
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -4,7 +4,7 @@ The loop is `learner.Learner.train`; this module computes advantages from reward
 beside the actor, with its own optimizer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from covey.losses.value import explained_variance
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
-from covey.rl.learner import Learner, RewardFns, tee
+from covey.rl.learner import Learner, RewardFns
 from covey.rl.roles import Role
 from covey.train.trainer import Metrics
 
@@ -54,25 +54,24 @@ class PPOLearner(Learner):
                 where="PPOLearner",
             )
 
-    def estimate(self, experience: Experience, beta: float) -> Experience:
+    def estimate_advantages(self, experience: Experience) -> Experience:
         """Compute advantages and returns by GAE."""
-        return gae_advantages(experience, self.algorithm, beta)
+        return gae_advantages(experience, self.algorithm, self.beta)
 
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
         """Make one optimizer step of the actor and one of the critic; none when the gradient of either is not finite.
 
         The actor's gradient, one float32 array per trainable array, is kept while the critic's is computed.
         """
-        seen: list[TrainBatch] = []
-        actor_gradients = self.cluster.gradients(Role.ACTOR, tee(batches, seen))
-        critic_gradients = self.cluster.gradients(Role.CRITIC, seen)
+        actor_gradients = self.cluster.gradients(Role.ACTOR, batches)
+        critic_gradients = self.cluster.gradients(Role.CRITIC, batches)
         actor = self.cluster.apply(Role.ACTOR, actor_gradients)
         critic = self.cluster.apply(Role.CRITIC, critic_gradients)
-        explained = {"critic/explained_variance": _explained_variance(seen)}
+        explained = {"critic/explained_variance": _explained_variance(batches)}
         return actor | {f"critic/{name}": value for name, value in critic.items()} | explained
 
 
-def _explained_variance(batches: Sequence[TrainBatch]) -> float:
+def _explained_variance(batches: Iterable[TrainBatch]) -> float:
     """Compute the explained variance of the returns by the critic's values."""
     inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
     pairs = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
@@ -86,7 +85,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     completion that no function scored gives no gradient: its advantages are 0 and its returns equal its values. The
     same holds for tokens that a tool inserted; only tokens that the model sampled count.
     """
-    assert x.values is not None, "the experience builder computes values for an algorithm with a critic"
+    assert x.values is not None, "compute_logps computes values for an algorithm with a critic"
     penalties = [np.zeros(n) for n in x.lengths]
     if algorithm.kl_in == "reward" and x.ref_logps is not None:
         penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)

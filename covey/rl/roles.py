@@ -79,6 +79,11 @@ class ClusterConfig(Config):
         own = set().union(*(used[role] for role in OF_EACH_PROCESS))
         return all(own.isdisjoint(devices) for role, devices in used.items() if role not in OF_EACH_PROCESS)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a thread samples the next groups of a step while the last ones are trained on."""
+        return {"sync": False, "async": True, "auto": self.samples_apart}[self.training_config.queueing]
+
     def place(self, model: Model, role: Role) -> Model:
         """Put `model` on the mesh of `role`.
 

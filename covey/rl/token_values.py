@@ -8,8 +8,7 @@ training: tokens, losses and weights are those of a run without it.
 At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,6 @@ from covey.losses.policy import KLS
 from covey.packing.rows import unpack
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import StepLog
 from covey.rl.shown import COMPLETIONS, Shown, choose
 from covey.text.token_texts import token_texts
 from covey.types import Completion, Group, TokenValues
@@ -57,16 +55,12 @@ class TokenScorer:
         self._shown: Shown | None = None
         self._values: list[TokenValues] = []
 
-    def watch(self, batches: Iterable[TrainBatch]) -> Iterable[TrainBatch]:
-        """Return `batches`, after completions of the first that has groups are scored with the weights before the
-        update. Where batches are still being made, they are scored when that one passes.
+    def score_before(self, batch: TrainBatch) -> None:
+        """Score completions of the first micro-batch that has groups, with the weights before the update; later
+        micro-batches are ignored.
         """
-        if not self._due:
-            return batches
-        if not isinstance(batches, Sequence):
-            return self._watched(batches)
-        deque(self._watched(batches), maxlen=0)  # now, while there are no gradients, which take more memory than this
-        return batches
+        if self._due and self._shown is None and batch.groups:
+            self._score(batch)
 
     def score_again(self) -> None:
         """Score the completions with the current weights, which are those after the updates."""
@@ -75,20 +69,14 @@ class TokenScorer:
             both = zip(self._values, logps, strict=True)
             self._values = [replace(values, change=new - values.logps) for values, new in both]
 
-    def values(self, log: StepLog) -> list[TokenValues]:
-        """Return the values with the number of their group in the log of the step."""
+    def values(self, groups: Sequence[Group]) -> list[TokenValues]:
+        """Return the values with the number of their group among `groups`, those of the whole step."""
         if self._shown is None:
             return []
-        shown = [number for number, group in enumerate(log.groups) if group is self._shown.group]
+        shown = [number for number, group in enumerate(groups) if group is self._shown.group]
         return [replace(values, group=number) for number in shown for values in self._values]
 
-    def _watched(self, batches: Iterable[TrainBatch]) -> Iterator[TrainBatch]:
-        for batch in batches:
-            if self._shown is None and batch.groups:
-                self._score_before(batch)
-            yield batch
-
-    def _score_before(self, batch: TrainBatch) -> None:
+    def _score(self, batch: TrainBatch) -> None:
         index = _most_informative(batch.groups)
         longest = self._cluster.config.training_config.row_length
         self._shown = shown = choose(batch.groups[index], longest, one_length=self._cluster.few_programs)

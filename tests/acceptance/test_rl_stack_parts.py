@@ -25,7 +25,7 @@ from covey.errors import CoveyError
 from covey.models.attention import masked_attention
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 from covey.rl import helpers
-from covey.rl.queue import Closed, DataQueue, Ended
+from covey.rl.run_ahead import Closed, DataQueue, Ended
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 from covey.train.progress import Progress

@@ -12,9 +12,9 @@ import pytest
 from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError, RewardError
-from covey.rl import learner
+from covey.rl import run_ahead
 from covey.rl.microbatch import cut, merge
-from covey.rl.queue import DataQueue, Ended, produce
+from covey.rl.run_ahead import DataQueue, Ended, produce
 from covey.rl.stage_sizes import StageSizes
 
 STAGES = ("rollout", "ref_logps", "old_logps", "train")
@@ -214,7 +214,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             self.ends.append(error)
             super().end(error)
 
-    monkeypatch.setattr(learner, "DataQueue", Watched)
+    monkeypatch.setattr(run_ahead, "DataQueue", Watched)
     return made
 
 

@@ -12,16 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.models.attention import causal_attention
 from covey.rewards import environment_reward
 from covey.rl.batch import RowBatch, policy_loss_fn
-from covey.rl.experience import ExperienceBuilder
-from covey.rl.grpo import group_advantages
+from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
 from covey.rl.roles import ClusterConfig
-from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Branch, Completion, Episode, Group
 
@@ -70,28 +67,17 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         return groups[first : first + len(rows)]
 
     settings = ClusterConfig({}, RLTrainingConfig(prompts_per_step=2), RolloutConfig(max_new_tokens=20))
-    training = settings.training_config
     cluster: Any = SimpleNamespace(
         config=settings,
         rows_at_a_time=settings.rows_at_a_time,
-        rollout=SimpleNamespace(stats=SamplerStats(tokens=1)),
+        rollout=SimpleNamespace(stats=SamplerStats(tokens=1), environments=None),
+        inference=SimpleNamespace(has=lambda role: False),
         compile_cost=0.0,
         generate=generate,
     )
-    algorithm = algorithm_of(config)
-    builder = ExperienceBuilder(
-        cluster=cluster,
-        reward_fns=[environment_reward("game")],
-        config=config,
-        algorithm=algorithm,
-        sizes=stage_sizes(training, G),
-        estimate=lambda x, beta: group_advantages(x, algorithm, beta),
-        beta=0.0,
-        examples=[{"prompt": "p"}] * 2,
-        take=lambda count: [],
-        step=0,
-    )
-    batches = made_by(builder)
+    learner = GRPOLearner(rl_cluster=cluster, reward_fns=environment_reward("game"), grpo_config=config)
+    algorithm = learner.algorithm
+    batches = made_by(learner, [{"prompt": "p"}] * 2, lambda count: [])
     graph, params = nnx.split(decoder())
 
     def packed(params: Any) -> jax.Array:
@@ -104,7 +90,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         model, total = nnx.merge(graph, params), 0.0
         parts = [
             (sequence, own, completion, advantage)
-            for group in builder.log.groups
+            for group in learner.log.groups
             for completion, advantage in zip(group.completions, group.advantages, strict=True)
             for sequence, own in sequences(group.prompt_tokens, completion)
         ]
@@ -127,8 +113,8 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     assert max(float(jnp.abs(w).max()) for w in wanted) > 1e-3
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    assert [g.rewards_by_function["game"].tolist() for g in builder.log.groups] == [[1.0, 0.25], [0.0, 3.0]]
-    metrics, sampled = group_metrics(builder.log.groups), [int(c.mask.sum()) for g in groups for c in g.completions]
+    assert [g.rewards_by_function["game"].tolist() for g in learner.log.groups] == [[1.0, 0.25], [0.0, 3.0]]
+    metrics, sampled = group_metrics(learner.log.groups), [int(c.mask.sum()) for g in groups for c in g.completions]
     assert metrics["completions/mean_length"] == np.mean(sampled)
     assert metrics["env/tokens"] == (12 + 9 + 7 + 15 - sum(sampled)) / 4
     assert (metrics["env/turns"], metrics["env/done"], metrics["env/failed"]) == (2, 1, 0)

@@ -473,7 +473,7 @@ def test_what_a_worker_would_not_find_is_refused_before_anything_runs() -> None:
 
 
 def test_any_thread_gets_the_same(faulty: str) -> None:
-    """ExperienceBuilder and evaluation may both call; neither is the main thread, and none waits for ever."""
+    """A rollout and an evaluation may both call; neither is the main thread, and none waits for ever."""
     texts = ("a", "raise", "bbb", "nan")
     with guarded(on_error="none", workers=2, timeout=20.0, budget=1000) as runner, ThreadPoolExecutor(4) as threads:
         name = f"{faulty}:faulty"

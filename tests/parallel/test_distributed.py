@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +32,10 @@ from covey.errors import CoveyError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
 from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
-from covey.rl.experience import ExperienceBuilder, StepLog, gather_step_log
-from covey.rl.grpo import GRPOLearner, group_advantages
-from covey.rl.ppo import gae_advantages
+from covey.rl.experience import StepLog, gather_step_log
+from covey.rl.grpo import GRPOLearner
+from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -188,11 +186,13 @@ def told(group: Group) -> Any:
 class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
-    config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=5))
+    training = RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
+    config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=5))
     compile_cost, rows_at_a_time = 0.0, config.rows_at_a_time
 
     def __init__(self) -> None:
-        self.rollout = SimpleNamespace(stats=SamplerStats())
+        self.rollout = SimpleNamespace(stats=SamplerStats(), environments=None)
+        self.inference = SimpleNamespace(has=lambda role: False)
 
     def generate(self, examples: Sequence[Any], samples: int, *, step: int, first: int) -> list[Group]:
         def completion(*noise: int) -> Completion:
@@ -222,25 +222,13 @@ WHOLE_STEP = {
 
 def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str, np.ndarray]], StepLog, int, int]:
     """What a step trains on, its log, the prompts taken from the data, and those that this process sampled."""
-    algorithm, training = algorithm_of(config), RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
-    estimate = partial(gae_advantages if algorithm.has_critic else group_advantages, algorithm=algorithm)
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
-    sizes = stage_sizes(training, config.num_generations)
+    others: Any = {"rl_cluster": Played(), "reward_fns": reward}
+    critic = algorithm_of(config).has_critic
+    learner = PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
     loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
-    builder = ExperienceBuilder(
-        cluster=Played(),  # type: ignore[arg-type]
-        reward_fns=[reward],
-        config=config,
-        algorithm=algorithm,
-        sizes=sizes,
-        estimate=lambda x, beta: estimate(x, beta=beta),
-        beta=algorithm.beta,
-        examples=next(loader),
-        take=loader.take,
-        step=step,
-    )
-    batches = made_by(builder)
-    sampled, (log, _) = builder.log.stats.tokens, gather_step_log(builder.log, builder.clock)
+    batches = made_by(learner, next(loader), loader.take, step)
+    sampled, log = learner.log.stats.tokens, gather_step_log(learner.log)
     return [b.arrays() | {"denominator": np.array(b.denominator)} for b in batches], log, loader.position, sampled
 
 
@@ -292,7 +280,7 @@ def test_a_thread_that_samples_on_the_actors_devices_is_refused_in_several_proce
         learner.cluster = SimpleNamespace(config=config)  # type: ignore[assignment]
         try:
             learner._refuse_threads()
-            found[count, queueing, place[0].id] = learner._asynchronous
+            found[count, queueing, place[0].id] = config.runs_ahead
         except RecipeError as error:
             found[count, queueing, place[0].id] = error
     told = found.pop((2, "async", 0))

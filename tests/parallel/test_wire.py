@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from covey.errors import CoveyError
 from covey.parallel.wire import pack, unpack
-from covey.rl.experience import StepLog
+from covey.rl.experience import RolloutBatch
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
 
@@ -49,14 +49,14 @@ def test_plain_values_come_back(value: Any) -> None:
 
 
 def test_what_processes_send_each_other_comes_back() -> None:
-    """Arrays of any type and shape, scalars, NaN, paths, and the log of a step with its completions."""
+    """Arrays of any type and shape, scalars, NaN, paths, and a rollout with its completions."""
     logps = np.array([-0.5, -1e-9], np.float32)
     done = Completion(np.array([3, 4], np.int32), logps, logps, FinishReason.STOP, text="\x1b é", mask=None)
     group = Group([{"role": "user", "content": "hi"}], np.array([1], np.int32), (done,), {"answer": ["4", None]})
-    log = StepLog([group], SamplerStats(tokens=2), waste=[0.25])
-    back = unpack(pack((log, Path("runs/x"))))[0]
-    assert isinstance(back, StepLog)
-    assert (back.stats, back.waste) == (log.stats, [0.25])
+    rollout = RolloutBatch([group], [0], SamplerStats(tokens=2), seconds={"rollout": 0.25})
+    back = unpack(pack((rollout, Path("runs/x"))))[0]
+    assert isinstance(back, RolloutBatch)
+    assert (back.stats, back.kept, back.seconds) == (rollout.stats, [0], {"rollout": 0.25})
     found = back.groups[0].completions[0]
     assert (found.text, found.finish, found.mask) == (done.text, FinishReason.STOP, None)
     same(found.logps, logps)

@@ -1,24 +1,25 @@
 """From prompts to micro-batches, without a model: what is in the loss, and which groups are replaced."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from covey.config.algorithms import algorithm_of
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import distributed
 from covey.rewards import RewardRunner
 from covey.rl.batch import TrainBatch
-from covey.rl.experience import Clock, ExperienceBuilder, gather_step_log, tokens_in_loss
-from covey.rl.grpo import group_advantages
-from covey.rl.ppo import gae_advantages
+from covey.rl.experience import PromptBatch, gather_step_log, tokens_in_loss
+from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import Learner
+from covey.rl.metrics import Clock
+from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
-from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -34,9 +35,11 @@ def completion(n: int, mask: Sequence[bool] | None = None, cut_off: bool = False
 class Fake:
     """A cluster whose completions are given with the prompt: `{"prompt": ..., "completions": (...)}`."""
 
-    def __init__(self) -> None:
-        self.config = ClusterConfig({}, RLTrainingConfig(), RolloutConfig(max_new_tokens=10))
-        self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1))
+    def __init__(self, prompts_per_step: int) -> None:
+        training = RLTrainingConfig(prompts_per_step=prompts_per_step)
+        self.config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=10))
+        self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1), environments=None)
+        self.inference = SimpleNamespace(has=lambda role: False)
         self.compile_cost, self.rows_at_a_time = 0.0, self.config.rows_at_a_time
         self.asked: list[tuple[int, list[str]]] = []
 
@@ -58,33 +61,22 @@ def row(prompt: str, points: tuple[float, float], completions: tuple[Completion,
 
 
 @pytest.fixture
-def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], ExperienceBuilder]]:
-    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the builder that made them."""
+def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], Learner]]:
+    """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the learner that made them."""
 
-    def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], ExperienceBuilder]:
-        runner = settings.pop("runner", RewardRunner())
+    def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Learner]:
+        others: Any = {"rl_cluster": Fake(len(rows)), "reward_fns": in_order}
+        others["reward_runner"] = settings.pop("runner", None)
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
-        training, algorithm = RLTrainingConfig(prompts_per_step=len(rows)), algorithm_of(config)
-        stock, estimate = list(spare), gae_advantages if algorithm.has_critic else group_advantages
+        critic = config.algorithm == "ppo"
+        learner = PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
+        stock = list(spare)
 
         def take(count: int) -> list[Any]:
             taken, stock[:] = stock[:count], stock[count:]
             return taken
 
-        builder = ExperienceBuilder(
-            cluster=Fake(),  # type: ignore[arg-type]
-            reward_fns=[in_order],
-            config=config,
-            algorithm=algorithm,
-            sizes=stage_sizes(training, G),
-            estimate=lambda x, beta: estimate(x, algorithm, beta),
-            beta=algorithm.beta,
-            examples=rows,
-            take=take,
-            step=0,
-            runner=runner,
-        )
-        return made_by(builder), builder
+        return made_by(learner, rows, take), learner
 
     return make
 
@@ -149,18 +141,18 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
     """The counts of a step, not of the run; those of several processes are added."""
     runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     for _ in range(2):
-        (batch,), builder = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
-        assert builder.log.failed == {"in_order": 1}
+        (batch,), learner = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
+        assert learner.log.failed == {"in_order": 1}
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
     other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, 2, {"reward": 9.0}
     monkeypatch.setattr(distributed, "gathered", lambda mine, about: [mine, other])
-    log, clock = gather_step_log(builder.log, Clock({"reward": 1.0, "update": 2.0}))
+    log = gather_step_log(replace(learner.log, clock=Clock({"reward": 1.0, "update": 2.0})))
     assert log.failed == {"in_order": 4, "another": 0}
     assert log.dropped == 2
-    assert log.stats.tokens == builder.log.stats.tokens + 5
-    assert clock.seconds == {"reward": 9.0, "update": 2.0}
+    assert log.stats.tokens == learner.log.stats.tokens + 5
+    assert log.clock.seconds == {"reward": 9.0, "update": 2.0}
 
 
 # --- dynamic sampling
@@ -169,10 +161,10 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
 def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Callable) -> None:
     rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0)), row("tied too", (0.0, 0.0))]
     spare = [row("new", (0.0, 1.0)), row("tied again", (1.0, 1.0)), row("newer", (1.0, 0.0)), row("unused", (1.0, 0.0))]
-    batches, builder = fed(rows, spare, max_sampling_rounds=4)
+    batches, learner = fed(rows, spare, max_sampling_rounds=4)
     assert prompts(batches) == ["good", "new", "newer"]
-    assert (builder.log.rounds, builder.log.replaced, builder.log.tied) == (3, 3, 0)
-    assert [g.prompt for g in builder.log.groups] == [
+    assert (learner.log.rounds, learner.log.replaced, learner.log.tied) == (3, 3, 0)
+    assert [g.prompt for g in learner.log.groups] == [
         "tied",
         "good",
         "tied too",
@@ -180,29 +172,38 @@ def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Calla
         "tied again",
         "newer",
     ]
-    assert builder.cluster.asked == [  # type: ignore[attr-defined]
+    assert learner.cluster.asked == [  # type: ignore[attr-defined]
         (0, ["tied", "good", "tied too"]), (3, ["new", "tied again"]), (5, ["newer"])
     ]  # fmt: skip
 
 
 def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed: Callable) -> None:
     rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
-    batches, builder = fed(rows, spare, max_sampling_rounds=3)
+    batches, learner = fed(rows, spare, max_sampling_rounds=3)
     assert prompts(batches) == ["good", "tied"]
-    assert (builder.log.rounds, builder.log.replaced, builder.log.tied) == (3, 2, 1)
+    assert (learner.log.rounds, learner.log.replaced, learner.log.tied) == (3, 2, 1)
     assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
 
 
 def test_data_that_end_stop_the_search(fed: Callable) -> None:
-    batches, builder = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
+    batches, learner = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
     assert prompts(batches) == ["good", "tied"]
-    assert (builder.log.rounds, builder.log.tied) == (1, 1)
+    assert (learner.log.rounds, learner.log.tied) == (1, 1)
 
 
 def test_one_round_replaces_nothing(fed: Callable) -> None:
-    batches, builder = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
+    batches, learner = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
     assert prompts(batches) == ["tied"]
-    assert (builder.log.rounds, builder.log.replaced) == (1, 0)
+    assert (learner.log.rounds, learner.log.replaced) == (1, 0)
+
+
+def test_the_experience_of_some_prompts_is_collected_at_once(fed: Callable) -> None:
+    """For a debugger or a script: what the micro-batches of the step are made of."""
+    rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))]
+    ((batch,), learner) = fed(rows, [row("new", (3.0, 1.0))], max_sampling_rounds=2)
+    x = learner.collect(PromptBatch(0, 0, rows), lambda count: [row("new", (3.0, 1.0))])
+    assert [g.prompt for g in x.groups] == prompts([batch]) == ["good", "new"]
+    np.testing.assert_array_equal([a[0] for a in x.advantages], np.concatenate([g.advantages for g in batch.groups]))
 
 
 # --- overlong shaping

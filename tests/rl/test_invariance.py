@@ -161,11 +161,11 @@ class Lab:
         self.learner.train(data(rows))
         return self.steps
 
-    def batches(self, made_by: Callable[[Any], list[TrainBatch]], sizes: Sizes) -> list[TrainBatch]:
+    def batches(self, made_by: Callable[..., list[TrainBatch]], sizes: Sizes) -> list[TrainBatch]:
         """The training micro-batches of the first step."""
         self._set(sizes)
         loader = data(ROWS)
-        return made_by(self.learner._experience_builder(next(loader), loader.take))
+        return made_by(self.learner, next(loader), loader.take)
 
     def updates(self, batches: Sequence[TrainBatch]) -> list[Gradient]:
         """The gradient of each update on `batches`."""
@@ -297,7 +297,7 @@ def test_a_rollout_on_other_devices_changes_nothing(labs: Labs, whole: Callable)
     """
     lab = labs("ppo", "two")
     got = lab.train(ROWS, (2, 3, 1, 2), queueing="auto")
-    assert lab.learner._asynchronous
+    assert lab.cluster.config.runs_ahead
     same(got.gradients, whole("ppo", ROWS).gradients)
 
 

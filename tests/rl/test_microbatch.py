@@ -79,7 +79,7 @@ def test_whatever_the_sizes_every_prompt_gets_its_own_results(count: int, stage:
 
 
 def test_micro_batches_are_gathered_lazily() -> None:
-    """An experience builder may sample the first service batch before the rest of the data is read."""
+    """A learner may sample the first service batch before the rest of the data is read."""
     read: list[int] = []
     rows = (read.append(i) or i for i in range(100))  # type: ignore[func-returns-value]
     next(service_batches(rows, StageSizes(2, 4, 1, 3)))

@@ -14,7 +14,6 @@ from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans, broadcast_to_rows, pack
 from covey.rl import shown as shown_module
 from covey.rl.batch import TrainBatch
-from covey.rl.experience import StepLog
 from covey.rl.shown import COMPLETIONS, TOKENS, choose
 from covey.rl.token_values import TokenScorer, interval
 from covey.types import Branch
@@ -53,36 +52,37 @@ class Cluster:
         return logps, [np.ones(n, np.float32) for n in lengths]
 
 
-@pytest.mark.parametrize("made", [True, False])
 def test_the_first_informative_group_is_scored_before_and_after(
-    made: bool, groups_of: Callable[..., Any], inputs_for: Callable[..., Any]
+    groups_of: Callable[..., Any], inputs_for: Callable[..., Any]
 ) -> None:
-    """Also where its micro-batch is made while the trainer works; nothing is scored where it is not due."""
+    """Only the first micro-batch that has groups is scored, and nothing where it is not due."""
     tied, told = (
         replace(group, advantages=np.array(advantages, np.float32))
         for group, advantages in zip(groups_of([(4, [3, 2]), (5, [1, 6])]), ([0, 0], [1, -1]), strict=True)
     )
     rows = pack([tied, told])
     inputs = inputs_for(rows, [3, 2, 1, 6])._replace(advantage=broadcast_to_rows(rows, np.array([0, 0, 1, -1])))
-    batches = [TrainBatch([tied, told], rows, inputs, 4.0)]
-    algorithm, log = algorithm_of(GRPOConfig(beta=0.1)), StepLog([tied, told], [0, 1])
+    batch, empty = (TrainBatch(groups, rows, inputs, 4.0) for groups in ([tied, told], []))
+    algorithm, groups = algorithm_of(GRPOConfig(beta=0.1)), [tied, told]
     cluster: Any = Cluster()
     scorer = TokenScorer(cluster, algorithm, True)
-    passed = iter(scorer.watch(batches if made else iter(batches)))
-    assert cluster.calls == ([[1, 6]] if made else [])
-    assert list(passed) == batches
+    scorer.score_before(empty)
+    assert cluster.calls == []
+    for _ in range(2):
+        scorer.score_before(batch)
+    assert cluster.calls == [[1, 6]]
     scorer.score_again()
     assert cluster.calls == [[1, 6]] * 2
-    first, second = scorer.values(log)
+    first, second = scorer.values(groups)
     assert (first.group, first.sample, second.sample, second.texts) == (1, 0, 1, ("x",) * 6)
     assert (first.advantage.tolist(), second.advantage.tolist()) == ([1.0], [-1.0] * 6)
     assert (second.logps.tolist(), second.change.tolist()) == ([-1.0] * 6, [-1.0] * 6)
     assert second.kl is not None
     assert len(second.kl) == 6
     idle = TokenScorer(cluster, algorithm, False)
-    assert idle.watch(batches) is batches
+    idle.score_before(batch)
     idle.score_again()
-    assert (idle.values(log), len(cluster.calls)) == ([], 2)
+    assert (idle.values(groups), len(cluster.calls)) == ([], 2)
 
 
 def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
-from covey.rl.queue import Closed, DataQueue, Ended, produce
+from covey.rl.run_ahead import Closed, DataQueue, Ended, produce
 
 LIMIT = 10.0
 

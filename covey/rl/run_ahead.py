@@ -1,22 +1,23 @@
-"""Bounded queue with an end marker, between the thread that samples and the one that trains.
+"""Sampling that runs ahead of training: one thread, and the bounded queue between it and the trainer.
 
-`queue.Queue` blocks and wakes; this adds the end. The end marker takes no room, so it never blocks; an error of the
-producer is attached to it and raised in the reader. A reader that is done, or has failed, closes the queue; then
+`queue.Queue` blocks and wakes; `DataQueue` adds the end. The end marker takes no room, so it never blocks; an error of
+the producer is attached to it and raised in the reader. A reader that is done, or has failed, closes the queue; then
 nothing blocks on it any more.
 """
 
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from covey.errors import CoveyError
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 END: Any = object()
 """Marker behind the last item; readers leave it in the queue for the next reader."""
@@ -105,6 +106,55 @@ class DataQueue(Queue[T]):
             raise Ended
         self._raised = True
         raise self._error.with_traceback(self._traceback)
+
+
+@contextmanager
+def run_ahead(rollout: Callable[[S], T], parts: Iterable[S], depth: int) -> Iterator[Iterable[T]]:
+    """Provide the rollouts of `parts`, in order.
+
+    Args:
+        rollout: samples and scores a part of a step; in a thread it must launch no program over several processes.
+        parts: arguments of the calls.
+        depth: 0 makes each rollout when it is asked for. Otherwise a thread makes them during the `with` block, and at
+            most so many wait.
+
+    >>> with run_ahead(str.upper, ["a", "b"], depth=2) as rollouts:
+    ...     print(*rollouts)
+    A B
+    """
+    rollouts = map(rollout, parts)
+    if not depth:
+        yield rollouts
+        return
+    with produce(rollouts, DataQueue(depth)) as queue:
+        yield queue
+
+
+class Replay(Generic[T]):
+    """Items that can be iterated several times, although they may still have to be made: each pass goes through those
+    that exist and then makes the others.
+
+    Attributes:
+        made: the items that exist so far.
+
+    >>> replay = Replay(iter("ab"))
+    >>> [*replay], [*replay]
+    (['a', 'b'], ['a', 'b'])
+    """
+
+    def __init__(self, items: Iterable[T]):
+        self.made: list[T] = []
+        self._rest = iter(items)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self.made
+        for item in self._rest:
+            self.made.append(item)
+            yield item
+
+    def make_all(self) -> None:
+        """Make all items now."""
+        self.made.extend(self._rest)
 
 
 @contextmanager
