@@ -72,7 +72,7 @@ def show_signal(
     from covey.rewards.signal import choose_examples, measure_signal  # late: it needs NumPy
 
     scored, failed = _score(groups, loaded)
-    signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).has_critic)
+    signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic)
     examples = [_example(group, index) for group, index in choose_examples(scored)]
     if as_json:
         origin = samples or loaded.model.source

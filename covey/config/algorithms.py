@@ -177,9 +177,19 @@ class Algorithm(PPOConfig):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
-    def has_critic(self) -> bool:
+    def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values."""
         return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of a reference model are computed, for the KL in the loss or in the reward."""
+        return self.beta > 0
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether log-probs before the first update are computed: with one update they are those of the update."""
+        return self.num_iterations > 1
 
     @property
     def needs_whole_step(self) -> bool:
@@ -201,14 +211,14 @@ def algorithm_of(config: GRPOConfig) -> Algorithm:
 
 def config_for(config: GRPOConfig) -> GRPOConfig:
     """Return `config` as the class that has the settings of its algorithm: `PPOConfig` if that has a critic."""
-    cls = PPOConfig if algorithm_of(config).has_critic else GRPOConfig
+    cls = PPOConfig if algorithm_of(config).needs_critic else GRPOConfig
     if isinstance(config, PPOConfig) == (cls is PPOConfig):
         return config
     return without_check(cls, {f.name: getattr(config, f.name, f.default) for f in dataclasses.fields(cls)})
 
 
 def _group_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
-    if config.num_generations < 2 and not a.has_critic:
+    if config.num_generations < 2 and not a.needs_critic:
         what = f"grpo.num_generations is {config.num_generations}: an answer needs others to be compared with"
         yield Problem("num_generations", what, "at least 2; one answer a prompt is for grpo.algorithm ppo")
     if config.num_generations < 2 and a.max_sampling_rounds > 1:
@@ -224,7 +234,7 @@ def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
 
 
 READ_IF: tuple[ReadIf, ...] = (
-    ReadIf(("credit",), lambda a: not a.has_critic, "another grpo.advantage than gae, which credits each token"),
+    ReadIf(("credit",), lambda a: not a.needs_critic, "another grpo.advantage than gae, which credits each token"),
     ReadIf(("turn_gamma",), lambda a: a.credit == "turn", "grpo.credit turn"),
     ReadIf(("ratio",), lambda a: a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
     ReadIf(
@@ -246,6 +256,6 @@ READ_IF: tuple[ReadIf, ...] = (
     ),
     ReadIf(("correction_cap",), lambda a: a.correction != "none", "a grpo.correction"),
     ReadIf(("overlong_penalty",), lambda a: a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
-    ReadIf(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.has_critic, "grpo.advantage gae"),
+    ReadIf(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.needs_critic, "grpo.advantage gae"),
 )
 """Settings that some algorithms do not read, each with the `Algorithm` that does. All others are always read."""

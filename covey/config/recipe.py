@@ -329,9 +329,9 @@ def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
     if buffer > rollout.max_new_tokens:
         what = f"grpo.overlong_buffer is {buffer:g} tokens, and a completion has at most {rollout.max_new_tokens}"
         yield Problem("grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a fraction of them")
-    if recipe.critic is not None and not algorithm_of(grpo).has_critic:
+    if recipe.critic is not None and not algorithm_of(grpo).needs_critic:
         yield Problem("critic", f"critic is set, and {grpo.algorithm} has none", "null, or grpo.algorithm ppo")
-    copied = algorithm_of(grpo).has_critic and recipe.critic is None and recipe.model.adapter
+    copied = algorithm_of(grpo).needs_critic and recipe.critic is None and recipe.model.adapter
     if copied and recipe.model.quantize != "none":
         what = "the critic would be a copy of the base, all of it trained, and a quantised base cannot be"
         yield Problem("critic", what, "a checkpoint for it, or model.quantize none")

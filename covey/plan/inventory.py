@@ -38,16 +38,16 @@ def has_token_values(recipe: Recipe) -> bool:
 
 def _training(recipe: Recipe, made: RLPrograms) -> Iterator[Entry]:
     rows = [f"{count} rows of {length}" for count, length in made.row_sizes()]
-    beta = algorithm_of(recipe.grpo).beta
+    algorithm = algorithm_of(recipe.grpo)
     yield Entry("optimizer state", "")
     yield Entry("zero gradients", "")
     yield from (Entry("gradients", shape) for shape in rows)
     yield Entry("apply", "")
-    if beta:
+    if algorithm.needs_reference:
         yield from (Entry("score of the reference", shape) for shape in rows)
-    if beta and (recipe.model.adapter or not has_lora(made.model)):
+    if algorithm.needs_reference and (recipe.model.adapter or not has_lora(made.model)):
         yield Entry("copy for the reference", "")
-    if recipe.grpo.num_iterations > 1:
+    if algorithm.needs_old_logps:
         yield from (Entry("score", shape) for shape in rows)
     if has_token_values(recipe):
         yield Entry("token values", "{} rows of {}".format(*made.shown_size()))

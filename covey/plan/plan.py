@@ -204,8 +204,8 @@ def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) ->
     """
     if isinstance(recipe, SFTRecipe):
         return made.largest()
-    scores = recipe.grpo.num_iterations > 1 or bool(algorithm_of(recipe.grpo).beta)
-    called = {"score": scores, "token values": has_token_values(recipe)}
+    algorithm = algorithm_of(recipe.grpo)
+    called = {"score": algorithm.needs_old_logps or algorithm.needs_reference, "token values": has_token_values(recipe)}
     return [program for program in made.largest() if called.get(program.name, True)]
 
 
@@ -315,7 +315,7 @@ def _has_reference(recipe: Recipe | SFTRecipe) -> bool:
     """Return whether a frozen copy of all weights is held: under adapters the reference shares the base."""
     if isinstance(recipe, SFTRecipe) or recipe.model.lora.rank or recipe.model.adapter:
         return False
-    return bool(algorithm_of(recipe.grpo).beta)
+    return algorithm_of(recipe.grpo).needs_reference
 
 
 def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:
@@ -325,7 +325,7 @@ def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -
     if isinstance(recipe, SFTRecipe):
         return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
     envs = ["programs that append an environment's responses"] if recipe.envs.environment or recipe.envs.tools else []
-    critic = ["the critic"] if algorithm_of(recipe.grpo).has_critic else []
+    critic = ["the critic"] if algorithm_of(recipe.grpo).needs_critic else []
     overlap = ["the time that sampling takes beside training, on devices of its own"] if _overlaps(recipe) else []
     return unread + envs + critic + overlap + (["the reward model"] if recipe.reward_model else [])
 

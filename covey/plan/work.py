@@ -132,7 +132,7 @@ def step_phases(
     if isinstance(recipe, Recipe):
         phases.append(_rollout(recipe, config, lengths, sizes, math.isinf(compile_cost), processes))
         algorithm = algorithm_of(recipe.grpo)
-        if passes := (recipe.grpo.num_iterations > 1) + bool(algorithm.beta):
+        if passes := algorithm.needs_old_logps + algorithm.needs_reference:
             calls = {"score": Call(passes * batches, passes * batches * chunks)}
             read = passes * batches * sizes.weights
             phases.append(Phase("logps", passes * sum(forward), read, calls, passes * forward.attention))

@@ -166,12 +166,12 @@ class RLCluster(Keywords):
         self._prepared_for = config, total_steps
         self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self._actor.platform)
         algorithm = algorithm_of(config)
-        if algorithm.beta:
+        if algorithm.needs_reference:
             self._host_reference(config)
         else:
             self.inference.release(Role.REFERENCE)
         self.trainer = Trainer(self._actor, *policy_training(self.config, config, total_steps, surrogate))
-        if algorithm.has_critic:
+        if algorithm.needs_critic:
             self.critic_trainer = Trainer(
                 self._host_critic(), *value_training(self.config, config, total_steps), "critic"
             )

@@ -49,7 +49,7 @@ class GRPOLearner(Learner):
         **others: Any,
     ):
         super().__init__(grpo_config or GRPOConfig(), rl_cluster=rl_cluster, reward_fns=reward_fns, **others)
-        if self.algorithm.has_critic and advantage_fn is None:
+        if self.algorithm.needs_critic and advantage_fn is None:
             raise RecipeError(
                 f"the algorithm {self.algorithm.name!r} takes its advantages from a critic",
                 fix="PPOLearner(rl_cluster=..., ppo_config=...)",

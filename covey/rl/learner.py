@@ -205,7 +205,7 @@ class Learner(Keywords, ABC):
                 first += len(part)
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
-        kept = groups if self.algorithm.has_critic else [group for group in groups if len(group.completions) > 1]
+        kept = groups if self.algorithm.needs_critic else [group for group in groups if len(group.completions) > 1]
         return RolloutBatch(kept, stats=stats, dropped=len(groups) - len(kept), seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
@@ -238,17 +238,16 @@ class Learner(Keywords, ABC):
             num_sampled += len(fresh)
 
     def compute_logps(self, groups: list[Group]) -> Experience:
-        """Compute reference log-probs, old log-probs and values; old log-probs only when a batch is used more than once
-        (otherwise they are the policy's own).
+        """Compute the log-probs of the reference, those before the first update, and values: each only where the
+        algorithm needs it.
         """
-        cluster, sizes = self.cluster, self.sizes
+        cluster, sizes, a = self.cluster, self.sizes, self.algorithm
         lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
         with self.log.clock("logps"), order.phase("logps", self.step, lengths):
             packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
-            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if self.algorithm.beta else None
-            several = self.config.num_iterations > 1
-            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if several else None
-            values = packed.map(cluster.get_values, sizes.ref_logps) if self.algorithm.has_critic else None
+            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if a.needs_reference else None
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if a.needs_old_logps else None
+            values = packed.map(cluster.get_values, sizes.ref_logps) if a.needs_critic else None
         return Experience(groups, reference, old, values, packed=packed)
 
     def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:

@@ -47,7 +47,7 @@ class PPOLearner(Learner):
         **others: Any,
     ):
         super().__init__(ppo_config or PPOConfig(), rl_cluster=rl_cluster, reward_fns=reward_fns, **others)
-        if not self.algorithm.has_critic:
+        if not self.algorithm.needs_critic:
             raise RecipeError(
                 f"the algorithm {self.algorithm.name!r} has no critic",
                 fix="GRPOLearner(rl_cluster=..., grpo_config=...)",

@@ -174,8 +174,9 @@ class RLPrograms:
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
         rows = abstract_rows(count, length, rows_placement(self._actor))
-        several, reference = self.grpo.num_iterations > 1, bool(algorithm_of(self.grpo).beta)
-        return self._update.gradients_program(abstract_policy_batch(rows, old_logps=several, ref_logps=reference))
+        a = algorithm_of(self.grpo)
+        batch = abstract_policy_batch(rows, old_logps=a.needs_old_logps, ref_logps=a.needs_reference)
+        return self._update.gradients_program(batch)
 
     def apply(self) -> Program:
         """Return the program of the optimizer's update."""

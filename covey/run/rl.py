@@ -168,7 +168,7 @@ class RLRun(LearnerRun):
         model, tokenizer, origin = load_for(recipe, self.mesh)
         distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         reward = self._value_model("reward_model", recipe.reward_model) if recipe.reward_model else None
-        critic = self._critic(model) if algorithm_of(recipe.grpo).has_critic else None
+        critic = self._critic(model) if algorithm_of(recipe.grpo).needs_critic else None
         config = ClusterConfig(role_meshes(recipe, self.mesh), recipe.training, recipe.rollout)
         environments = self.resources.stack.enter_context(open_environments(recipe.envs))
         cluster = RLCluster(
@@ -202,7 +202,7 @@ class RLRun(LearnerRun):
         return loaded.model
 
     def _make_learner(self, cluster: RLCluster) -> Learner:
-        recipe, has_critic = self.recipe, algorithm_of(self.recipe.grpo).has_critic
+        recipe = self.recipe
         common: dict[str, Any] = {
             "rl_cluster": cluster,
             "reward_fns": recipe.rewards,
@@ -212,7 +212,7 @@ class RLRun(LearnerRun):
             "on_bad_batch": self.folder.keep_bad_batch,
             "reward_runner": self.resources.stack.enter_context(RewardRunner(recipe.reward_safety)),
         }
-        if has_critic:
+        if algorithm_of(recipe.grpo).needs_critic:
             return PPOLearner(ppo_config=recipe.grpo, **common)
         return GRPOLearner(grpo_config=recipe.grpo, **common)
 

@@ -100,7 +100,7 @@ class EarlierValue:
 
 BEFORE_IT_EXISTED = {
     "grpo.reference": EarlierValue(
-        "base", lambda recipe: recipe.model.adapter is not None and bool(algorithm_of(recipe.grpo).beta)
+        "base", lambda recipe: recipe.model.adapter is not None and algorithm_of(recipe.grpo).needs_reference
     )
 }
 """Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""

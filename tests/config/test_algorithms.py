@@ -44,7 +44,7 @@ def test_an_off_switch_is_a_setting_too() -> None:
 
 def test_ppo_has_a_config_of_its_own() -> None:
     assert PPOConfig().num_generations == 1
-    assert algorithm_of(PPOConfig()).has_critic
+    assert algorithm_of(PPOConfig()).needs_critic
     assert PPOConfig.kinds.keys() - GRPOConfig.kinds.keys() == {"gamma", "gae_lambda", "value_clip", "whiten"}
 
 

@@ -46,7 +46,7 @@ def extras(x: Algorithm) -> str:
     found = {
         "dynamic sampling": x.max_sampling_rounds > 1,
         "overlong shaping": x.overlong_buffer > 0,
-        "critic": x.has_critic,
+        "critic": x.needs_critic,
         "whitened advantages": x.whiten,
         "entropy bonus": x.entropy_bonus != 0,
         "correction": x.correction != "none",

@@ -224,7 +224,7 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str
     """What a step trains on, its log, the prompts taken from the data, and those that this process sampled."""
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
     others: Any = {"rl_cluster": Played(), "reward_fns": reward}
-    critic = algorithm_of(config).has_critic
+    critic = algorithm_of(config).needs_critic
     learner = PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
     loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
     batches = made_by(learner, next(loader), loader.take, step)

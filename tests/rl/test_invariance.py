@@ -181,7 +181,7 @@ class Lab:
 
     def _learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
         others: Any = {"rl_cluster": self.cluster, "reward_fns": odd, "observers": [self._remember]}
-        critic = algorithm_of(GRPOConfig(config.algorithm)).has_critic
+        critic = algorithm_of(GRPOConfig(config.algorithm)).needs_critic
         return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
 
     def _set(self, sizes: Sizes, **settings: Any) -> None:

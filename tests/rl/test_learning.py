@@ -99,7 +99,7 @@ class Run:
     def another_learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
         """On the same cluster, with the same observer."""
         others: Any = {"rl_cluster": self.cluster, "reward_fns": middle, "observers": [self.records.append]}
-        critic = algorithm_of(GRPOConfig(config.algorithm)).has_critic
+        critic = algorithm_of(GRPOConfig(config.algorithm)).needs_critic
         return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
 
     def train(self, steps: int = STEPS) -> "Run":
