@@ -281,6 +281,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(lines or [f"equal: {len(after)} entries"]))
         return int(bool(lines))
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=4"}
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # kernels for TPUs would hold paths and lines
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.absolute() / "compiled"))
