@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from covey.envs import EnvironmentRunner
-from covey.envs.python_tool import native_child, python, sandbox, tool, wasm
+from covey.envs.python_tool import python, sandbox, tool, wasm
 from covey.envs.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
 from covey.envs.python_tool.tool import ProgramError
 from covey.envs.tools import ToolEnvironment
@@ -157,6 +157,8 @@ def test_no_program_outlives_a_killed_run() -> None:
     run = subprocess.Popen([sys.executable, "-c", f"{limits}Limits(600))"])
     try:
         locked = until(lambda: [p for p in psutil.Process(run.pid).children() if "Seccomp:\t2" in status(p.pid)])
+        assert set(re.findall(r"Cap(?:Inh|Prm|Eff|Amb):\t(\w+)", status(locked[0].pid))) == {"0" * 16}
+        assert os.geteuid() or f"CapBnd:\t{'0' * 16}" in status(locked[0].pid)
     finally:
         run.kill()
         run.wait()
@@ -190,47 +192,18 @@ def test_a_run_begins_only_where_all_protections_hold(
     with caplog.at_level(logging.INFO, "covey.envs"):
         (runner := EnvironmentRunner(tools=["python"])).prepare(template)
     assert runner.tools is not None
-    assert "protections: limits, landlock, seccomp" in caplog.text
+    assert "protections: limits, capabilities, landlock, seccomp" in caplog.text
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(EpisodeError, match=r"cannot execute programs: .*No such file"):
         asyncio.run(ToolEnvironment({"prompt": []}, runner.tools).step(CALL))
     monkeypatch.undo()
     monkeypatch.setattr(sandbox, "PROTECTIONS", ("moat",))
-    with pytest.raises(EpisodeError, match="this system has no moat"):
+    with pytest.raises(EpisodeError, match="this system lacks protections: moat"):
         python("1")
     monkeypatch.setattr(tool, "PROTECTIONS", (*PROTECTIONS, "moat"))
     monkeypatch.setattr(wasm, "PACKAGES", ("no_such_package",))
-    with pytest.raises(RecipeError, match=r"the Python tool has no moat(.|\n)*python_with_limits"):
+    with pytest.raises(RecipeError, match=r"the Python tool lacks .*: moat(.|\n)*python_with_limits"):
         EnvironmentRunner(tools=["python"]).prepare(template)
-
-
-@pytest.mark.parametrize("machine", sorted(native_child.MACHINES))
-def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None:
-    architecture, clone, signal_thread, control = native_child.MACHINES[machine]
-    program, refused = native_child.call_filter(machine, 77), native_child.REFUSE | errno.EPERM
-
-    def ruled(number: int, argument: int = 0, arch: int = architecture) -> int:
-        values, at, loaded = {native_child.NUMBER: number, native_child.ARCHITECTURE: arch, 16: argument}, 0, 0
-        while True:
-            code, yes, no, value = program[at]
-            at += 1
-            if code == native_child.RETURN:
-                return value
-            if code == native_child.LOAD:
-                loaded = values[value]
-            else:
-                holds = loaded == value if code == native_child.JUMP_EQUAL else loaded & value
-                at += yes if holds else no
-
-    special = {*native_child.REFUSED[machine], clone, native_child.CLONE3, signal_thread}
-    assert {ruled(number) for number in native_child.REFUSED[machine]} == {refused}
-    assert {ruled(number) for number in range(500) if number not in special} == {native_child.ALLOW}
-    assert ruled(native_child.CLONE3) == native_child.REFUSE | errno.ENOSYS
-    assert [ruled(clone, flags) for flags in (0x11, 0x3D0F00)] == [refused, native_child.ALLOW]  # a fork, a thread
-    assert [ruled(signal_thread, process) for process in (77, 1)] == [native_child.ALLOW, refused]
-    assert [ruled(control, what) for what in (1, 2)] == [refused, native_child.ALLOW]  # the signal of a parent's end
-    assert ruled(0, arch=1) == ruled(native_child.X32) == refused
-    assert len(special) == len(native_child.REFUSED[machine]) + 3
 
 
 def test_a_folder_that_is_swapped_with_a_link_to_itself_counts_nothing(

@@ -206,19 +206,27 @@ def test_a_damaged_module_is_compiled_anew_once(compiled: Path, monkeypatch: pyt
     assert run_in_wasm("").output == "the compiled interpreter cannot be loaded\n"
 
 
-def test_the_engine_is_chosen_by_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_chosen_by_what_the_system_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tool, "protections", lambda: PROTECTIONS)
     monkeypatch.setattr(wasm, "PACKAGES", ())
     assert tool.choose_engine() == "child"
-    monkeypatch.setattr(tool, "protections", lambda: ("limits", "seccomp"))
+    monkeypatch.setattr(tool, "protections", lambda: ("limits", "capabilities", "seccomp"))
     assert tool.choose_engine() == "wasm"
     with monkeypatch.context() as patch:
+        patch.setattr(tool, "begin_with_wasm", lambda: None)
+        tool.begin()
+        assert "the Python tool's engine child lacks protections on this system: landlock" in caplog.text
         patch.setattr(tool, "run_in_wasm", lambda program: Outcome(f"ran {program}", ""))
         assert tool.python("it") == "ran it"
-    with pytest.raises(RecipeError, match=r"engine child has no landlock(.|\n)*envs\.python_engine: wasm"):
+    with pytest.raises(RecipeError, match=r"engine child lacks .*: landlock(.|\n)*envs\.python_engine: wasm"):
         tool.begin_with_child()
     monkeypatch.setattr(wasm, "PACKAGES", ("no_such_package",))
-    with pytest.raises(RecipeError, match=r"no landlock(.|\n)*\[wasm\]'? *,? which brings no-such-package"):
+    with pytest.raises(
+        RecipeError,
+        match=r"lacks .*: landlock(.|\n)*\[wasm\]'? *,? which brings no-such-package",
+    ):
         tool.choose_engine()
     for function in (tool.begin_with_wasm, lambda: resolve_tool("python", "wasm")):
         with pytest.raises(RecipeError, match=r"engine wasm needs no-such-package(.|\n)*pip install"):

@@ -25,7 +25,9 @@ from covey.envs.python_tool import wasm
 log = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("native_child.py")
-PROTECTIONS = ("limits", "landlock", "seccomp")
+PROTECTIONS = ("limits", "capabilities", "landlock", "seccomp")
+LANDLOCK_ABI = 6
+"""Last version of Landlock's interface that a child uses, of those that its kernel has."""
 POLL_SECONDS = 0.05
 MAX_DEPTH = 100
 """Maximum depth of folders inside of each other."""
@@ -104,13 +106,13 @@ def run_program(program: str, limits: Limits = Limits(), *, only_limits: bool = 
         # Not -I, which would ignore PYTHONHASHSEED: sets would print in another order each time. Unbuffered, so that
         # what was printed stands before the exception, and is there when a limit ends the program.
         command = [sys.executable, "-P", "-s", "-S", "-u", str(CHILD), folder]
-        numbers = [str(number) for number in (limits.cpu_seconds, limits.memory, limits.file)]
+        numbers = [str(number) for number in (limits.cpu_seconds, limits.memory, limits.file, LANDLOCK_ABI)]
         words = [*numbers, *(["limits"] if only_limits else [])]
         ended = _run(lambda tell: [*command, str(tell), *words], program, limits, folder)
     protections = tuple(filter(None, ended.message.split(",")))
     missing = [name for name in PROTECTIONS if name not in protections and not only_limits]
     if missing and not ended.exceeded:
-        return Outcome(ended.output, f"this system has no {' and no '.join(missing)}", protections, is_fault=True)
+        return Outcome(ended.output, f"this system lacks protections: {', '.join(missing)}", protections, is_fault=True)
     return Outcome(ended.output, ended.exceeded or _ending(ended, limits), protections)
 
 

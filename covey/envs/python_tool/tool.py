@@ -1,6 +1,6 @@
 """The Python tool: it executes a program of the model in one of two engines.
 
-    child   a process that locks itself in (`native_child`): limits, Landlock and seccomp, on Linux
+    child   a process that locks itself in (`native_child`): limits, no capabilities, Landlock and seccomp, on Linux
     wasm    CPython as WebAssembly (`wasm`): fuel and memory are limited, and results repeat bit for bit
 
 A run logs as it begins which engine it uses and what holds there, and does not begin if it has neither. Both keep
@@ -24,6 +24,10 @@ MAX_SHOWN = 250
 """Maximum characters of what a program printed that an error shows: its end, where the exception is."""
 
 
+REMEDY = "a Linux of 5.13 or newer on x86-64 or ARM 64, as a user who reads Python's library without root's rights"
+"""Systems on which all protections hold."""
+
+
 class ProgramError(Exception):
     """A program that failed; the text is for the model."""
 
@@ -34,19 +38,24 @@ def protections() -> tuple[str, ...]:
     return run_program("", Limits(seconds=60.0)).protections  # a busy machine may need them to start it
 
 
+def missing_protections() -> list[str]:
+    """Return the names of the protections of a child process that do not hold on this system."""
+    return [name for name in PROTECTIONS if name not in protections()]
+
+
 def choose_engine() -> PythonEngine:
     """Return the engine of this system: child where all protections hold, else wasm.
 
     Raises:
         RecipeError: not all of them hold, and the packages of wasm are missing.
     """
-    if not (missing := [name for name in PROTECTIONS if name not in protections()]):
+    if not (missing := missing_protections()):
         return "child"
     if not (packages := wasm.missing_packages()):
         return "wasm"
-    what = f"the Python tool has no {' and no '.join(missing)} on this system"
+    what = f"the Python tool lacks protections on this system: {', '.join(missing)}"
     fix = (
-        f"{wasm.install()}, which brings {' and '.join(packages)}; or a Linux of 5.13 or newer; or in a"
+        f"{wasm.install()}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
         " container of its own the tool covey.envs.python_tool:python_with_limits"
     )
     raise RecipeError(what, want=f"{', '.join(PROTECTIONS)}, or the engine wasm", fix=fix, where="envs.tools")
@@ -58,7 +67,11 @@ def begin() -> None:
     Raises:
         RecipeError: as for `choose_engine`.
     """
-    (begin_with_child if choose_engine() == "child" else begin_with_wasm)()
+    if choose_engine() == "child":
+        begin_with_child()
+        return
+    log.warning(f"the Python tool's engine child lacks protections on this system: {', '.join(missing_protections())}")
+    begin_with_wasm()
 
 
 def begin_with_child() -> None:
@@ -67,9 +80,9 @@ def begin_with_child() -> None:
     Raises:
         RecipeError: not all of them do.
     """
-    if missing := [name for name in PROTECTIONS if name not in protections()]:
-        what = f"the Python tool's engine child has no {' and no '.join(missing)} on this system"
-        fix = "a Linux of 5.13 or newer; or envs.python_engine: wasm"
+    if missing := missing_protections():
+        what = f"the Python tool's engine child lacks protections on this system: {', '.join(missing)}"
+        fix = f"{REMEDY}; or envs.python_engine: wasm"
         raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where=wasm.WHERE)
     held, limits = ", ".join(protections()), Limits()
     log.info(
