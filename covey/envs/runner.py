@@ -179,17 +179,29 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         policy = self.config.on_error
         if policy == "raise":
             raise shown from error
-        with self._lock:
-            self.failed += 1
-            failed = self.failed
-        if failed > self.config.budget:
-            what = f"{failed} failures of the environment {self.name!r}, the last: {error.what}"
-            fix = "mend the environment; or a larger envs.budget"
-            raise EpisodeError(what, want=f"at most {self.config.budget} in a run", fix=fix) from error
-        if failed == 1:
+        if self._count(1, f"the last: {error.what}") == 1:
             instead = "not scored" if policy == "none" else f"given {self.config.value:g}"
             log.warning(f"{shown.what}; such episodes are {instead}, and env/failed counts them")
         return None if policy == "none" else self.config.value
+
+    def count_elsewhere(self, failures: int) -> None:
+        """Count failures of other processes.
+
+        Raises:
+            EpisodeError: there are more in all processes than the budget allows.
+        """
+        self._count(failures, "the last in another process")
+
+    def _count(self, failures: int, last: str) -> int:
+        """Count failures against the budget; return the number of all so far."""
+        with self._lock:
+            self.failed += failures
+            failed = self.failed
+        if failed > self.config.budget:
+            what = f"{failed} failures of the environment {self.name!r}, {last}"
+            fix = "mend the environment; or a larger envs.budget"
+            raise EpisodeError(what, want=f"at most {self.config.budget} in a run", fix=fix)
+        return failed
 
     def close(self) -> None:
         """Close the environments that are left, and end the event loop; calls under way are left behind. Both happen

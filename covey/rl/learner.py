@@ -45,6 +45,7 @@ from covey.rl.experience import (
     prompt_batches,
     split_by_reward_variance,
 )
+from covey.rl.failures import FailureCounts
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.rl.microbatch import slices
 from covey.rl.roles import Role
@@ -120,6 +121,7 @@ class Learner(Keywords, ABC):
         self.reward_fns = self._reward_fns(_only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
+        self._failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
 
     @abstractmethod
     def estimate_advantages(self, experience: Experience) -> Experience:
@@ -321,6 +323,7 @@ class Learner(Keywords, ABC):
         self.runner.failed = {name: require_entry(failed, name, int) for name in failed}
         if environments := self.cluster.rollout.environments:
             environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
+        self._failures.restart()
 
     def _split(self, x: Experience) -> Iterator[TrainBatch]:
         assert x.packed is not None, "compute_logps packs the groups"
@@ -417,6 +420,7 @@ class Learner(Keywords, ABC):
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
         log = gather_step_log(self.log)
+        self._failures.agree()
         values = self._token_scorer.values(log.groups)
         return StepRecord(self.step, len(updates), total, self._metrics(updates, total, log), log.groups, values)
 

@@ -27,12 +27,17 @@ from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, SILENT
+from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import EnvsConfig
 from covey.data.loader import PromptLoader
-from covey.errors import CoveyError, RecipeError, RewardError, Stopped
+from covey.envs import EnvironmentRunner
+from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError, Stopped
 from covey.packing.rows import unpack
 from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
+from covey.rewards.sandbox.runner import RewardRunner
 from covey.rl.experience import StepLog, gather_step_log
+from covey.rl.failures import FailureCounts
 from covey.rl.grpo import GRPOLearner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
@@ -468,3 +473,73 @@ def test_the_command_reads_the_environment(
     assert main(["train", "quickstart", "--model.source", str(GOLDEN), "--out", str(tmp_path / "run")]) == 2
     assert COUNT in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("budget", "over"), [(9, False), (8, True)])
+def test_the_budgets_of_failures_hold_for_all_processes_together(threads: Threads, budget: int, over: bool) -> None:
+    """Three processes with 1, 2 and 3 failures, and one more each in the next step: 9 in all."""
+    shown: list[Any] = [None] * 3
+    config, safety = EnvsConfig(environment="guess", on_error="none", budget=budget), RewardSafetyConfig()
+
+    def work(index: int) -> None:
+        environments, rewards = EnvironmentRunner("guess", config), RewardRunner(safety)
+        counts = FailureCounts(rewards, environments)
+        for number in (index + 1, 1):
+            for _ in range(number):
+                environments.accept(EpisodeError("fails"))
+            rewards.failed = {"f": rewards.failed.get("f", 0) + index}
+            counts.agree()
+            shown[index] = (environments.failed, rewards.failed)
+
+    results = threads(3, work)
+    if over:
+        assert all("9 failures of the environment 'guess'" in str(error) for error in results)
+        assert all("at most 8" in str(error) for error in results)
+    else:
+        assert results == [None] * 3
+        assert shown == [(9, {"f": 6})] * 3
+
+
+def test_the_budget_of_reward_functions_holds_for_all_processes_together(threads: Threads) -> None:
+    safety = RewardSafetyConfig(on_error="none", budget=3)
+
+    def work(index: int) -> None:
+        rewards = RewardRunner(safety)
+        counts = FailureCounts(rewards, None)
+        rewards.failed = {"first": 2} if index else {"second": 2}
+        counts.agree()
+
+    for error in threads(2, work):
+        assert isinstance(error, RewardError)
+        assert "4 failures of reward functions" in str(error)
+
+
+def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
+    config, safety = EnvsConfig(environment="guess", on_error="none"), RewardSafetyConfig()
+
+    def work(index: int) -> int:
+        environments = EnvironmentRunner("guess", config)
+        counts = FailureCounts(RewardRunner(safety), environments)
+        environments.failed = 5
+        counts.restart()
+        environments.accept(EpisodeError("fails"))
+        counts.agree()
+        return environments.failed
+
+    assert threads(2, work) == [7, 7]
+
+
+def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) -> None:
+    config, safety = EnvsConfig(environment="guess", on_error="none"), RewardSafetyConfig()
+
+    def work(index: int) -> int:
+        environments, learner = EnvironmentRunner("guess", config), object.__new__(GRPOLearner)
+        learner.step, learner._failures = 1, FailureCounts(RewardRunner(safety), environments)
+        learner._metrics = lambda *given: {}  # type: ignore[method-assign]
+        environments.failed = index + 1
+        learner.log, scorer = StepLog(), SimpleNamespace(values=lambda groups: None)
+        learner._token_scorer = scorer  # type: ignore[assignment]
+        learner._record([], 1)
+        return environments.failed
+
+    assert threads(2, work) == [3, 3]

@@ -81,7 +81,7 @@ class EnvsConfig(Config, section="envs"):
     value: Reported[float] = 0.0
     """Reward of such an episode under the treatment value."""
     budget: Reported[NonNegativeInt] = 100
-    """Number of failures in the whole run that none and value accept; one more stops the run."""
+    """Number of failures in the whole run, of all processes, that none and value accept; one more stops the run."""
     rehearsal: Reported[bool | None] = None
     """Play one episode twice before the run, with scripted replies, and stop if its course differs. Not set: yes, but
     not for openenv, verifiers and tools alone, nor where different prompts are grouped.

@@ -121,6 +121,19 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         given = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
         return given.get(name, self.safety.on_error)
 
+    def count_elsewhere(self, failures: Mapping[str, int]) -> None:
+        """Count failures of other processes, by function.
+
+        Raises:
+            RewardError: there are more in all processes than the budget allows.
+        """
+        with self._lock:
+            for name, count in failures.items():
+                self.failed[name] = self.failed.get(name, 0) + count
+            spent = sum(self.failed.values())
+        if spent > self.safety.budget:
+            raise self._over_budget("one in another process")
+
     def close(self) -> None:
         """End the workers. They also end with this object and with the process."""
         for worker in self._workers:
@@ -199,7 +212,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             self._reported.add(one.name)
         error = format_error(one.name, outcome, one.samples)
         if spent > self.safety.budget:
-            raise self._over_budget(error)
+            raise self._over_budget(error.what, error.where)
         if new:
             instead = "not scored by it" if self.policy(one.name) == "none" else f"given {self.safety.value:g}"
             place = f"{error.where}: " if error.where else ""
@@ -208,11 +221,11 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
                 f"{place}{error.what}; such samples are {instead}, and rewards/{one.name}/failed counts them{fix}"
             )
 
-    def _over_budget(self, last: RewardError) -> RewardError:
+    def _over_budget(self, last: str, where: str = "") -> RewardError:
         by = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)
-        what = f"{sum(self.failed.values())} failures of reward functions ({by}), the last: {last.what}"
+        what = f"{sum(self.failed.values())} failures of reward functions ({by}), the last: {last}"
         fix = "mend the function; or a larger reward_safety.budget"
-        return RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=last.where)
+        return RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=where)
 
 
 def _error(one: _Call, outcome: Outcome, attempt: Attempt | None) -> RewardError:
