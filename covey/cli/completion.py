@@ -17,6 +17,7 @@ from covey.config.base import Config, without_none
 from covey.config.overrides import resolve
 from covey.config.strict_yaml import leaves
 from covey.errors import CoveyError, nearest
+from covey.launch import JobOptions, LocalOptions
 from covey.plan import machines
 
 FILES = "FILES"
@@ -297,13 +298,11 @@ SETTINGS: dict[str, Sequence[type[Config]]] = {
 }  # fmt: skip
 """Classes of the settings of each command."""
 RUN: tuple[Sequence[str], Flags] = ("--dry-run", "--json"), {"--resume": (FILES,)}
-LAUNCH: Flags = {"--logs": (FILES,), "--file": (FILES,), "--workdir": (FILES,), "--out": (FILES,)} | dict.fromkeys(
-    (
-        "--processes", "--max-restarts", "--min-processes", "--gpus-per-process", "--name", "--nodes",
-        "--gpus-per-node", "--setup", "--time", "--partition", "--image", "--volume", "--zone", "--accelerator",
-    ),
-    (),
-)  # fmt: skip
+LAUNCH: Flags = {
+    "--" + path.replace("_", "-"): (FILES,) if path in ("file", "logs", "workdir") else ()
+    for cls in (LocalOptions, JobOptions)
+    for path in leaves(cls)
+} | {"--out": (FILES,)}
 OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
     "train": RUN,
     "sft": RUN,
