@@ -82,6 +82,10 @@ LISTED_BLOCKS = {
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
     ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
+    (
+        "docs/environments.md",
+        "played the same row with the same replies twice",
+    ): "an error, which tests/envs/test_rehearsal.py provokes",
     ("docs/environments.md", "import reasoning_gym"): BY_HAND,
     ("docs/environments.md", "import textarena"): BY_HAND,
     ("docs/environments.md", "import verifiers"): "tests/envs/test_verifiers.py plays it where verifiers is installed",

@@ -82,7 +82,7 @@ def test_no_folder_is_written_through_a_link(folder: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("draft", [".report.html", f".report.html.{PID}"])
+@pytest.mark.parametrize("draft", [".report.html", f".report.html.{PID}"], ids=["plain", "of this process"])
 def test_a_file_is_not_replaced_through_a_link_at_its_draft(folder: Path, mine: Path, draft: str) -> None:
     (folder / draft).symlink_to(mine)
     write_report(folder / "report.html", [folder])
@@ -90,7 +90,9 @@ def test_a_file_is_not_replaced_through_a_link_at_its_draft(folder: Path, mine: 
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("draft", [f".{HEARTBEAT}", f".{HEARTBEAT}.{PID}", HEARTBEAT])
+@pytest.mark.parametrize(
+    "draft", [f".{HEARTBEAT}", f".{HEARTBEAT}.{PID}", HEARTBEAT], ids=["plain", "of this process", "in place"]
+)
 def test_a_heartbeat_is_not_written_through_a_link(folder: Path, mine: Path, draft: str) -> None:
     (folder / draft).symlink_to(mine)
     with Watchdog(folder, 0):
