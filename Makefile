@@ -62,7 +62,7 @@ aot: .venv-aot/ready ## compile programs for TPUs that are not there, and look a
 coverage: .venv/ready-dev ## the same tests, and the share of the package's lines that they run
 	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(QUICK_WORKERS) $(ARGS)
 
-mutants: .venv/ready-dev ## change the losses in 200 places, one at a time: does a test notice? half an hour (ARGS="--count 20")
+mutants: .venv/ready-dev ## change what a loss depends on in 200 places, one at a time: does a test notice? half an hour (ARGS="--count 20")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
 docs: .venv-docs/ready ## build the documentation site, build/site; a warning or a broken link is an error

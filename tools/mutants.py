@@ -72,6 +72,7 @@ TESTS = {
         "tests/packing/test_rows.py",
     ),
     "covey/models/span_attention.py": (
+        "tests/models/test_blockwise.py",
         "tests/models/test_kernels.py",
         "tests/packing/test_rows.py",
         "tests/models/test_kernels.py::test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device",
@@ -111,6 +112,11 @@ EQUIVALENT = {
     "covey/models/lora.py": {
         "return bool(«jnp.any(x) → jnp.all(x)» if shared else np.asarray(x).any())": (
             "in one process every array is addressable; tests/parallel has several"
+        ),
+    },
+    "covey/models/span_attention.py": {
+        "k, v = (jnp.repeat(x, repeats, axis=2) if repeats > «1 → 0» else x for x in (k, v))": (
+            "repeated once, heads are as they were"
         ),
     },
     "covey/models/spans.py": {

@@ -152,6 +152,21 @@ def test_a_window_counts_the_token_itself() -> None:
     np.testing.assert_array_equal(span_mask(spans.limit(positions, 1))[0], np.eye(9, dtype=bool))
 
 
+def test_each_layer_has_its_own_window() -> None:
+    """The trap: windows that are the same for all layers, or none."""
+    shape = ModelConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=24, num_layers=2, num_heads=HEADS, num_kv_heads=KV_HEADS,
+        head_dim=WIDTH, windows=(None, 5),
+    )  # fmt: skip
+    (q, k, v, _), (spans, positions) = heads(40), layout(40)
+    model = nnx.eval_shape(lambda: Decoder(shape, rngs=nnx.Rngs(0)))
+    attend = span_attention(model, spans, positions)
+    for window in (None, 5):
+        got, _ = attend(q, k, v, None, window=window, softcap=None)
+        want = plain(q, k, v, spans.limit(positions, window or NO_WINDOW), None)
+        np.testing.assert_allclose(got, want, atol=(40 + 4 * WIDTH) * 2.0**-24 * np.abs(want).max())
+
+
 def test_windows_are_found_in_the_longest_rows() -> None:
     """Position and index of a token are one number of 32 bits."""
     assert np.iinfo(np.uint32).max >= MAX_ROW_LENGTH**2 - 1

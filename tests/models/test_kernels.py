@@ -1,6 +1,7 @@
 """Attention kernels, run as ordinary programs, against plain attention under the dense mask of random trees."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -212,15 +213,18 @@ def kernel_attention(model: Decoder, platform: str) -> Attend:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device(platform: str) -> None:
-    """Rows over one axis, heads over the other; layers with two windows; the lists are each device's own."""
-    state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))[1]
+@pytest.mark.parametrize(("platform", "kv_heads"), [("tpu", 2), ("cuda", 1)])
+def test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device(platform: str, kv_heads: int) -> None:
+    """Rows over one axis, heads over the other; layers with two windows; the lists are each device's own. A key head
+    that the mesh does not divide is repeated.
+    """
+    config = replace(CONFIG, num_kv_heads=kv_heads)
+    state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1]
     plain = lambda model: masked_attention(jnp.asarray(TREES.ancestor), TREES.positions)  # noqa: E731
-    want = hidden_and_gradients(state, CONFIG, plain)
+    want = hidden_and_gradients(state, config, plain)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     for params in (state, jax.device_put(state, shardings(state, mesh))):
-        got = hidden_and_gradients(params, CONFIG, lambda model: kernel_attention(model, platform))
+        got = hidden_and_gradients(params, config, lambda model: kernel_attention(model, platform))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             atol = 2 * CONFIG.num_layers * TOLERANCE * float(np.abs(b).max())  # forward and back
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
