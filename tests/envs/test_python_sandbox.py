@@ -5,6 +5,7 @@ A kernel of an older Landlock is this one whose later rights a child does not us
 
 import ctypes
 import errno
+import os
 import platform
 import re
 import runpy
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 from covey.envs.python_tool import native_child, sandbox
 from covey.envs.python_tool.sandbox import Outcome, run_program
@@ -359,3 +361,23 @@ def test_the_filters_are_those_that_the_script_makes(machine: str) -> None:
     for number in range(600):
         for case in cases:
             assert verdict(made, architecture, number, *case) == verdict(shipped, architecture, number, *case), number
+
+
+def test_a_library_that_only_root_can_read_is_a_missing_protection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[int], dict[str, dict[str, str]]]
+) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    (library := tmp_path / "library").mkdir(mode=0o700)
+    (library / "os.py").touch()
+    os.chown(library, 65534, 65534)
+    child = f"import os, runpy\nos.__file__ = '{library}/os.py'\nrunpy.run_path('{sandbox.CHILD}', run_name='__main__')"
+    (tmp_path / "child.py").write_text(child)
+    monkeypatch.setattr(sandbox, "CHILD", tmp_path / "child.py")
+    outcome = run_program("print('it ran')")
+    assert (outcome.output, outcome.failure) == ("", "this system lacks protections: capabilities")
+
+
+def test_the_wheel_has_the_filters() -> None:
+    files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert {f"covey/envs/python_tool/seccomp_{machine}.bpf" for machine in ARCHITECTURES} <= files
