@@ -67,6 +67,8 @@ Only the answer of a row is learnt, its stop token included. A row of the file i
 
 FORMS
 
+Functions that judge the answers (module:function) are imported, and so executed, also with --dry-run.
+
 examples
   covey sft sft-arithmetic
   covey sft sft-smollm2 --data.path mine.jsonl --num-epochs 3

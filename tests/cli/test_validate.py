@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from covey.cli import help as help_texts
 from covey.cli import main as cli
 from covey.config import recipe
 
@@ -141,3 +142,10 @@ def test_without_imports_other_mistakes_are_found(capsys: Any) -> None:
     Path("mine.yaml").write_text("rewards: [frst_letter, theirs:judge]\nmodel: {source: ./nowhere}\n")
     code, found = validate(capsys, "mine.yaml", "--no-import")
     assert (code, len(found["problems"])) == (2, 2)
+
+
+def test_the_help_says_what_is_executed() -> None:
+    assert all(
+        "module:function" in page and "execute" in page
+        for page in (help_texts.TRAIN, help_texts.SFT, help_texts.VALIDATE)
+    )
