@@ -86,7 +86,6 @@ LISTED_BLOCKS = {
         "docs/environments.md",
         "played the same row with the same replies twice",
     ): "an error, which tests/envs/test_rehearsal.py provokes",
-    ("docs/environments.md", "played the same row"): "output",
     ("docs/environments.md", "import reasoning_gym"): BY_HAND,
     ("docs/environments.md", "import textarena"): BY_HAND,
     ("docs/environments.md", "import verifiers"): "tests/envs/test_verifiers.py plays it where verifiers is installed",
