@@ -162,3 +162,11 @@ def _secrets() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH and not os.path.exists(value):
             yield name, value
+
+
+def safe_format(value: Any, formatter: Callable[[Any], str] = repr) -> str:
+    """Return `formatter(value)`, or a text that names its type when that raises."""
+    try:
+        return formatter(value)
+    except (Exception, SystemExit):
+        return f"a {type(value).__name__} that cannot be shown"

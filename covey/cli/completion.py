@@ -19,6 +19,7 @@ from covey.config.strict_yaml import leaves
 from covey.errors import CoveyError, nearest
 from covey.launch import JobOptions, LocalOptions
 from covey.plan import machines
+from covey.rewards import registry as rewards
 
 FILES = "FILES"
 """Stands for the names of files and folders among values."""
@@ -118,8 +119,6 @@ def _settings(cls: type[Config]) -> dict[str, Sequence[str]]:
 
 
 def _values(path: str, kind: Any) -> Sequence[str]:
-    from covey.rewards.registry import REWARDS  # late: it needs NumPy
-
     inner = without_none(kind)[0]
     if get_origin(inner) is tuple:
         inner = get_args(inner)[0]
@@ -127,7 +126,7 @@ def _values(path: str, kind: Any) -> Sequence[str]:
         return tuple(map(str, get_args(inner)))
     if inner is bool:
         return ("true", "false")
-    return (FILES,) if path in PATHS else tuple(REWARDS) if path in JUDGES else ()
+    return (FILES,) if path in PATHS else tuple(rewards.REGISTRY.names()) if path in JUDGES else ()
 
 
 def _short(flags: Iterable[str]) -> dict[str, str]:

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from covey.display import safe_format
 from covey.errors import EpisodeError
-from covey.rewards.call import excerpt, safe_format
-from covey.rewards.exits import block_exit
+from covey.exits import block_exit
+from covey.rewards.call import excerpt
 
 F = TypeVar("F", bound=Callable[..., Any])
 

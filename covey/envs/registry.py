@@ -15,7 +15,7 @@ from covey.envs.protocol import Factory
 from covey.envs.python_tool import ENGINES, python, wasm
 from covey.envs.wordle import Wordle
 from covey.errors import RecipeError, nearest
-from covey.rewards.registry import import_user_module
+from covey.registry import import_user_module
 
 
 def resolve(name: str, config: EnvsConfig | None = None) -> Factory:

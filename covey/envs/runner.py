@@ -19,6 +19,7 @@ import numpy as np
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
+from covey.display import safe_format
 from covey.envs.arguments import with_arguments
 from covey.envs.calling import call
 from covey.envs.calls import choose_format
@@ -29,7 +30,7 @@ from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, reso
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
-from covey.rewards.call import deep_copy, safe_format
+from covey.rewards.call import deep_copy
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 

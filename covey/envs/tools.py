@@ -23,12 +23,12 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.config.schema import EnvsConfig
+from covey.display import safe_format
 from covey.envs.calling import FaultError, call
 from covey.envs.calls import Call, CallFormat, lists_tools, read_json
 from covey.envs.protocol import Step
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey.errors import DataError, EpisodeError, RecipeError
-from covey.rewards.call import safe_format
 from covey.text.tokenizer import Tokenizer
 from covey.types import Message, Prompt
 

@@ -20,8 +20,8 @@ from covey.envs.calling import call
 from covey.envs.protocol import Step
 from covey.envs.tools import ToolEnvironment, Toolset
 from covey.errors import EpisodeError, RecipeError
+from covey.registry import import_user_module
 from covey.rewards.call import excerpt
-from covey.rewards.registry import import_user_module
 from covey.types import Prompt
 
 RESERVED = ("reset", "get_reward")

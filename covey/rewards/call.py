@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from covey.display import safe_format
 from covey.errors import RecipeError, RewardError, nearest
 from covey.types import Completion, Group
 
@@ -226,14 +227,6 @@ def excerpt(value: Any) -> str:
     """Format `value` for a message: shortened, with control characters escaped."""
     text = safe_format(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-def safe_format(value: Any, formatter: Callable[[Any], str] = repr) -> str:
-    """Return `formatter(value)`, or a text that names its type when that raises."""
-    try:
-        return formatter(value)
-    except (Exception, SystemExit):
-        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _wanted(count: int) -> str:

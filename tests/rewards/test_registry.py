@@ -6,12 +6,12 @@ import pytest
 
 from covey.errors import RecipeError
 from covey.rewards import REWARDS, resolve
+from covey.rewards.registry import REGISTRY
 
 
 def test_built_in_names_resolve_to_functions_of_that_name():
-    for name, function in REWARDS.items():
-        assert resolve(name) is function
-        assert function.__name__ == name
+    for name in REWARDS:
+        assert resolve(name).__name__ == name
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -20,7 +20,7 @@ def test_a_built_in_reward_reads_chats_as_it_reads_texts(name):
     texts = ["<reasoning>a</reasoning><answer>42</answer>", "\\boxed{42}", "#### 42", "Snow falls.", "42"]
     columns = {"answer": ["42"] * 5, "letter": ["S"] * 5, "topic": ["snow"] * 5, "episode_rewards": [0.5] * 5}
     chats = [[{"role": "assistant", "content": text}] for text in texts]
-    assert REWARDS[name](["?"] * 5, chats, **columns) == REWARDS[name](["?"] * 5, texts, **columns)
+    assert resolve(name)(["?"] * 5, chats, **columns) == resolve(name)(["?"] * 5, texts, **columns)
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():
@@ -82,6 +82,54 @@ def test_a_module_that_is_not_there_is_told_with_the_folder(tmp_path, monkeypatc
     with pytest.raises(RecipeError, match=f"import from {tmp_path}") as caught:
         resolve("covey_nowhere.part:f")
     assert caught.value.where == "rewards"
+
+
+# --- installed packages
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """`installed(package, group=..., **names)`: a package that offers names as entry points of a group."""
+
+    def install(package, group="covey.rewards", **names):
+        folder = tmp_path / package
+        (folder / f"{package}-1.0.dist-info").mkdir(parents=True)
+        (folder / f"{package}-1.0.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
+        points = "".join(f"{name} = {package}:{member}\n" for name, member in names.items())
+        (folder / f"{package}-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\n{points}")
+        (folder / f"{package}.py").write_text("def brevity(completions):\n    return [2.0] * len(completions)\n")
+        monkeypatch.syspath_prepend(str(folder))
+
+    return install
+
+
+def test_an_installed_package_adds_a_reward_by_name(installed):
+    installed("covey_example_rewards", brief="brevity", exact_answer="brevity")
+    assert resolve("brief")(["a", "b"]) == [2.0, 2.0]
+    assert resolve("exact_answer").__module__ == "covey.rewards.gsm8k", "a package replaces no reward of Covey's"
+    assert [*REGISTRY.names()] == [*REWARDS, "brief"]
+    with pytest.raises(RecipeError, match="did you mean 'brief'"):
+        resolve("breif")
+
+
+def test_a_name_that_two_packages_offer_is_refused_with_both(installed):
+    installed("covey_example_one", brief="brevity")
+    installed("covey_example_two", brief="brevity")
+    with pytest.raises(RecipeError, match="covey_example_one and covey_example_two both offer") as caught:
+        resolve("brief")
+    assert "name its module: covey_example_" in caught.value.fix
+    assert resolve("covey_example_two:brevity")(["a"]) == [2.0]
+
+
+def test_an_entry_point_that_leads_nowhere_is_told(installed):
+    installed("covey_example_rewards", brief="brevty", other="brevity.__name__")
+    with pytest.raises(RecipeError, match="no function 'brevty'"):
+        resolve("brief")
+    with pytest.raises(RecipeError, match="no function"):
+        resolve("other")
+
+
+# --- import paths
 
 
 @pytest.mark.parametrize(

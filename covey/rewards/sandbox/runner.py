@@ -22,6 +22,7 @@ import numpy as np
 
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RewardError
+from covey.exits import block_exit
 from covey.rewards.call import (
     Outcome,
     RewardFn,
@@ -32,7 +33,6 @@ from covey.rewards.call import (
     from_exception,
     select_arguments,
 )
-from covey.rewards.exits import block_exit
 from covey.rewards.sandbox.search import Attempt, find_failing, score_without
 from covey.rewards.sandbox.workers import Worker, import_path, to_json_values
 

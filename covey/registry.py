@@ -1,0 +1,147 @@
+"""Things that a recipe names: those of Covey, those that installed packages offer, and those of the user's modules.
+
+Covey's own stand in a table from a name to `module:attribute`; a package offers others as entry points of a group, and
+a user's module needs no entry at all. Nothing is imported before its first use. This module imports only the standard
+library and Covey's leaves.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from covey.display import safe_format
+from covey.errors import RecipeError, nearest
+from covey.exits import block_exit
+from covey.extras import install_command
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Names of one kind of things.
+
+    Attributes:
+        kind: name of the kind in errors, as in "reward function".
+        group: group of entry points by which installed packages offer more of them, as in `covey.rewards`.
+        member: what a module of the user's has, "function" or "Class".
+        where: setting that names them.
+        table: Covey's own, from a name to `module:attribute`.
+        packages: name of a thing of Covey's → the module that it needs, and the extra that installs that.
+    """
+
+    kind: str
+    group: str
+    member: str
+    where: str
+    table: Mapping[str, str]
+    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Return all names without a colon: Covey's own, then those of installed packages."""
+        return list(dict.fromkeys([*self.table, *entry_points(group=self.group).names]))
+
+    def resolve(self, name: str) -> Any:
+        """Return what `name` names: an own thing, one of an installed package, or `package.module:member` of a module
+        of the user's, also from the working folder.
+
+        Raises:
+            RecipeError: it does not exist, its module cannot be imported, or several packages offer it.
+        """
+        if name in self.table:
+            self._check_package(name)
+            module, _, attribute = self.table[name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        module, colon, attribute = name.partition(":")
+        if not colon:
+            module, attribute = self._offered(name).value.split(":")
+        return self._member(self._import(module, name), attribute)
+
+    def _offered(self, name: str) -> EntryPoint:
+        """Return the entry point of an installed package for `name`."""
+        offers = list(entry_points(group=self.group, name=name))
+        if len(offers) > 1:
+            packages = " and ".join(sorted(str(offer.dist and offer.dist.name) for offer in offers))
+            what = f"the packages {packages} both offer the {self.kind} {name!r}"
+            raise RecipeError(what, fix=f"name its module: {offers[0].value}", where=self.where)
+        if not offers:
+            fix = f"{nearest(name, self.names())}; a {self.member.lower()} of your own is named {self._form}"
+            if Path(f"{name}.py").is_file():
+                fix = f"{name}:{self.member.upper()}, with the name of a {self.member.lower()} in {name}.py"
+            raise RecipeError(f"there is no {self.kind} {name!r}", fix=fix, where=self.where)
+        return offers[0]
+
+    @property
+    def _form(self) -> str:
+        return f"package.module:{self.member}"
+
+    def _import(self, module: str, name: str) -> ModuleType:
+        return import_user_module(module, f"{self.kind.split()[0]} {name!r}", self._form, self.where)
+
+    def _member(self, module: ModuleType, attribute: str) -> Any:
+        member = getattr(module, attribute, None)
+        if not callable(member):
+            have = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            what = f"{module.__name__} has no {self.member.lower()} {attribute!r}"
+            raise RecipeError(what, fix=nearest(attribute, have) if have else "", where=self.where)
+        return member
+
+    def _check_package(self, name: str) -> None:
+        module, extra = self.packages.get(name, ("covey", ""))
+        if find_spec(module) is None:
+            what = f"the {self.kind} {name!r} needs the package {module.replace('_', '-')}"
+            raise RecipeError(what, fix=install_command(extra), where=self.where)
+
+
+def import_user_module(module_name: str, what: str, want: str, where: str) -> ModuleType:
+    """Import a module of the user's, also from the working folder.
+
+    Args:
+        module_name: dotted name of the module.
+        what: what is looked for in it, at the beginning of the error.
+        want: form of the name that leads to it.
+        where: recipe key in the error, where no place in the module is known.
+
+    Raises:
+        RecipeError: it cannot be imported.
+    """
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        with block_exit():
+            return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # including scripts that exit when they are imported
+        what = f"{what}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
+        fix = _import_fix(error, module_name, here)
+        raise RecipeError(what, want=want, fix=fix, where=_import_location(error) or where) from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _import_fix(error: BaseException, module_name: str, here: str) -> str:
+    """Return how to make the import of `module_name` succeed after it raised `error`."""
+    if isinstance(error, SyntaxError):
+        return f"correct line {error.lineno} of {Path(str(error.filename)).name}"
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"correct {module_name}: it raises while it is imported"
+    package = error.name.partition(".")[0]
+    if package == module_name.partition(".")[0]:
+        return f"name a module that Python can import from {here}"
+    return f"pip install {package}, or the package of another name that brings this module"
+
+
+def _import_location(error: BaseException) -> str:
+    """Return file and line in the user's module that failed, or "" when it was never reached."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
