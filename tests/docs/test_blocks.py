@@ -80,6 +80,7 @@ LISTED_BLOCKS = {
     ("docs/add-a-model.md", "def read_qwen3(c: Config)"): FRAGMENT,
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
+    ("docs/add-a-reward.md", "[project.entry-points"): "tests/test_registry.py installs such a package",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
     ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
     (

@@ -311,7 +311,7 @@ def test_names_are_found_or_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     assert EnvironmentRunner("my_game:Hangman").name == "hangman"
     with pytest.raises(RecipeError, match=r"no environment 'gues'(.|\n)*did you mean 'guess'"):
         EnvironmentRunner("gues")
-    with pytest.raises(RecipeError, match="no class or function 'Hangmen'"):
+    with pytest.raises(RecipeError, match="no class 'Hangmen'"):
         EnvironmentRunner("my_game:Hangmen")
     with pytest.raises(RecipeError, match="environment 'nothing_here:X': importing"):
         EnvironmentRunner("nothing_here:X")

@@ -165,3 +165,14 @@ ENGINES: dict[PythonEngine, Callable[[str], str]] = {
     "wasm": _tool(run_in_wasm, begin_with_wasm),
 }
 """Engine → the tool `python` with it."""
+
+
+def with_engine(engine: PythonEngine) -> Callable[[str], str]:
+    """Return the tool `python` with an engine.
+
+    Raises:
+        RecipeError: the packages of the engine are missing.
+    """
+    if engine == "wasm":
+        wasm.require_packages()
+    return ENGINES[engine]
