@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from covey.display import make_console
+from covey.errors import RecipeError
 from covey.extras import install_command, missing_packages
 from covey.models.loading.cache import cache_folder
 
@@ -89,6 +90,20 @@ def _jax() -> Iterator[Finding]:
         yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install_command("cuda"))
 
 
+def _programs() -> Iterator[Finding]:
+    """Yield the engine of the Python tool, and what protects this system from the programs of a model."""
+    from covey.envs.python_tool import tool  # late: it needs NumPy
+
+    try:
+        engine = tool.choose_engine()
+    except RecipeError as error:
+        yield Finding("programs", error.what, error.fix)
+        return
+    held = ", ".join(tool.protections()) or "none"
+    lacking = f"; without {', '.join(missing)}" if (missing := tool.missing_protections()) else ""
+    yield Finding("programs", f"the Python tool's engine {engine}; protections of a process: {held}{lacking}")
+
+
 def _extras() -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         try:
@@ -113,4 +128,4 @@ EXTRAS = {
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _extras)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _programs, _extras)

@@ -410,6 +410,25 @@ def test_the_command_that_installs_an_extra_names_this_clone():
     assert shlex.split(extras.install_command()) == ["pip", "install", "-e", str(ROOT)]
 
 
+@pytest.mark.parametrize("lacking", [(), ("landlock",), ("landlock", "no packages")])
+def test_doctor_says_what_holds_for_the_programs_of_a_model(monkeypatch, lacking):
+    from covey.envs.python_tool import tool, wasm
+
+    held = tuple(name for name in tool.PROTECTIONS if name not in lacking)
+    monkeypatch.setattr(tool, "protections", lambda: held)
+    monkeypatch.setattr(wasm, "missing_packages", lambda: ["wasmtime"] if "no packages" in lacking else [])
+    (finding,) = doctor._programs()
+    engine = "wasm" if lacking else "child"
+    if "no packages" in lacking:
+        assert "lacks protections on this system: landlock" in finding.found
+        assert "wasm" in finding.fix
+    else:
+        assert finding.found.startswith(
+            f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}"
+        )
+        assert finding.found.endswith("; without landlock" if lacking else "seccomp")
+
+
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     assert cli.main(["doctor"]) == 2
