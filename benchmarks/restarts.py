@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks.layouts import FLAGS, Case, difference
 from benchmarks.soak import differences, steps_of
 from covey.config.processes import COUNT, NUMBER
-from covey.train.run_files import CHECKPOINTS, SUMMARY
+from covey.monitor.run_files import CHECKPOINTS, SUMMARY
 
 POLL_SECONDS = 0.02
 

@@ -15,11 +15,11 @@ import tokenizers
 from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
+from covey.monitor.loop import StepRecord
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import StepRecord
 
 PHASES = ("rollout", "reward", "logps", "update", "sync")
 

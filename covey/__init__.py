@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.models.export import write_hf, write_peft
     from covey.models.lora import with_lora
+    from covey.monitor.history import History
+    from covey.monitor.trackers import Tracked, Trackers
     from covey.parallel import make_mesh
     from covey.rewards import RewardRunner
     from covey.rl.cluster import RLCluster
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from covey.run import open_model
     from covey.run.learners import GRPOLearner, PPOLearner, SFTLearner
     from covey.train.checkpoint import Checkpointer
-    from covey.train.history import History
-    from covey.train.trackers import Tracked, Trackers
 
 __version__ = "0.1.0"
 
@@ -120,7 +120,7 @@ _HOMES = {
     "EvalConfig": "covey.config.schema",
     "GRPOConfig": "covey.config.schema",
     "GRPOLearner": "covey.run.learners",
-    "History": "covey.train.history",
+    "History": "covey.monitor.history",
     "Learner": "covey.rl.learner",
     "LoRAConfig": "covey.config.schema",
     "MeshConfig": "covey.config.schema",
@@ -139,8 +139,8 @@ _HOMES = {
     "SFTLearner": "covey.run.learners",
     "SFTRecipe": "covey.config.recipe",
     "Step": "covey.envs.protocol",
-    "Tracked": "covey.train.trackers",
-    "Trackers": "covey.train.trackers",
+    "Tracked": "covey.monitor.trackers",
+    "Trackers": "covey.monitor.trackers",
     "build_positions_from_mask": "covey.rl.helpers",
     "compute_advantages": "covey.rl.helpers",
     "get_per_token_logps": "covey.rl.helpers",

@@ -19,11 +19,11 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.scratch_checkpoint import character_tokenizer
+from covey.monitor.loop import StepRecord
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
-from covey.train.loop import StepRecord
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"

@@ -25,7 +25,7 @@ from covey.config.schema import HUBS, DataConfig, EnvsConfig
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import folder_below, refuse_url
-from covey.train.run_files import CHECKPOINTS
+from covey.monitor.run_files import CHECKPOINTS
 
 
 class Check(NamedTuple):

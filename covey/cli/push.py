@@ -14,7 +14,7 @@ from covey.config.overrides import apply
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.files import has_file
-from covey.train.run_files import REPORT, RUN_FILES, RunFile
+from covey.monitor.run_files import REPORT, RUN_FILES, RunFile
 
 USAGE = "covey push RUN hf:org/name [--yes] [--private] [--samples] [--no-report]"
 SWITCHES = ("--yes", "--private", "--samples", "--no-report")

@@ -144,7 +144,7 @@ def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
 def _columns_by_prompt(loaded: recipe.Recipe) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """Return prompt and columns of each data row, by the text of the prompt in `samples.jsonl`."""
     from covey.data import sources
-    from covey.train.metrics import prompt_text
+    from covey.monitor.writer import prompt_text
 
     data = sources.load(loaded.data)
     rows: Iterable[Mapping[str, Any]] = (*data.test, *data.train)
@@ -172,7 +172,7 @@ RECORDED = (
 
 
 def _example(group: "Group", index: int) -> dict[str, Any]:
-    from covey.train.metrics import prompt_text
+    from covey.monitor.writer import prompt_text
 
     by_function = {name: _number(values[index]) for name, values in group.rewards_by_function.items()}
     total = None if group.rewards is None else _number(group.rewards[index])

@@ -20,12 +20,12 @@ from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
 from covey.errors import CoveyError
-from covey.train.formats import duration
+from covey.monitor.formats import duration
+from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
+from covey.monitor.run_status import DEAD, FINISHED, RUNNING, WatchedRun
+from covey.monitor.status import Status
 from covey.train.json_lines import is_count, number
-from covey.train.progress import Progress, SampleLine
-from covey.train.run_files import AFTER, RECIPE, REPORT, SAMPLES
-from covey.train.run_status import DEAD, FINISHED, RUNNING, WatchedRun
-from covey.train.status import Status
 
 INTERVAL = 1.0
 """Seconds between two looks at the files."""

@@ -18,8 +18,8 @@ from covey.config.base import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.files import open_or_empty
+from covey.monitor.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
 from covey.train.json_lines import is_count, number, parse_line
-from covey.train.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
 
 Row = Mapping[str, Any]
 

@@ -26,6 +26,8 @@ from covey.envs import rehearsal
 from covey.errors import EpisodeError, RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
+from covey.monitor.history import History
+from covey.monitor.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import padding_fraction
 from covey.parallel import distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
@@ -54,8 +56,6 @@ from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.stats import SamplerStats
 from covey.train.checkpoint import require_entry
-from covey.train.history import History
-from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group

@@ -28,6 +28,10 @@ from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.models.compute_dtype import AUTO, resolve_compute_dtype
+from covey.monitor.loop import StepRecord
+from covey.monitor.progress import Progress
+from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
+from covey.monitor.trackers import Tracked, Trackers
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
@@ -43,10 +47,6 @@ from covey.run.signals import SignalHandler
 from covey.run.user_modules import check_same_modules
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import require_entry
-from covey.train.loop import StepRecord
-from covey.train.progress import Progress
-from covey.train.run_files import METRICS, SAMPLES, SUMMARY
-from covey.train.trackers import Tracked, Trackers
 
 log = logging.getLogger(__name__)
 

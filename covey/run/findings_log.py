@@ -11,11 +11,11 @@ from typing import Any
 
 from covey.config.base import flatten
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.monitor.run_files import METRICS
 from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.run_data import read_lines, read_run
 from covey.run.folder import RunFolder
 from covey.train.json_lines import number
-from covey.train.run_files import METRICS
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.files import folder_below, has_file, open_below, refuse_url, replace_file
+from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
+from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.parallel import distributed
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release
-from covey.train.metrics import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
-from covey.train.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.types import Group, TokenValues
 
 log = logging.getLogger(__name__)

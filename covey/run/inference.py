@@ -23,6 +23,8 @@ from covey.envs.registry import environment_name
 from covey.envs.runner import open_environments, prompt_encoder
 from covey.errors import DataError
 from covey.models.decoder import Decoder
+from covey.monitor.progress import Progress
+from covey.monitor.writer import Correct, completion_text, prompt_text
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import Evaluation, Generates
@@ -31,8 +33,6 @@ from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.run.user_modules import check_same_modules
 from covey.text.tokenizer import Tokenizer
-from covey.train.metrics import Correct, completion_text, prompt_text
-from covey.train.progress import Progress
 from covey.types import Completion, FinishReason, Group
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,9 @@ from covey.data.rows import as_rows
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
+from covey.monitor.loop import StepLines, total_steps
+from covey.monitor.run_files import METRICS
+from covey.monitor.writer import read_rows
 from covey.parallel import distributed
 from covey.parallel.checks import check_shared_folder
 from covey.rewards import check_columns, function_names
@@ -39,9 +42,6 @@ from covey.run.folder import create_folder, reopen_folder
 from covey.run.rl import LearnerRun
 from covey.run.sft import HELD_OUT, SFTLearnerRun
 from covey.sft import learner as sft
-from covey.train.loop import StepLines, total_steps
-from covey.train.metrics import read_rows
-from covey.train.run_files import METRICS
 
 ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
 

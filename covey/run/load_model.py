@@ -26,12 +26,12 @@ from covey.models.loading import digests, peft, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
+from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.mesh import default_mesh, own_part, spans_processes
 from covey.parallel.placement import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer, require_entry
-from covey.train.run_files import CHECKPOINTS
 
 LOCAL_ORIGIN = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",

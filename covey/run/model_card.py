@@ -18,8 +18,8 @@ from covey.config.recipe import chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.display import escape_markdown, printable
 from covey.models.loading import sources
+from covey.monitor.run_files import SUMMARY
 from covey.run.folder import read_summary
-from covey.train.run_files import SUMMARY
 
 
 @dataclass(frozen=True)

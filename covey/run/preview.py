@@ -15,6 +15,8 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
+from covey.monitor.loop import total_steps
+from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_for
@@ -23,8 +25,6 @@ from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.lengths import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import total_steps
-from covey.train.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.types import Prompt
 
 

@@ -22,6 +22,10 @@ from covey.files import folder_below
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
+from covey.monitor.loop import StepRecord, total_steps
+from covey.monitor.progress import SampleLine
+from covey.monitor.run_files import CHECKPOINTS
+from covey.monitor.writer import completion_text, prompt_text
 from covey.parallel import distributed
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
@@ -38,10 +42,6 @@ from covey.run.load_model import decoder_options, load_for, refuse_other_weights
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer, require_entry
-from covey.train.loop import StepRecord, total_steps
-from covey.train.metrics import completion_text, prompt_text
-from covey.train.progress import SampleLine
-from covey.train.run_files import CHECKPOINTS
 from covey.types import Group
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.base import OnResume, flatten, on_resume
 from covey.config.recipe import METHODS, AnyRecipe, Recipe
 from covey.errors import ResumeError
-from covey.train.run_files import RECIPE
+from covey.monitor.run_files import RECIPE
 
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)

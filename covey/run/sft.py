@@ -14,6 +14,10 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
+from covey.monitor.loop import StepRecord, total_steps
+from covey.monitor.progress import Progress
+from covey.monitor.run_files import AFTER, METRICS
+from covey.monitor.writer import Correct
 from covey.parallel import distributed
 from covey.parallel.placement import on_own_devices
 from covey.rewards import check_evaluation_columns
@@ -28,10 +32,6 @@ from covey.run.inference import (
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import require_entry
-from covey.train.loop import StepRecord, total_steps
-from covey.train.metrics import Correct
-from covey.train.progress import Progress
-from covey.train.run_files import AFTER, METRICS
 from covey.train.trainer import Trainer
 from covey.types import Group
 

@@ -22,8 +22,8 @@ from typing import Any, Self
 from covey.display import mask_secrets
 from covey.errors import ResumeError, Stopped
 from covey.files import open_below, replace_file
-from covey.train.run_files import HEARTBEAT, STACKS
-from covey.train.status import Status
+from covey.monitor.run_files import HEARTBEAT, STACKS
+from covey.monitor.status import Status
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ from covey.errors import RecipeError
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
+from covey.monitor.history import History
+from covey.monitor.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import distributed, order
@@ -35,8 +37,6 @@ from covey.sft.batch import (
     supervised_loss,
 )
 from covey.text.tokenizer import Tokenizer
-from covey.train.history import History
-from covey.train.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.train.optimizers import last_learning_rate, make_optimizer
 from covey.train.programs import LossFn
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer

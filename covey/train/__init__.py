@@ -1,1 +1,1 @@
-"""Trainer, optimizers, checkpoints, and the metrics that a run writes and shows."""
+"""Trainer, optimizers and checkpoints."""

@@ -23,12 +23,12 @@ from rich.console import Console
 from covey.config.schema import GRPOConfig, SFTConfig
 from covey.errors import CoveyError
 from covey.models.attention import masked_attention
+from covey.monitor.progress import Progress
 from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 from covey.rl import helpers
 from covey.rl.run_ahead import Closed, DataQueue, Ended
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
-from covey.train.progress import Progress
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 

@@ -15,7 +15,7 @@ import pytest
 from covey.cli import help as help_texts
 from covey.cli import main as cli
 from covey.config import recipe, strict_yaml
-from covey.train.run_files import RUN_FILES
+from covey.monitor.run_files import RUN_FILES
 
 ROWS = [
     {"step": n, "reward": n / 10, "reward_error": 0.3, "kl": 0.1, "step_time": 2.0, "eval/accuracy": 0.5}

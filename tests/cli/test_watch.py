@@ -26,9 +26,9 @@ from covey.cli import watch as watching
 from covey.cli.main import parse
 from covey.cli.watch import watch
 from covey.errors import CoveyError
+from covey.monitor.run_status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 from covey.train.checksums import take_lock
 from covey.train.json_lines import MAX_LINE
-from covey.train.run_status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 
 NASTY = "\x1b]0;owned\x07[bold red]x[/]\u202e"
 ROW = {"reward": 0.5, "reward_error": 0.1, "kl": 0.01, "step_time": 2.0, "tokens_per_second": 20.0}
@@ -246,8 +246,8 @@ def test_the_first_look_at_a_large_file_reads_its_end(tmp_path: Path) -> None:
 
 
 def test_the_heartbeat_of_a_run_is_read_back(tmp_path: Path) -> None:
+    from covey.monitor.status import Status
     from covey.run.watchdog import Watchdog
-    from covey.train.status import Status
 
     status = Status(step=3, total=9, phase="x", compiling=1, seconds=5.5, left=2.0, tokens_per_second=7.0, memory=8)
     with Watchdog(tmp_path, 0, every=0.01, status=lambda: status) as watchdog:

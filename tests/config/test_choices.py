@@ -13,10 +13,10 @@ from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, OptimizerCon
 from covey.data.sources import TASKS
 from covey.envs.calls import FORMATS
 from covey.envs.python_tool import ENGINES
+from covey.monitor.trackers import TRACKERS
 from covey.rl.evaluate import PRESETS
 from covey.sampling.tools import TOOLS
 from covey.train.optimizers import OPTIMIZERS, SCHEDULES
-from covey.train.trackers import TRACKERS
 
 
 def choices(cls: type[Config], name: str) -> set[str]:

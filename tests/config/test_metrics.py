@@ -11,8 +11,8 @@ from covey.config import recipe
 from covey.config.metrics import RL, SFT, TABLE, is_logged, metric, names
 from covey.config.recipe import SFTRecipe
 from covey.errors import RecipeError
+from covey.monitor.progress import Progress
 from covey.rl.evaluate import Evaluation
-from covey.train.progress import Progress
 
 LOSSES = ("loss", "value_loss", "perplexity", "kl")
 """Ends of the names of metrics whose best value is the lowest."""

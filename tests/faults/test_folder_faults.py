@@ -21,11 +21,11 @@ from covey import run
 from covey.cli.main import STOPPED, main
 from covey.config import recipe
 from covey.errors import DataError, NumbersError, ResumeError
+from covey.monitor.writer import MetricsWriter
 from covey.run.base import Run
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import MetricsWriter
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")

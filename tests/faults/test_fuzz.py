@@ -31,10 +31,10 @@ from covey.data.rows import as_rows
 from covey.display import escape_markdown, printable
 from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
+from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.writer import encode_row, sample_rows
 from covey.rewards import REWARDS, score
 from covey.text.tokenizer import Tokenizer
-from covey.train.metrics import encode_row, sample_rows
-from covey.train.progress import Progress, SampleLine
 from covey.types import Completion, FinishReason, Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

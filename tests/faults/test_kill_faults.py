@@ -130,7 +130,7 @@ CHILDREN = """
     from covey.cli.main import main
     from covey.train.bucket_steps import BucketSteps
     from covey.train.checkpoint import Checkpointer
-    from covey.train.metrics import MetricsWriter
+    from covey.monitor.writer import MetricsWriter
 
     MOMENTS = {
         "complete": (BucketSteps, "complete", int),

@@ -17,14 +17,14 @@ from covey.cli.watch import watch
 from covey.errors import ResumeError
 from covey.files import open_below, replace_file
 from covey.launch.local import Attempt, LocalOptions
+from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
+from covey.monitor.trackers import Tracked
+from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.report import write_report
 from covey.run.folder import read_summary
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import finish_interrupted, is_locked, take_lock
-from covey.train.metrics import MetricsWriter, write_answers, write_bad_batch
-from covey.train.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
-from covey.train.trackers import Tracked
 
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()

@@ -24,12 +24,12 @@ from covey.config import recipe
 from covey.config.metrics import CLOCKS
 from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
+from covey.monitor.run_files import HEARTBEAT, STACKS
+from covey.monitor.run_status import read_heartbeat
+from covey.monitor.writer import MetricsWriter
 from covey.run.rl import RLRun
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import MetricsWriter
-from covey.train.run_files import HEARTBEAT, STACKS
-from covey.train.run_status import read_heartbeat
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")

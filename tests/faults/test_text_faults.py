@@ -20,12 +20,12 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.display import echo, escape_markdown, mask_secrets, printable, refuse_secrets, show_log
 from covey.errors import RecipeError
+from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.run_files import SAMPLES
+from covey.monitor.writer import MetricsWriter, read_rows
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
 from covey.run.model_card import Lineage, model_card
-from covey.train.metrics import MetricsWriter, read_rows
-from covey.train.progress import Progress, SampleLine
-from covey.train.run_files import SAMPLES
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"

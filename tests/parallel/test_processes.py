@@ -52,6 +52,7 @@ from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
+from covey.monitor.loop import StepRecord
 from covey.parallel import distributed, flatten, make_mesh, reshard
 from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host
@@ -60,7 +61,6 @@ from covey.run import sft as supervised
 from covey.run.inference import answer_examples
 from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
-from covey.train.loop import StepRecord
 from covey.types import Group
 
 exporting = importlib.import_module("covey.run.export")  # covey.run has a function of this name

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey.monitor.writer import sample_rows
 from covey.report import token_values
 from covey.report.completions import collect, locate
 from covey.report.evaluation import questions
 from covey.report.run_data import read_run
 from covey.report.texts import completion_form, prompt_turns, shortened
-from covey.train.metrics import sample_rows
 from covey.types import Completion, Episode, FinishReason, Group
 
 MEGABYTE = 1_000_000

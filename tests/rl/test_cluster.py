@@ -20,6 +20,7 @@ from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.export.files import export_parameters
 from covey.models.lora import has_lora, with_lora
+from covey.monitor.loop import StepRecord
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.batch import TrainBatch
@@ -28,7 +29,6 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import StepRecord
 from covey.types import Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

@@ -30,6 +30,7 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.value_model import make_value_model
+from covey.monitor.loop import StepRecord
 from covey.parallel import flatten, make_mesh
 from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
@@ -38,7 +39,6 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer
 from covey.types import FinishReason
 

@@ -21,6 +21,7 @@ from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel, make_value_model
+from covey.monitor.loop import StepRecord
 from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
@@ -30,7 +31,6 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import StepRecord
 from covey.types import Group
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]

@@ -33,12 +33,12 @@ from covey.cli.watch import watch
 from covey.config.metrics import CLOCKS
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.models.loading.weights import load
+from covey.monitor.history import History
+from covey.monitor.loop import StepRecord
+from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
 from covey.report.run_data import read_run
 from covey.rl import grpo
 from covey.run.signals import SignalHandler
-from covey.train.history import History
-from covey.train.loop import StepRecord
-from covey.train.run_files import METRICS, REPORT, SAMPLES, TOKENS
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

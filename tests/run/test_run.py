@@ -23,10 +23,10 @@ from covey.errors import DataError, NumbersError, ResumeError
 from covey.models.export import write_peft
 from covey.models.loading import weights
 from covey.models.lora import projections, with_lora
+from covey.monitor.writer import MetricsWriter
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import write_checksums
-from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 SETTINGS = [

@@ -23,13 +23,13 @@ from covey.config.recipe import SFTRecipe
 from covey.config.schema import ModelOptions, RolloutConfig
 from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
+from covey.monitor.writer import MetricsWriter
 from covey.parallel import flatten
 from covey.run import sft as supervised
 from covey.run.inference import answer_examples, answering_worker, select_answerable
 from covey.run.load_model import load_source
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
-from covey.train.metrics import MetricsWriter
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 LETTERS = str(Path(__file__).parents[1] / "letters.jsonl")

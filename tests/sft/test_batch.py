@@ -20,13 +20,13 @@ from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.models.lora import with_lora
+from covey.monitor.loop import StepRecord
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
 from covey.sft.batch import encode_example, fit, groups_of, pack_rows, put_micro_batches, supervised_loss
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
-from covey.train.loop import StepRecord
 from covey.train.trainer import Trainer
 from covey.types import Group, Mean
 

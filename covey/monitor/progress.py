@@ -27,11 +27,11 @@ from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import make_console, printable
-from covey.train.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
-from covey.train.live_view import StatusView, StepTable
-from covey.train.notebook import NotebookOutput
-from covey.train.run_files import SAMPLES
-from covey.train.status import Status
+from covey.monitor.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
+from covey.monitor.live_view import StatusView, StepTable
+from covey.monitor.notebook import NotebookOutput
+from covey.monitor.run_files import SAMPLES
+from covey.monitor.status import Status
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""

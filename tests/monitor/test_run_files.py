@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from covey.config.recipe import RUN_RECIPE
-from covey.train import run_files
-from covey.train.run_files import RECIPE, RUN_FILES
+from covey.monitor import run_files
+from covey.monitor.run_files import RECIPE, RUN_FILES
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_every_file_is_on_the_page_of_the_run_folder(file: run_files.RunFile) ->
 def test_no_module_lists_the_files_beside_the_table() -> None:
     """A name that is written elsewhere would be missed when the table changes."""
     names = "|".join(re.escape(file.name) for file in RUN_FILES if "." in file.name)
-    kept = {"covey/train/run_files.py", "covey/config/recipe.py", "covey/plan/here.py"}
+    kept = {"covey/monitor/run_files.py", "covey/config/recipe.py", "covey/plan/here.py"}
     written = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "covey").rglob("*.py")

@@ -8,7 +8,7 @@ import numpy as np
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import NumbersError
-from covey.train.notebook import NotebookOutput, in_notebook
+from covey.monitor.notebook import NotebookOutput, in_notebook
 from covey.types import Group, TokenValues
 
 

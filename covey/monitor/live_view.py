@@ -14,8 +14,8 @@ from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.train.formats import ASCII_SPARKS, SPARKS, duration, in_unit, size, sparkline
-from covey.train.status import Status
+from covey.monitor.formats import ASCII_SPARKS, SPARKS, duration, in_unit, size, sparkline
+from covey.monitor.status import Status
 
 HEADER_EVERY = 20
 """Number of rows of the table after which its header is repeated."""

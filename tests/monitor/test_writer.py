@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import ResumeError
-from covey.train import metrics
-from covey.train.metrics import MetricsWriter, read_rows, write_answers
+from covey.monitor.writer import MetricsWriter, encode_row, read_rows, write_answers, write_summary
 from covey.types import Completion, FinishReason, Group
 
 
@@ -80,7 +79,7 @@ def test_a_row_holds_every_completion_and_unscored_is_null(tmp_path):
 @given(st.floats())
 def test_numbers_keep_every_bit_and_json_stays_strict(value):
     for kept in (value, np.float64(value)):
-        read = strictly(metrics.encode_row({"step": 1, "x": kept}))["x"]
+        read = strictly(encode_row({"step": 1, "x": kept}))["x"]
         assert read == value if math.isfinite(value) else read is None
 
 
@@ -95,26 +94,26 @@ def test_arrays_and_scalars_of_numpy_and_jax_become_numbers():
         "e": np.bool_(True),
     }
     same = float(np.float32(0.1))
-    assert strictly(metrics.encode_row(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
+    assert strictly(encode_row(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
 
 
 @given(st.text(st.characters()))
 def test_any_text_of_a_model_is_one_readable_line(text):
-    written = metrics.encode_row({"text": text})
+    written = encode_row({"text": text})
     assert written.count(b"\n") == 1
     assert strictly(written.decode()) == {"text": text}
 
 
 def test_letters_are_written_as_letters():
-    assert "é → ⏎".encode() in metrics.encode_row({"text": "é → ⏎"})
+    assert "é → ⏎".encode() in encode_row({"text": "é → ⏎"})
 
 
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.step({"step": 1})
     writer.samples(1, [a_group()])
-    assert len(list(metrics.read_rows(tmp_path / "metrics.jsonl"))) == 1
-    assert len(list(metrics.read_rows(tmp_path / "samples.jsonl"))) == 2
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
+    assert len(list(read_rows(tmp_path / "samples.jsonl"))) == 2
     writer.close()
     writer.close()
 
@@ -141,7 +140,7 @@ def test_resume_keeps_everything_up_to_its_step(tmp_path):
 
 def test_resume_without_files_starts_them(tmp_path):
     write(tmp_path / "new", [1], resume_at=0)
-    assert [row["step"] for row in metrics.read_rows(tmp_path / "new" / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in read_rows(tmp_path / "new" / "metrics.jsonl")] == [1]
 
 
 def test_a_new_run_does_not_append_to_another(tmp_path):
@@ -162,15 +161,15 @@ def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path, broken):
 
 def test_a_torn_last_row_is_not_read(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\n{"step"')
-    assert list(metrics.read_rows(tmp_path / "m")) == [{"step": 1}]
+    assert list(read_rows(tmp_path / "m")) == [{"step": 1}]
 
 
 def test_summary_is_replaced_whole(tmp_path, monkeypatch):
-    metrics.write_summary(tmp_path, {"before": {"accuracy": 0.2}})
+    write_summary(tmp_path, {"before": {"accuracy": 0.2}})
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
-        metrics.write_summary(tmp_path, {"before": {"accuracy": np.float32(0.5)}})
+        write_summary(tmp_path, {"before": {"accuracy": np.float32(0.5)}})
     assert strictly((tmp_path / "summary.json").read_text()) == {"before": {"accuracy": 0.2}}
     monkeypatch.undo()
-    metrics.write_summary(tmp_path, {"after": {"accuracy": math.nan}})
+    write_summary(tmp_path, {"after": {"accuracy": math.nan}})
     assert strictly((tmp_path / "summary.json").read_text()) == {"after": {"accuracy": None}}

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from covey.display import mask_secrets
 from covey.extras import install_command
 from covey.files import folder_below, has_file, open_below
-from covey.train.run_files import TENSORBOARD, TRACKING, WANDB
+from covey.monitor.run_files import TENSORBOARD, TRACKING, WANDB
 
 PROJECT = "covey"
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from covey.train.live_view import StatusView, StepTable
-from covey.train.progress import Progress, SampleLine
-from covey.train.status import Status
+from covey.monitor.live_view import StatusView, StepTable
+from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.status import Status
 
 ROW = {"step": 37, "reward": 1.375, "reward_error": 0.0625, "kl": 0.0123, "step_time": 12.5, "tokens_per_second": 58.0}
 ROW |= {"frac_reward_zero_std": 0.125, "completions/mean_length": 31.0, "completions/clipped_ratio": 0.02}
@@ -127,7 +127,7 @@ def test_a_run_on_a_terminal_keeps_its_history_and_no_line_wraps(width: int) -> 
 
 def test_the_status_counts_time_left_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("covey.train.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
     progress = Progress(10, Console(file=io.StringIO()), memory=lambda: 5)
     progress.seconds_before = 50.0
     progress.step(ROW | {"step": 1, "step_time": 60.0, "time/compile": 50.0})

@@ -10,7 +10,7 @@ import pytest
 
 from covey import extras
 from covey.display import show_log
-from covey.train.trackers import TRACKERS, Tracked, Trackers
+from covey.monitor.trackers import TRACKERS, Tracked, Trackers
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
 SENT = {"reward": 0.5, "eval/pass@1": 0.25}

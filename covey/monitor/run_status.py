@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.files import folder_below, open_below
+from covey.monitor.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
+from covey.monitor.status import Status
 from covey.train.checksums import is_locked
 from covey.train.json_lines import MAX_LINE, is_count, number, parse_line
-from covey.train.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.train.status import Status
 
 RUNNING, FINISHED, STOPPED, FAILED, DEAD = "running", "finished", "stopped", "failed", "dead"
 SILENCE = 30.0

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from covey.display import printable
-from covey.train.formats import excerpt, sparkline
-from covey.train.loop import StepLines, StepRecord
-from covey.train.notebook import NotebookOutput
-from covey.train.progress import Progress, SampleLine
+from covey.monitor.formats import excerpt, sparkline
+from covey.monitor.loop import StepLines, StepRecord
+from covey.monitor.notebook import NotebookOutput
+from covey.monitor.progress import Progress, SampleLine
 
 SAMPLES = [
     SampleLine("about rain", "Rain falls.", 1.0),
@@ -144,7 +144,7 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
 
 def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
     console, now = plain(), 0.0
-    monkeypatch.setattr("covey.train.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
     with Progress(3, console) as progress:
         progress.phase("evaluating")
         for done in range(1, 41):
@@ -190,7 +190,7 @@ def test_time_left_is_that_of_the_steps_without_compilation_as_soon_as_there_is_
 
 def test_a_log_is_told_of_a_program_that_takes_long_to_compile(monkeypatch):
     console = plain()
-    monkeypatch.setattr("covey.train.progress.SLOW_COMPILE", 0.1)
+    monkeypatch.setattr("covey.monitor.progress.SLOW_COMPILE", 0.1)
     with Progress(3, console) as progress:
         progress.phase("update")
         for number in (1, 2, 3):
@@ -280,7 +280,7 @@ class NotebookSpy:
 @pytest.mark.slow
 def test_a_notebook_has_one_output_that_stays_short(monkeypatch):
     spy = NotebookSpy()
-    monkeypatch.setattr("covey.train.progress.NotebookOutput", lambda: spy)
+    monkeypatch.setattr("covey.monitor.progress.NotebookOutput", lambda: spy)
     console = Console(file=io.StringIO(), force_jupyter=True, width=80)
     with Progress(500, console) as progress:
         progress.evaluation("before", {"reward": 0.5})
@@ -310,8 +310,8 @@ def test_an_output_is_not_drawn_too_often(monkeypatch):
         drawn.append(bundle)
         return Handle()
 
-    monkeypatch.setattr("covey.train.notebook.time.monotonic", lambda: now)
-    monkeypatch.setattr("covey.train.notebook.import_module", lambda name: SimpleNamespace(display=display))
+    monkeypatch.setattr("covey.monitor.notebook.time.monotonic", lambda: now)
+    monkeypatch.setattr("covey.monitor.notebook.import_module", lambda name: SimpleNamespace(display=display))
     output = NotebookOutput()
     for text in ("<b>1</b>", "2", "3"):
         output.show(text)
@@ -319,7 +319,7 @@ def test_an_output_is_not_drawn_too_often(monkeypatch):
     output.show("4", now=True)
     assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "4"]
     assert drawn[0]["text/html"] == "<pre>&lt;b&gt;1&lt;/b&gt;</pre>"
-    monkeypatch.setattr("covey.train.loop.in_notebook", lambda: True)
+    monkeypatch.setattr("covey.monitor.loop.in_notebook", lambda: True)
     lines = StepLines(("reward",))
     for step in range(1, 101):
         now += 1.0
