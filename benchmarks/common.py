@@ -23,7 +23,7 @@ from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.plan.peaks import peaks
+from covey.plan.roofline import peaks
 from covey.types import Completion, FinishReason, Group
 
 Name = TypeVar("Name", bound=Hashable)

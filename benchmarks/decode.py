@@ -16,7 +16,7 @@ from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
 from covey.plan.counting import Span, decoding
-from covey.plan.peaks import peaks, product_rate
+from covey.plan.roofline import peaks, product_rate
 from covey.sampling.device import Programs, Slots
 from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams

@@ -21,7 +21,7 @@ from covey.losses.logprobs import TokenLogps, token_logps
 from covey.models.lora import split_trainable
 from covey.packing.rows import Rows, pack, padding_fraction, rows_at_a_time, split_micro_batches, tree_attention, unpack
 from covey.plan import counting
-from covey.plan.peaks import peaks
+from covey.plan.roofline import peaks
 from covey.types import Group
 
 

@@ -15,7 +15,7 @@ from benchmarks.decode import limits
 from benchmarks.sizes import Size
 from covey.config.schema import RolloutConfig
 from covey.plan import counting
-from covey.plan.peaks import peaks
+from covey.plan.roofline import peaks
 from covey.sampling.engine import Request, Sampler
 
 

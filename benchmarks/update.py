@@ -23,7 +23,7 @@ from covey.packing.rows import (
     split_micro_batches,
 )
 from covey.plan import counting
-from covey.plan.peaks import peaks
+from covey.plan.roofline import peaks
 from covey.rl.batch import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer

@@ -20,7 +20,7 @@ import pytest
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.loading.weights import load
-from covey.plan import peaks
+from covey.plan import roofline
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -46,8 +46,8 @@ def smallest(monkeypatch):
 
     size = sizes.Size(MODEL, 2, 4, prompt_length=16, mean_length=8, max_new_tokens=24, slots=4)
     monkeypatch.setitem(sizes.SIZES, "smallest", size)
-    monkeypatch.setattr(peaks, "STREAMED", 2**20)
-    monkeypatch.setattr(peaks, "CALLS", 1)
+    monkeypatch.setattr(roofline, "STREAMED", 2**20)
+    monkeypatch.setattr(roofline, "CALLS", 1)
     return size
 
 

@@ -1,17 +1,23 @@
 """One compiled program of a plan: its memory and collectives, and the compiler's estimate of its time."""
 
 import math
+import os
 import re
+import resource
+import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 
+from covey.allocator import release_free_memory
 from covey.parallel.programs import Program
 from covey.plan import hlo
-from covey.plan.resident import begin_again, highest, resident
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -153,3 +159,31 @@ def _refused_bytes(message: str) -> int | None:
     """
     found = re.search(r"[Uu]sed ([\d.]+)([KMG]?) of [\d.]+[KMG]? hbm", message)
     return int(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def resident() -> int:
+    """Return the resident bytes of this process, after free memory went back to the system."""
+    release_free_memory()
+    return int(psutil.Process().memory_info().rss)
+
+
+def highest() -> int:
+    """Return the most resident bytes of this process since `begin_again`.
+
+    The kernel keeps them, so that no peak is missed. Where it cannot begin again (systems other than Linux, some
+    containers), they are those of the whole life of the process.
+    """
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def begin_again() -> None:
+    """Let `highest` begin with the memory of now."""
+    with suppress(OSError):
+        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        try:
+            os.write(descriptor, b"5")
+        finally:
+            os.close(descriptor)

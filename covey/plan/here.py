@@ -17,8 +17,8 @@ from rich.table import Table
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
+from covey.plan.compiled import begin_again, highest
 from covey.plan.memory import SAMPLING
-from covey.plan.resident import begin_again, highest
 from covey.run.base import Run
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun

@@ -58,7 +58,7 @@ MACHINES = {
         "NVIDIA H100 SXM data sheet, dense rates; a link is NVLink in one direction",
     ),
 }  # fmt: skip
-"""Name → device; a CPU is measured (`peaks`), not listed."""
+"""Name → device; a CPU is measured (`roofline.peaks`), not listed."""
 
 CPU = "cpu"
 EXAMPLES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8", CPU)

@@ -21,21 +21,20 @@ from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
 from covey.parallel.programs import Program
-from covey.plan.batches import num_batch_sizes
-from covey.plan.compiled import CompiledProgram, compile_program
+from covey.plan.compiled import CompiledProgram, compile_program, resident
 from covey.plan.inventory import Entry, has_token_values, inventory
 from covey.plan.knobs import Turn, search
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Residents, RunResidents, nbytes, run_residents
 from covey.plan.outline import Outline, make_outline
-from covey.plan.peaks import peaks
-from covey.plan.resident import resident
-from covey.plan.roofline import PhaseTime, Rates, phase_time
+from covey.plan.roofline import PhaseTime, Rates, peaks, phase_time
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
 from covey.rl.programs import RLPrograms
 from covey.rl.roles import Role
 from covey.run.programs import policy_programs, supervised_programs
+from covey.sampling.lengths import smaller_batch
+from covey.sampling.scheduler import MIN_SLOTS, Scheduler
 from covey.sft.programs import SFTPrograms
 
 TOTAL_STEPS = 100
@@ -333,3 +332,20 @@ def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -
 def _overlaps(recipe: Recipe) -> bool:
     """Return whether a run samples a part of its step while it trains on another."""
     return bool(recipe.role_to_mesh.rollout.size) and recipe.training.queueing != "sync"
+
+
+def num_batch_sizes(scheduler: Scheduler) -> int:
+    """Return how many sizes of batch and cache a rollout may decode with: those of a batch that shrinks as samples
+    finish, and each doubling of its cache.
+
+    >>> from covey.config.schema import RolloutConfig
+    >>> num_batch_sizes(Scheduler([4], [64], RolloutConfig(slots=64, max_new_tokens=16)))  # 64 48 32 24 16 8 4
+    7
+    """
+    if not scheduler.resizes:
+        return 1
+    sizes, slots = 1, len(scheduler.slots)
+    while (slots := smaller_batch(slots)) >= MIN_SLOTS:
+        sizes += 1
+    doublings = (scheduler.longest_cache // scheduler.cache_length).bit_length() - 1
+    return sizes + doublings

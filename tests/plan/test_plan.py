@@ -22,7 +22,7 @@ from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import make_mesh
 from covey.parallel.programs import abstract
-from covey.plan import command, here, peaks, plan, table
+from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.counting import weights_in_products
 from covey.plan.machines import MACHINES, parse_target
@@ -47,9 +47,9 @@ SHAPE = ModelConfig(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of this CPU from one small call."""
-    monkeypatch.setattr(peaks, "STREAMED", 2**20)
-    monkeypatch.setattr(peaks, "CALLS", 1)
-    peaks.peaks.cache_clear()
+    monkeypatch.setattr(roofline, "STREAMED", 2**20)
+    monkeypatch.setattr(roofline, "CALLS", 1)
+    roofline.peaks.cache_clear()
 
 
 def load(more: Sequence[str], mesh: Sequence[str] = ()) -> recipe.Recipe:
