@@ -14,7 +14,7 @@ from covey.errors import CoveyError
 if TYPE_CHECKING:
     from rich.table import Table  # late in what follows: mistakes are answered without it
 
-    from covey.report.results import Figure
+    from covey.report.comparison import Figure
     from covey.report.run_data import RunData
 
 USAGE = "covey compare RUN RUN [RUN ...] [--json]"
@@ -37,8 +37,7 @@ def compare(folders: Sequence[Path], as_json: bool = False) -> None:
     Raises:
         CoveyError: one of them is no run folder.
     """
-    from covey.report.comparison import settings_table  # late, here and below: they need NumPy
-    from covey.report.results import results_table
+    from covey.report.comparison import results_table, settings_table  # late, here and below: they need NumPy
     from covey.report.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]

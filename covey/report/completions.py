@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from covey.files import open_below, open_or_empty
-from covey.report.reduce import coarse_to_fine, spread
-from covey.report.run_data import Row
-from covey.report.script_json import number_json, script_json, size_of, text_json
-from covey.report.texts import Mask, Prompts, completion_form
+from covey.report.run_data import Row, coarse_to_fine, spread
+from covey.report.texts import Mask, Prompts, completion_form, number_json, script_json, size_of, text_json
 from covey.train.json_lines import is_count, number, parse_line
 from covey.types import FinishReason
 

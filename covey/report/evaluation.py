@@ -11,8 +11,7 @@ from typing import Any
 
 from covey.config.metrics import metric
 from covey.report.run_data import Row, RunData
-from covey.report.script_json import script_json, size_of
-from covey.report.texts import Mask, Prompts, completion_form
+from covey.report.texts import Mask, Prompts, completion_form, script_json, size_of
 from covey.train.json_lines import number
 
 MAX_BYTES = 600_000

@@ -27,9 +27,8 @@ from covey.report import completions, evaluation, token_values
 from covey.report.charts import charts_for
 from covey.report.comparison import settings_table
 from covey.report.diagnosis import Finding, RunHistory, diagnose
-from covey.report.reduce import points_per_series, reduce_series
-from covey.report.run_data import RunData, Series, read_run
-from covey.report.script_json import script_json, size_of
+from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
+from covey.report.texts import script_json, size_of
 from covey.train.json_lines import is_count, number
 
 GENERATOR = '<meta name="generator" content="Covey'

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.report.reduce import coarse_to_fine
-from covey.report.run_data import Row, read_lines
-from covey.report.script_json import number_json, script_json, size_of, text_json
-from covey.report.texts import Mask
+from covey.report.run_data import Row, coarse_to_fine, read_lines
+from covey.report.texts import Mask, number_json, script_json, size_of, text_json
 from covey.train.json_lines import is_count, number
 
 MAX_BYTES = 800_000

@@ -18,7 +18,7 @@ from covey.config.metrics import metric
 from covey.config.schema import PPOConfig
 from covey.config.strict_yaml import leaves
 from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
-from covey.report.diagnosis.live import CERTAIN, FIRST_STEPS
+from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]

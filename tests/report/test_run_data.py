@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from covey.errors import CoveyError
 from covey.report import build_page
 from covey.report.comparison import settings_table
-from covey.report.reduce import extremes, reduce_series
-from covey.report.run_data import Series, read_run
+from covey.report.run_data import Series, extremes, read_run, reduce_series
 
 
 def test_a_run_is_read_as_it_was_written(make_run: Any) -> None:

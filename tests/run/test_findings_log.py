@@ -9,7 +9,7 @@ import pytest
 
 from covey.config import recipe
 from covey.display import show_log
-from covey.report.diagnosis.live import CERTAIN, FIRST_STEPS
+from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.run import findings_log
 from covey.run.findings_log import FindingsLog
 
