@@ -24,7 +24,7 @@ from covey.packing.rows import (
 )
 from covey.plan import counting
 from covey.plan.roofline import peaks
-from covey.rl.batch import RowBatch, policy_loss_fn
+from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group

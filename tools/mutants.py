@@ -49,7 +49,11 @@ TESTS = {
         "tests/losses/test_algebra.py",
         "tests/rl/test_ppo.py",
     ),
-    "covey/losses/value.py": ("tests/losses/test_value.py", "tests/rl/test_batch.py", "tests/rl/test_inference.py"),
+    "covey/losses/value.py": (
+        "tests/losses/test_value.py",
+        "tests/rl/test_micro_batches.py",
+        "tests/rl/test_inference.py",
+    ),
     "covey/losses/shaping.py": (
         "tests/losses/test_shaping.py",
         "tests/losses/test_advantages.py",

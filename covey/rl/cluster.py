@@ -31,12 +31,10 @@ from covey.packing.rows import Rows
 from covey.parallel import distributed
 from covey.parallel.programs import abstract, few_programs
 from covey.parallel.reshard import reshard
-from covey.rl.batch import TrainBatch, policy_micro_batches, value_micro_batches
-from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer
-from covey.rl.loading import load_models
+from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, initial_reference, mixed, own_arrays
+from covey.rl.micro_batches import TrainBatch, policy_micro_batches, value_micro_batches
 from covey.rl.programs import policy_training, value_training
-from covey.rl.reference import initial_reference, mixed, own_arrays
-from covey.rl.roles import ClusterConfig, Role
+from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
@@ -265,7 +263,7 @@ class RLCluster(Keywords):
             self.critic_trainer.skip()
 
     def update_reference(self, mixing: float) -> None:
-        """Set reference ← α·actor + (1 − α)·reference; see `reference.mixed`."""
+        """Set reference ← α·actor + (1 − α)·reference; see `inference.mixed`."""
         reference = self.inference.params[Role.REFERENCE]
         self.inference.update_params(Role.REFERENCE, mixed(reference, self._current_actor, mixing))
 

@@ -16,9 +16,8 @@ from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import distributed
-from covey.rl.batch import TrainBatch
 from covey.rl.metrics import Clock
-from covey.rl.microbatch import merge, service_batches, slices
+from covey.rl.micro_batches import TrainBatch, merge, service_batches, slices
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, Group

@@ -31,7 +31,6 @@ from covey.monitor.loop import Observer, OnBadBatch, StepLines, StepRecord, is_d
 from covey.packing.rows import padding_fraction
 from covey.parallel import distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
-from covey.rl.batch import TrainBatch, arrays_of
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
 from covey.rl.experience import (
@@ -49,7 +48,7 @@ from covey.rl.experience import (
 )
 from covey.rl.failures import FailureCounts
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
-from covey.rl.microbatch import slices
+from covey.rl.micro_batches import TrainBatch, arrays_of, slices
 from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes

@@ -16,10 +16,10 @@ from covey.errors import RecipeError
 from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import explained_variance
-from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner, RewardFns
+from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import Role
 from covey.train.trainer import Metrics
 

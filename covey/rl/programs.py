@@ -25,11 +25,11 @@ from covey.packing.rows import abstract_rows
 from covey.parallel.placement import place_abstract, rows_placement
 from covey.parallel.programs import Program, few_programs
 from covey.parallel.sharding import num_row_shards
-from covey.rl.batch import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
 from covey.rl.inference import RowScorer, TokenValueScorer, ValueScorer
+from covey.rl.micro_batches import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.shown import longest_shown
 from covey.rl.stage_sizes import stage_sizes
+from covey.rl.token_values import longest_shown
 from covey.sampling.device import Programs
 from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import Scheduler

@@ -1,9 +1,10 @@
-"""Roles of the models in a run, the mesh of each, and the settings that they share."""
+"""Roles of the models in a run, how each is loaded, its mesh, and the settings that they share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any, Unpack
 
 import jax
 from jax.sharding import Mesh
@@ -11,6 +12,8 @@ from pydantic import Strict
 
 from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
+from covey.models.loading.weights import DecoderOptions, LoadedModel, load
+from covey.models.value_model import load_value_model
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel.mesh import (
     MESH_AXES,
@@ -21,6 +24,7 @@ from covey.parallel.mesh import (
     spans_processes,
 )
 from covey.parallel.placement import Model, place_model
+from covey.text.tokenizer import Tokenizer
 
 
 class Role(StrEnum):
@@ -116,3 +120,36 @@ class ClusterConfig(Config):
 
 def _devices(mesh: Mesh | None) -> set[jax.Device]:
     return set() if mesh is None else set(mesh.devices.flat)
+
+
+def load_models(
+    models: Mapping[Role, Any], config: ClusterConfig, **options: Unpack[DecoderOptions]
+) -> tuple[dict[Role, Any], Tokenizer | None]:
+    """Replace each source among `models` by the model that it names, on the mesh of its role.
+
+    Args:
+        models: model or source by role; models and None stay as they are.
+        config: meshes.
+        options: see `models.loading.weights.load`.
+
+    Returns:
+        the models, and the tokenizer of the actor's source; None when the actor was given as a model.
+
+    Raises:
+        WeightsError: a source is unavailable, incomplete, or not a supported model.
+    """
+    loaded = {
+        role: LOADERS[role](source, mesh=config.mesh(role), **options)
+        for role, source in models.items()
+        if isinstance(source, str)
+    }
+    tokenizer = loaded[Role.ACTOR].tokenizer if Role.ACTOR in loaded else None
+    return {**models, **{role: found.model for role, found in loaded.items()}}, tokenizer
+
+
+LOADERS: dict[Role, Callable[..., LoadedModel[Any]]] = {
+    Role.ACTOR: load,
+    Role.REFERENCE: load,
+    Role.CRITIC: partial(load_value_model, new_head=True),
+    Role.REWARD: load_value_model,
+}

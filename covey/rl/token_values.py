@@ -11,18 +11,21 @@ At most `COMPLETIONS` completions of one group are scored, at intervals at which
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from covey.config.algorithms import Algorithm
-from covey.config.schema import RLTrainingConfig
+from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.losses.policy import KLS
-from covey.packing.rows import unpack
-from covey.rl.batch import TrainBatch
-from covey.rl.cluster import RLCluster
-from covey.rl.shown import COMPLETIONS, Shown, choose
+from covey.packing.rows import Rows, pack, unpack
+from covey.rl.micro_batches import TrainBatch
+from covey.sampling.lengths import power_of_two
 from covey.text.token_texts import token_texts
-from covey.types import Completion, Group, TokenValues
+from covey.types import Completion, FinishReason, Group, TokenValues
+
+if TYPE_CHECKING:
+    from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
 
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""
@@ -30,6 +33,12 @@ COST = 100
 """Completions of training for each scored one. Two passes of it, a third of them padding, cost as much as three; a
 completion of training costs at least as much as three passes, and 3.4 where that was measured (quickstart, on a CPU).
 """
+COMPLETIONS = 8
+"""Maximum number of completions of a group that are scored."""
+TOKENS = 512
+"""Maximum number of tokens of a completion that are scored, from its beginning."""
+SMALLEST_ROW = 128
+"""Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
 
 
 def interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
@@ -50,7 +59,7 @@ class TokenScorer:
         due: whether this step is one of those; if not, nothing is done.
     """
 
-    def __init__(self, cluster: RLCluster, algorithm: Algorithm, due: bool):
+    def __init__(self, cluster: "RLCluster", algorithm: Algorithm, due: bool):
         self._cluster, self._algorithm, self._due = cluster, algorithm, due
         self._shown: Shown | None = None
         self._values: list[TokenValues] = []
@@ -127,3 +136,52 @@ class TokenScorer:
 def _most_informative(groups: Sequence[Group]) -> int:
     """Return the index of the first group with advantages that are not 0, or else of the first group."""
     return next((i for i, group in enumerate(groups) if group.advantages is not None and group.advantages.any()), 0)
+
+
+class Shown(NamedTuple):
+    """Completions that are scored.
+
+    Attributes:
+        group: the group of which they are, whole.
+        numbers: their numbers in the group.
+        scored: the group with these completions alone, long ones cut.
+        rows: the packed rows of `scored`.
+    """
+
+    group: Group
+    numbers: list[int]
+    scored: Group
+    rows: Rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each completion."""
+        return [len(completion.tokens) for completion in self.scored.completions]
+
+
+def longest_shown(config: RolloutConfig, num_generations: int, row_length: int) -> Rows:
+    """Return the rows of the completions that are scored where prompt and completions are as long as they may be."""
+    tokens, none = np.zeros(config.max_new_tokens, np.int32), np.zeros(0, np.float32)
+    one = Completion(tokens, none, none, FinishReason.LENGTH)
+    prompt = np.zeros(config.max_prompt_length, np.int32)
+    return choose(Group("", prompt, (one,) * num_generations), row_length).rows
+
+
+def choose(group: Group, row_length: int, one_length: bool = False) -> Shown:
+    """Return the completions with the largest advantages of either sign, in the order of the group, and their rows,
+    which are as short as they may be; with `one_length`, of `row_length` tokens.
+    """
+    size = np.zeros(len(group.completions)) if group.advantages is None else np.abs(group.advantages)
+    numbers = sorted(np.argsort(-size, kind="stable")[:COMPLETIONS].tolist())
+    scored = replace(group, completions=tuple(_beginning(group.completions[i]) for i in numbers))
+    needed = len(group.prompt_tokens) + sum(len(completion.tokens) for completion in scored.completions)
+    length = row_length if one_length else min(max(power_of_two(needed), SMALLEST_ROW), row_length)
+    return Shown(group, numbers, scored, pack([scored], length, compile_cost=float("inf")))
+
+
+def _beginning(completion: Completion) -> Completion:
+    """Return the first `TOKENS` tokens of a completion with their values, and the branches that begin among them."""
+    cut = {name: getattr(completion, name)[:TOKENS] for name in ("tokens", "logps", "sampler_logps")}
+    mask = None if completion.mask is None else completion.mask[:TOKENS]
+    branches = completion.branches and tuple(branch for branch in completion.branches if branch.start < TOKENS)
+    return replace(completion, **cut, mask=mask, branches=branches)

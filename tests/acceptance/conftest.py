@@ -25,9 +25,9 @@ from covey.models.lora import with_lora
 from covey.models.value_model import make_value_model
 from covey.monitor.loop import StepRecord
 from covey.packing.rows import Rows, pack
-from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
+from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group

@@ -25,9 +25,9 @@ from covey.models.value_model import make_value_model
 from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import run_ahead
-from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.inference import InferenceWorker
+from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.rl.run_ahead import DataQueue

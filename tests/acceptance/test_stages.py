@@ -13,7 +13,7 @@ from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError, RewardError
 from covey.rl import run_ahead
-from covey.rl.microbatch import cut, merge
+from covey.rl.micro_batches import cut, merge
 from covey.rl.run_ahead import DataQueue, Ended, produce
 from covey.rl.stage_sizes import StageSizes
 

@@ -23,9 +23,9 @@ from covey.models.lora import has_lora, with_lora
 from covey.monitor.loop import StepRecord
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of
-from covey.rl.batch import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
+from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer

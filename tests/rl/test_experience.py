@@ -13,11 +13,11 @@ from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import distributed
 from covey.rewards import RewardRunner
-from covey.rl.batch import TrainBatch
 from covey.rl.experience import PromptBatch, gather_step_log, tokens_in_loss
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.metrics import Clock
+from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.sampling.stats import SamplerStats

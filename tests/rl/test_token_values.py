@@ -12,10 +12,9 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans, broadcast_to_rows, pack
-from covey.rl import shown as shown_module
-from covey.rl.batch import TrainBatch
-from covey.rl.shown import COMPLETIONS, TOKENS, choose
-from covey.rl.token_values import TokenScorer, interval
+from covey.rl import token_values
+from covey.rl.micro_batches import TrainBatch
+from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, interval
 from covey.types import Branch
 
 
@@ -102,7 +101,7 @@ def test_a_branch_that_begins_behind_the_cut_is_cut_too(
     groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trap: a token that such a branch drops ended behind the completion, and the next completions saw it."""
-    monkeypatch.setattr(shown_module, "TOKENS", 8)
+    monkeypatch.setattr(token_values, "TOKENS", 8)
     (group,) = groups_of([(5, [20, 6, 8])])
     first, *others = group.completions
     branched = replace(first, branches=(Branch(3, 6), Branch(8, 7), Branch(12, 9), Branch(17, 4)))
