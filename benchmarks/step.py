@@ -15,7 +15,7 @@ import tokenizers
 from benchmarks.common import STILL, Result, Settings, interleaved, short, spread_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.models.export import write_hf, write_peft
     from covey.models.lora import with_lora
-    from covey.monitor.history import History
+    from covey.monitor.record import History
     from covey.monitor.trackers import Tracked, Trackers
     from covey.parallel import make_mesh
     from covey.rewards import RewardRunner
@@ -120,7 +120,7 @@ _HOMES = {
     "EvalConfig": "covey.config.schema",
     "GRPOConfig": "covey.config.schema",
     "GRPOLearner": "covey.run.learners",
-    "History": "covey.monitor.history",
+    "History": "covey.monitor.record",
     "Learner": "covey.rl.learner",
     "LoRAConfig": "covey.config.schema",
     "MeshConfig": "covey.config.schema",

@@ -19,7 +19,7 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.scratch_checkpoint import character_tokenizer
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner

@@ -12,7 +12,7 @@ from benchmarks.peers.worker import Steps
 from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.models.loading.weights import load
 from covey.models.lora import split_trainable, with_lora
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig

@@ -23,8 +23,7 @@ from covey.errors import CoveyError
 from covey.monitor.formats import duration
 from covey.monitor.progress import Progress, SampleLine
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
-from covey.monitor.run_status import DEAD, FINISHED, RUNNING, WatchedRun
-from covey.monitor.status import Status
+from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
 from covey.train.json_lines import is_count, number
 
 INTERVAL = 1.0

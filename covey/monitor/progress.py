@@ -1,7 +1,7 @@
 """Show the progress of a run on the terminal.
 
 In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: on a terminal a table of the steps
-and two live lines below it (`live_view`); in a notebook the end of the same in one output; elsewhere one plain line per
+and two live lines below it (`terminal`); in a notebook the end of the same in one output; elsewhere one plain line per
 step, so that a log file has the same information. The headline metric is the reward in reinforcement learning, since
 the loss of a step with one update is 0 by construction, and the loss in supervised training. Text of the model is
 untrusted: characters that are not printable are shown as escapes.
@@ -28,10 +28,10 @@ from rich.text import Text
 from covey.config.metrics import metric
 from covey.display import make_console, printable
 from covey.monitor.formats import ASCII_SPARKS, SPARKS, TEXT_WIDTH, clock, excerpt, in_unit, share, sparkline
-from covey.monitor.live_view import StatusView, StepTable
 from covey.monitor.notebook import NotebookOutput
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
+from covey.monitor.terminal import StatusView, StepTable
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""

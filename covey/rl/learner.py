@@ -26,8 +26,7 @@ from covey.envs import rehearsal
 from covey.errors import EpisodeError, RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
-from covey.monitor.history import History
-from covey.monitor.loop import Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
+from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import padding_fraction
 from covey.parallel import distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score

@@ -28,8 +28,8 @@ from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.models.compute_dtype import AUTO, resolve_compute_dtype
-from covey.monitor.loop import StepRecord
 from covey.monitor.progress import Progress
+from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.trackers import Tracked, Trackers
 from covey.parallel import distributed, mesh_from_config

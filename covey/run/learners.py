@@ -27,7 +27,7 @@ from covey.data.rows import as_rows
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
-from covey.monitor.loop import StepLines, total_steps
+from covey.monitor.record import StepLines, total_steps
 from covey.monitor.run_files import METRICS
 from covey.monitor.writer import read_rows
 from covey.parallel import distributed

@@ -15,7 +15,7 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
-from covey.monitor.loop import total_steps
+from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe

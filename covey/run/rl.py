@@ -22,8 +22,8 @@ from covey.files import folder_below
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, load_value_model, make_value_model
-from covey.monitor.loop import StepRecord, total_steps
 from covey.monitor.progress import SampleLine
+from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
 from covey.monitor.writer import completion_text, prompt_text
 from covey.parallel import distributed

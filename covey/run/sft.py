@@ -14,8 +14,8 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
-from covey.monitor.loop import StepRecord, total_steps
 from covey.monitor.progress import Progress
+from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
 from covey.monitor.writer import Correct
 from covey.parallel import distributed

@@ -19,8 +19,7 @@ from covey.errors import RecipeError
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
-from covey.monitor.history import History
-from covey.monitor.loop import Observer, OnBadBatch, StepLines, StepRecord, total_steps
+from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import distributed, order

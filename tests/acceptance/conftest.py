@@ -23,7 +23,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
 from covey.models.value_model import make_value_model
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, pack
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner

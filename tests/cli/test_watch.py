@@ -26,7 +26,7 @@ from covey.cli import watch as watching
 from covey.cli.main import parse
 from covey.cli.watch import watch
 from covey.errors import CoveyError
-from covey.monitor.run_status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
+from covey.monitor.status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 from covey.train.checksums import take_lock
 from covey.train.json_lines import MAX_LINE
 

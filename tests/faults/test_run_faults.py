@@ -25,7 +25,7 @@ from covey.config.metrics import CLOCKS
 from covey.config.recipe import SFTRecipe
 from covey.errors import NumbersError, ResumeError, Stopped
 from covey.monitor.run_files import HEARTBEAT, STACKS
-from covey.monitor.run_status import read_heartbeat
+from covey.monitor.status import read_heartbeat
 from covey.monitor.writer import MetricsWriter
 from covey.run.rl import RLRun
 from covey.run.watchdog import Watchdog

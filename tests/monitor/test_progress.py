@@ -13,9 +13,9 @@ from rich.console import Console
 
 from covey.display import printable
 from covey.monitor.formats import excerpt, sparkline
-from covey.monitor.loop import StepLines, StepRecord
 from covey.monitor.notebook import NotebookOutput
 from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.record import StepLines, StepRecord
 
 SAMPLES = [
     SampleLine("about rain", "Rain falls.", 1.0),
@@ -319,7 +319,7 @@ def test_an_output_is_not_drawn_too_often(monkeypatch):
     output.show("4", now=True)
     assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "4"]
     assert drawn[0]["text/html"] == "<pre>&lt;b&gt;1&lt;/b&gt;</pre>"
-    monkeypatch.setattr("covey.monitor.loop.in_notebook", lambda: True)
+    monkeypatch.setattr("covey.monitor.record.in_notebook", lambda: True)
     lines = StepLines(("reward",))
     for step in range(1, 101):
         now += 1.0

@@ -52,7 +52,7 @@ from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.parallel import distributed, flatten, make_mesh, reshard
 from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host

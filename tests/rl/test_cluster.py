@@ -20,7 +20,7 @@ from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.export.files import export_parameters
 from covey.models.lora import has_lora, with_lora
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.rl.cluster import RLCluster

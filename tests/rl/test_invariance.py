@@ -30,7 +30,7 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.value_model import make_value_model
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner

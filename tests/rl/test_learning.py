@@ -21,7 +21,7 @@ from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel, make_value_model
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster

@@ -33,8 +33,7 @@ from covey.cli.watch import watch
 from covey.config.metrics import CLOCKS
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.models.loading.weights import load
-from covey.monitor.history import History
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import History, StepRecord
 from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
 from covey.report.run_data import read_run
 from covey.rl import grpo

@@ -20,7 +20,7 @@ from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
 from covey.models.lora import with_lora
-from covey.monitor.loop import StepRecord
+from covey.monitor.record import StepRecord
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
