@@ -7,23 +7,22 @@ at a time. Names and filters are those that templates written for Hugging Face e
 fixed.
 """
 
-import atexit
-import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
+from covey.child import Child
 from covey.errors import DataError, WeightsError
 
+HANDLER = "covey.text.template_child:handle_request"
+"""Function that the rendering process calls."""
 MAX_TEMPLATE_LENGTH = 100_000
 """Largest length of a template, in characters."""
 MAX_SECONDS = 1.0
 """Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""
+MAX_MEMORY = 1 << 29
+"""Limit of the rendering process's memory, in bytes."""
 
 
 def check(source: str) -> str:
@@ -37,7 +36,7 @@ def check(source: str) -> str:
             f"the model's chat template has {len(source)} characters", want=f"{MAX_TEMPLATE_LENGTH} at most"
         )
     try:
-        answer = _process.request({"source": source, "mark": "", "controls": [], "values": None})
+        answer = _request({"source": source, "mark": "", "controls": [], "values": None})
     except ChildProcessError as error:
         raise WeightsError(f"the model's chat template does not compile: it {error}") from error
     if "refused" in answer:
@@ -61,7 +60,7 @@ def render(source: str, values: Mapping[str, Any], *, mark: str = "", controls: 
     """
     request = {"source": source, "mark": mark, "controls": list(controls), "values": dict(values)}
     try:
-        answer = _process.request(request)
+        answer = _request(request)
     except ChildProcessError as error:
         raise DataError(f"the model's chat template {error}", fix=FIX_LENGTH) from error
     if "refused" in answer:
@@ -75,76 +74,31 @@ FIX_LENGTH = "use another template, or shorter messages"
 FIX_ROLES = "check the roles and their order; many models want user and assistant in turn, some take no system"
 
 
-class _RenderProcess:
-    """The rendering process, started on first use and restarted after it has ended. Thread-safe."""
+def _request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Send `request` to the rendering process and return its response.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send `request` to the process and return its response.
-
-        Raises:
-            ChildProcessError: the process ended while handling it; the message reads on from "the template".
-        """
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:  # not yet started, or killed from outside
-                self._end()
-                self._process = self._start()
-            try:
-                answer = self._exchange(self._process, line)
-            except BaseException:  # a late response would be taken for that of the next request
-                self._end()
-                raise
-            if answer:
-                found: dict[str, Any] = json.loads(answer)
-                return found
-            code = self._process.wait()
-            self._end()
-        if code == -signal.SIGPROF:
-            raise ChildProcessError(f"takes more than {MAX_SECONDS:g} s of computing time: it may not end")
-        raise ChildProcessError(f"ended the process that renders it (exit code {code})")
-
-    def end(self) -> None:
-        """End the process, if there is one."""
-        with self._lock:
-            self._end()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        path = os.pathsep.join(filter(None, sys.path))
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "covey.text.template_child", str(MAX_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the run, which may have to finish a step
-            env={**os.environ, "PYTHONPATH": path},
-        )
-
-    def _exchange(self, process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: reading returns nothing
-            process.stdin.write(line)
-            process.stdin.flush()
-        return process.stdout.readline()
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()  # which closes the pipes, also where a request was not read in full
-            self._process = None
+    Raises:
+        ChildProcessError: the process ended while handling it; the message reads on from "the template".
+    """
+    with _lock:
+        _child.reap()
+        try:
+            return _child.call(request)
+        except TimeoutError as error:
+            raise ChildProcessError(f"takes {error}: it may not end") from None
+        except ChildProcessError as error:
+            raise ChildProcessError(f"ended the process that renders it ({error})") from None
 
 
-_process = _RenderProcess()
-atexit.register(lambda: _process.end())
+def _new_child() -> Child:
+    return Child(HANDLER, cpu_seconds=MAX_SECONDS, memory=MAX_MEMORY)
 
 
 def _reset_after_fork() -> None:
-    """Give a forked process a child of its own: two cannot share one pair of pipes, or one lock."""
-    global _process
-    _process = _RenderProcess()
+    """Give a forked process a child of its own: two cannot share one socket, or one lock."""
+    global _child, _lock
+    _child, _lock = _new_child(), threading.Lock()
 
 
+_child, _lock = _new_child(), threading.Lock()
 os.register_at_fork(after_in_child=_reset_after_fork)

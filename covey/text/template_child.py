@@ -1,19 +1,15 @@
-"""Process that renders chat templates for `chat_template`: a JSON request per stdin line, a response per stdout line.
+"""Rendering of chat templates, in the process that `chat_template` starts.
 
 The sandbox keeps a template from reaching Python, but not from endless loops or from filling the memory: a list nested
-forty times, each level holding the one below twice, prints as terabytes, and a filter may be quadratic. So the process
-limits itself to `MAX_SECONDS` of CPU time per request, after which the system kills it, and to `MAX_MEMORY` bytes. CPU
-time does not pass while other programs run, so a busy machine refuses nothing that an idle one accepts.
+forty times, each level holding the one below twice, prints as terabytes, and a filter may be quadratic. So the system
+limits the CPU time of a request and the memory of the process. CPU time does not pass while other programs run, so a
+busy machine refuses nothing that an idle one accepts.
 """
 
 import json
 import random
 import re
-import resource
-import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -25,10 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SECONDS = 1.0
-"""Limit of the CPU seconds per request. A long chat takes some hundredths."""
-MAX_MEMORY = 1 << 29
-"""Limit of this process's memory, in bytes."""
+from covey.text.chat_template import MAX_MEMORY
+
 MEMORY_ERROR = f"it takes more than {MAX_MEMORY >> 20} MiB of memory"
 """Error text for a template that needs more memory."""
 MAX_RENDERED_LENGTH = 1_000_000
@@ -39,37 +33,19 @@ TODAY = datetime(2024, 7, 26)
 """Date for templates: Llama 3's own fallback. With the real date, a run resumed tomorrow would have other prompts."""
 
 
-def main(seconds: float = MAX_SECONDS) -> None:
-    """Answer requests until stdin ends."""
-    with suppress(ValueError, OSError):  # macOS has no such limit: there only the CPU time is limited
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        answer = handle_request(line)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
-
-
-def handle_request(line: bytes) -> bytes:
+def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the response to a request: `text`, or `refused` with the reason.
 
     With `refused` come the template's `line`, if known, and whether it exceeded a `limit`.
     """
-    request = json.loads(line)
-    found: dict[str, Any] = {}
     try:
         template = compile_template(request["source"], request["mark"], tuple(request["controls"]))
-        if request["values"] is not None:
-            found = {"text": render_template(template, request["values"])}
+        return {} if request["values"] is None else {"text": render_template(template, request["values"])}
     except Exception as error:  # untrusted code may raise anything: report it
         lineno = error.lineno if isinstance(error, TemplateSyntaxError) else None
         reason = MEMORY_ERROR if isinstance(error, MemoryError) else str(error) or type(error).__name__
         limit = isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError)
-        found = {"refused": reason[:MAX_REASON_LENGTH], "line": lineno, "limit": limit}
-    return json.dumps(found).encode()
+        return {"refused": reason[:MAX_REASON_LENGTH], "line": lineno, "limit": limit}
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +133,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))

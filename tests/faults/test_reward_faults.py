@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey import child
 from covey.config import recipe
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
-from covey.rewards.sandbox import workers
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -231,7 +231,7 @@ def test_an_answer_that_was_not_asked_for_is_never_taken_for_the_next(faulty: st
 
 @pytest.mark.parametrize("way", ["kill", "stop"])
 def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "EXIT_SECONDS", 0.2)
+    monkeypatch.setattr(child, "EXIT_SECONDS", 0.2)
     with guarded(on_error="none") as runner:
         assert scores(runner, f"{faulty}:faulty", "a") == [1.0]
         first = runner._workers[0].pid

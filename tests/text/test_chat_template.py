@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from covey.child import Child
 from covey.errors import DataError, WeightsError
 from covey.text import chat_template
 
@@ -161,17 +162,16 @@ def test_a_limit_is_told_as_one_and_not_as_a_matter_of_roles(source: str, why: s
 
 
 @pytest.fixture(scope="module")
-def brief_child() -> Iterator[chat_template._RenderProcess]:
-    child = chat_template._RenderProcess()
+def brief_child() -> Iterator[Child]:
+    child = Child(chat_template.HANDLER, cpu_seconds=chat_template.MAX_SECONDS / 10, memory=chat_template.MAX_MEMORY)
     yield child
     child.end()
 
 
 @pytest.fixture
-def brief(brief_child: chat_template._RenderProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(brief_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the computing time, so that the tests take a tenth of theirs."""
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", chat_template.MAX_SECONDS / 10)
-    monkeypatch.setattr(chat_template, "_process", brief_child)
+    monkeypatch.setattr(chat_template, "_child", brief_child)
 
 
 @pytest.mark.slow
@@ -187,10 +187,10 @@ def test_the_limit_is_computing_time_and_the_next_rendering_has_its_own():
 
 def test_a_process_that_died_is_replaced():
     assert render("a") == "a"
-    process = chat_template._process._process
+    process = chat_template._child.pid
     assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert render("b") == "b"
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from covey.child import describe_exit, kill_group, start
 from covey.envs.python_tool import wasm
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def run_in_wasm(program: str, limits: Limits = IN_WASM) -> Outcome:
         return Outcome(ended.output, ended.exceeded)
     fuel, _, end = ended.message.partition(" ")
     if not fuel or ended.exceeded:
-        failure = ended.exceeded or f"the engine ended with exit code {ended.code}"
+        failure = ended.exceeded or f"the engine ended with {describe_exit(ended.code)}"
         is_fault = not ended.exceeded and ended.code > 0
         if not is_fault:
             log.warning(f"{failure}: that depends on this machine, so the run does not repeat bit for bit")
@@ -169,8 +170,7 @@ def _run(
                 output, exceeded = _follow(child, folder, limits)
             finally:
                 if child.returncode is None:
-                    with suppress(ProcessLookupError):  # whatever it has left behind, while its number is still its own
-                        os.killpg(child.pid, signal.SIGKILL)
+                    kill_group(child)  # whatever it has left behind, while its number is still its own
             seconds = _reap(child)
             os.set_blocking(told.fileno(), False)
             text = (told.read(100) or b"").decode()
@@ -181,15 +181,8 @@ def _start(command: list[str], program: str, descriptors: Sequence[int]) -> "sub
     with tempfile.TemporaryFile() as source:
         source.write(program.encode(errors="replace"))
         source.seek(0)
-        return subprocess.Popen(
-            command,
-            stdin=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
+        env = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        return start(command, env, descriptors, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tuple[bytes, str]:
@@ -243,7 +236,7 @@ def _ending(ended: Ended, limits: Limits) -> str:
     if ended.code == -signal.SIGKILL:
         log.warning("a program of the model was killed from outside: this machine may have too little memory")
         return "the program was killed"
-    return "" if ended.code == 0 else f"the program ended with exit code {ended.code}"
+    return "" if ended.code == 0 else f"the program ended with {describe_exit(ended.code)}"
 
 
 def _ending_in_wasm(end: str, limits: Limits) -> str:

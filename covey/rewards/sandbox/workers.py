@@ -3,45 +3,26 @@
 A worker is started when it is first needed. When it takes too long, dies or returns an invalid message, it is killed
 with every process it has started, and the next call starts another. Messages both ways are JSON: a function is named by
 its module, never sent, and nothing is unpickled.
-
-A process pool, the standard library's or pebble's, does not do: the run unpickles what comes back, processes that a
-function has started outlive the time limit, and a worker in C code outlives a run that is killed.
 """
 
-import itertools
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from covey.child import Cancelled, Child, ReplyError
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
 
-CHILD = Path(__file__).with_name("child.py")
-"""Script that is the worker process. It is not imported: it imports the functions, and some of them start workers."""
+HANDLER = "covey.rewards.sandbox.child:handle_job"
+"""Function that the worker process calls. Its module is not imported here: it imports the functions, and some of them
+start workers.
+"""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
-MAX_REPLY = 1 << 26
-"""Maximum bytes of a message from a worker."""
-POLL_SECONDS = 0.2
-"""Interval at which a waiting thread checks whether its call was cancelled."""
-EXIT_SECONDS = 5.0
-"""Maximum time to wait for the exit code of a worker that died."""
-
-
-class Cancelled(Exception):  # noqa: N818
-    """Raised when a call is no longer wanted or the workers are closed."""
 
 
 class Worker:
@@ -52,14 +33,14 @@ class Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._child = Child(HANDLER, {"JAX_PLATFORMS": "cpu"}, kept=True)  # the run holds the devices
         self._loaded: set[str] = set()
-        self._closed, self._numbers = False, itertools.count()
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
         """Id of the process group, which is also the session; None while no process runs."""
-        return None if self._process is None else self._process.pid
+        return self._child.pid
 
     def call(
         self,
@@ -88,26 +69,25 @@ class Worker:
                 self._load(path, cancelled)
                 start = time.monotonic()
                 job = {"function": path, "arguments": arguments, "count": count}
-                outcome = _outcome(self._request(job, timeout or None, cancelled), count)
+                outcome = self._outcome(self._request(job, timeout or None, cancelled), count)
                 return replace(outcome, seconds=time.monotonic() - start)
-            except _WorkerLost as lost:
-                self._terminate()
-                return Outcome(None, failure=Failure(lost.what, LOST, fix=lost.fix))
-            except RecipeError:
-                raise
-            except BaseException:  # a pending reply would be taken for the reply to the next job
-                self._terminate()
-                raise
+            except TimeoutError as error:
+                failure = Failure(f"took {error} and was killed", LOST, fix="a longer reward_safety.timeout")
+            except ChildProcessError as error:
+                failure = Failure(f"ended its worker process ({error})", LOST)
+            except ReplyError as error:
+                failure = Failure(f"had its worker answer nonsense: {excerpt(error.args[0])}", LOST)
+            return Outcome(None, failure=failure)
 
     def close(self) -> None:
         """Kill the process and every process it has started; a call in another thread is aborted."""
         self._closed = True
         with self._lock:
-            self._terminate()
+            self._child.end()
 
     def _load(self, path: str, cancelled: threading.Event) -> None:
-        if self._process is None:
-            self._process, self._loaded = _Process(), set()
+        if self._child.pid is None:
+            self._loaded.clear()
         if path not in self._loaded:
             reply = self._request({"function": path}, START_SECONDS, cancelled)
             if "refused" in reply:
@@ -115,111 +95,14 @@ class Worker:
             self._loaded.add(path)
 
     def _request(self, job: Mapping[str, Any], seconds: float | None, cancelled: threading.Event) -> dict[str, Any]:
-        assert self._process is not None
-        job = {**job, "number": next(self._numbers)}
-        limit = None if seconds is None else time.monotonic() + seconds
+        return self._child.call(job, seconds, lambda: self._closed or cancelled.is_set())
+
+    def _outcome(self, reply: Mapping[str, Any], count: int) -> Outcome:
         try:
-            reply = self._process.exchange(
-                json.dumps(job).encode() + b"\n", limit, lambda: self._closed or cancelled.is_set()
-            )
-        except TimeoutError:
-            raise _WorkerLost(
-                f"took longer than {seconds:g} s and was killed", fix="a longer reward_safety.timeout"
-            ) from None
-        except (EOFError, OSError):
-            raise _WorkerLost(f"ended its worker process ({self._process.describe_exit()})") from None
-        try:
-            found: dict[str, Any] = json.loads(reply)
-            if found["number"] == job["number"]:  # otherwise another writer used the socket
-                return found
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pass
-        raise _WorkerLost(f"had its worker answer nonsense: {excerpt(reply[:80])}")
-
-    def _terminate(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
-
-class _WorkerLost(Exception):  # noqa: N818
-    def __init__(self, what: str, fix: str = ""):
-        self.what, self.fix = what, fix
-
-
-def _outcome(reply: Mapping[str, Any], count: int) -> Outcome:
-    try:
-        return outcome_from_json(reply, count)
-    except (ValueError, TypeError, AttributeError, KeyError):
-        raise _WorkerLost(f"had its worker answer nonsense: {excerpt(reply)}") from None
-
-
-class _Process:
-    """One process group and the socket to it. It ends with this object or with the run, if not earlier."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), str(theirs.fileno()), json.dumps(sys.path)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the run holds the devices
-            )
-        self._received = bytearray()
-        self.pid = self._popen.pid
-        self.end = weakref.finalize(self, _terminate, self._popen, self._socket)
-
-    def exchange(self, line: bytes, limit: float | None, is_cancelled: Callable[[], bool]) -> bytes:
-        """Send `line` and return the line that is the reply.
-
-        Raises:
-            TimeoutError: it has not arrived at `limit`.
-            Cancelled: `is_cancelled` has become true.
-            EOFError, OSError: the worker has ended, or the reply is longer than `MAX_REPLY`.
-        """
-        rest = memoryview(line)
-        while rest or (end := self._received.find(b"\n")) < 0:
-            left = POLL_SECONDS if limit is None else min(POLL_SECONDS, limit - time.monotonic())
-            if is_cancelled():
-                raise Cancelled
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            with suppress(TimeoutError):
-                if rest:
-                    rest = rest[self._socket.send(rest) :]
-                    continue
-                part = self._socket.recv(1 << 20)
-                if not part or len(self._received) > MAX_REPLY:
-                    raise EOFError
-                self._received += part
-        reply = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return reply
-
-    def describe_exit(self) -> str:
-        """Describe how a process that is gone has ended."""
-        try:
-            code = self._popen.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it closed its pipe"
-        names = {128 + s.value: s.name for s in signal.Signals}
-        return names.get(code, f"exit code {code}")
-
-
-def _terminate(keeper: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    """Have the keeper kill all processes, and kill the process group if the keeper itself was killed or stopped."""
-    with suppress(OSError):  # the worker may have ended
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-    with suppress(subprocess.TimeoutExpired):
-        keeper.wait(EXIT_SECONDS)
-    if keeper.returncode is None or keeper.returncode < 0:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(keeper.pid, signal.SIGKILL)
-        keeper.wait()
+            return outcome_from_json(reply, count)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            self._child.end()
+            raise ReplyError(reply) from None
 
 
 def import_path(name: str, function: RewardFn) -> str:
