@@ -97,6 +97,7 @@ class Problem(NamedTuple):
         fix: how to fix it.
         loc: place of the wrong value within the setting's: positions in lists, names in mappings.
         basic: whether the name or the type is wrong, so that the settings cannot be compared with each other.
+        unread: whether the only mistake is that nothing reads the setting.
     """
 
     key: str
@@ -105,6 +106,7 @@ class Problem(NamedTuple):
     fix: str = ""
     loc: tuple[int | str, ...] = ()
     basic: bool = False
+    unread: bool = False
 
 
 class ReadIf(NamedTuple):
@@ -311,7 +313,7 @@ def unread_settings(
         value = getattr(config, name, default)
         if value != default and value is not False:
             what = f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it"
-            yield Problem(name, what, f"{'null' if default is None else default}, or {want}")
+            yield Problem(name, what, f"{'null' if default is None else default}, or {want}", unread=True)
 
 
 def defaults(cls: type[Config]) -> dict[str, Any]:

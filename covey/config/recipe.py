@@ -194,7 +194,7 @@ def load(
         unnamed = str(source) not in names() and not re.search("^method:", text, re.M)
         fix = f"{command}, or write method: {kind.method} at its top" if unnamed else command
         raise RecipeError(f"this is a recipe for {COMMANDS[found.method]}", fix=fix, where=name)
-    return parse(text, overrides, name, kind)
+    return parse(text, overrides, name, kind, of_run=Path(source).is_dir())
 
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
@@ -257,15 +257,18 @@ def parse(
     overrides: Sequence[str] = (),
     name: str = "recipe",
     kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
+    of_run: bool = False,
 ) -> RecipeT:
-    """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors."""
+    """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors. In the recipe of a
+    run folder (`of_run`), settings that nothing reads are no mistake.
+    """
     file = strict_yaml.read(text, name)
     item = apply(kind, file, overrides, HIDDEN)
     hidden = [
         RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strict_yaml.places(item).items() if key in HIDDEN
     ]
     raise_together(hidden)
-    recipe = strict_yaml.build(kind, item, check=contradictions)
+    recipe = strict_yaml.build(kind, item, contradictions, recorded=strict_yaml.places(file) if of_run else {})
     raise_together(list(_unused_lora(recipe, item, file)))
     return recipe
 

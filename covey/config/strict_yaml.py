@@ -6,10 +6,13 @@ Duplicate keys, anchors and custom tags are refused. `override` puts values from
 that the same code checks both. A file may be hostile: its size and the number of reported mistakes are limited.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
@@ -20,6 +23,7 @@ from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 from covey.files import check_utf8
 
 C = TypeVar("C", bound=Config)
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 32_768
 """Largest file size in bytes. A recipe with every setting has about 5,000; parsing 100,000 takes a second."""
@@ -108,20 +112,31 @@ def dump(tree: Any) -> str:
     return text
 
 
-def build(cls: type[C], item: Item, check: Callable[[C], Iterable[Problem]] = lambda made: ()) -> C:
+def build(
+    cls: type[C],
+    item: Item,
+    check: Callable[[C], Iterable[Problem]] = lambda made: (),
+    recorded: Mapping[str, str] = MappingProxyType({}),
+) -> C:
     """Build the settings `cls`, with those of its sections, from `item`; missing settings keep their defaults.
 
     Args:
         check: returns problems of the whole, whose keys are dotted names; called when all names and types are right.
+        recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads is
+            left out and reported, since an earlier version of Covey may have accepted it: the run did not depend on it.
 
     Raises:
         RecipeError: the error lists all wrong names and types; if there are none, all other problems.
     """
-    builder = _Builder(cls)
+    builder, where = _Builder(cls), places(item)
     made = builder.section(cls, item, "", {})
     if not builder.basic:
-        where = places(item)
-        builder.found += [_error(problem, where.get(problem.key, "")) for problem in check(made)]
+        for problem in check(made):
+            builder.add(problem.key, _error(problem, where.get(problem.key, "")), problem)
+    if unread := {key: error for key, error in builder.unread.items() if where.get(key, "") == recorded.get(key)}:
+        for error in unread.values():
+            _report_left_out(f"{error.where}: {error.what}: left out")
+        return build(cls, reduce(_without, unread, item), check, recorded)
     raise_together(builder.basic or builder.found)
     return made
 
@@ -134,6 +149,20 @@ def override(item: Item, path: str, given: Item) -> Item:
     entries = dict(item.value or {})
     entries[head] = override(entries.get(head, Item({}, given.where)), rest, given) if rest else given
     return Item(entries, item.where, item.key)
+
+
+def _without(item: Item, path: str) -> Item:
+    """Return `item` without the value at the dotted `path`, which it has."""
+    head, _, rest = path.partition(".")
+    others = {name: entry for name, entry in item.value.items() if name != head}
+    if rest:
+        others[head] = _without(item.value[head], rest)
+    return Item(others, item.where, item.key)
+
+
+@cache  # a command loads a recipe several times
+def _report_left_out(text: str) -> None:
+    log.warning(text)
 
 
 def from_text(kind: Any, text: str, where: str) -> Item:
@@ -202,12 +231,14 @@ class _Builder:
     Attributes:
         basic: wrong names and types.
         found: all other problems.
+        unread: those of `found` that are settings which nothing reads, by dotted name.
     """
 
     def __init__(self, cls: type[Config]):
         self.paths = list(leaves(cls))
         self.basic: list[RecipeError] = []
         self.found: list[RecipeError] = []
+        self.unread: dict[str, RecipeError] = {}
 
     def section(self, cls: type[C], item: Item, path: str, start: Mapping[str, Any]) -> C:
         """Build `cls`; missing settings are those of `start`, or else the defaults of the class."""
@@ -227,8 +258,14 @@ class _Builder:
         made = object.__new__(cls)
         for problem in made.assign(given, path, shown):
             error = _error(problem, _where(entries.get(problem.key), problem.loc))
-            (self.basic if problem.basic else self.found).append(error)
+            self.add(f"{path}.{problem.key}".lstrip("."), error, problem)
         return made
+
+    def add(self, key: str, error: RecipeError, problem: Problem) -> None:
+        """Record the `error` that says what is wrong with the setting at the dotted name `key`."""
+        (self.basic if problem.basic else self.found).append(error)
+        if problem.unread:
+            self.unread[key] = error
 
     def refuse_name(self, name: str, choices: Iterable[str], path: str, where: str) -> None:
         """Record an unknown name, up to `MAX_LISTED`: the nearest name to each of thousands takes long."""

@@ -560,3 +560,34 @@ def test_python_gives_the_same_errors_as_yaml():
         GRPOConfig(delta=2.0, algorithm="cispo")
     with pytest.raises(RecipeError, match=r"(?s)evaluation.pass_k is 2.*evaluation.pass_k is set"):
         EvalConfig(pass_k=2)
+
+
+# --- recipes of runs
+
+
+UNREAD = """\
+grpo: {beta: 0.0, kl: k2, reference_mixing: 0.5}
+envs: {timeout: 7.0}
+training: {actor_optimizer: {momentum: 0.9}}
+"""
+
+
+def test_a_run_may_be_recorded_with_settings_that_nothing_reads(tmp_path, caplog):
+    (tmp_path / "recipe.yaml").write_text(SMALL + UNREAD)
+    assert recipe.load(tmp_path) == recipe.parse(SMALL + "grpo: {beta: 0.0}")
+    left_out = [re.search(r"yaml:(\d): .*? is .*: left out$", text)[1] for text in caplog.messages]
+    assert sorted(left_out) == ["3", "3", "4", "5"]
+
+
+def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(SMALL + UNREAD)
+    with pytest.raises(RecipeError, match=r"^4 problems") as caught:
+        recipe.load(tmp_path / "recipe.yaml")
+    assert re.findall(r"yaml:\d: (\S+) is", str(caught.value)) == [
+        "grpo.kl",
+        "grpo.reference_mixing",
+        "momentum",
+        "envs.timeout",
+    ]
+    with pytest.raises(RecipeError, match=r"^--grpo\.kl: grpo\.kl is set, and .*\n.*$"):
+        recipe.load(tmp_path, ["--grpo.kl", "k1"])

@@ -44,7 +44,8 @@ class OptimizerConfig(Config, section="training.optimizer"):
         """Yield a problem for a momentum without Muon."""
         if self.kind != "muon" and self.momentum != OptimizerConfig.momentum:
             what = f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it"
-            yield Problem("momentum", what, f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1")
+            want = f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1"
+            yield Problem("momentum", what, want, unread=True)
 
 
 Optimizer = Annotated[
