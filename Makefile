@@ -50,8 +50,10 @@ schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete 
 	$(BIN)/python tools/diagnosis_table.py
 	$(BIN)/python tools/families_table.py
 
-test: lint ## lint, then the whole test suite
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+test: .venv/ready-dev ## the whole test suite, and lint beside it, whose output comes last
+	@mkdir -p .cache && $(MAKE) --no-print-directory lint > .cache/lint.txt 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS); tests=$$?; \
+	wait $$lint; lint=$$?; cat .cache/lint.txt; exit $$((tests | lint))
 
 test-quick: .venv/ready-dev ## the tests that take less than a second each
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
