@@ -1,16 +1,11 @@
-"""The examples run as they are documented. This file is also what runs one: as `test_examples.py EXAMPLE REPORT FLAGS`,
-in a process of its own, and writes down what is left in memory at its end.
-"""
+"""The examples run as they are documented."""
 
-import json
-import os
+import logging
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,25 +17,9 @@ from covey.parallel import flatten
 from covey.rl.roles import Role
 from covey.train.checkpoint import Checkpointer
 
-ROOT = Path(__file__).parents[1]
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_gemma2.py"
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 """As tokens: a random model writes some of them, and so earns rewards that differ."""
-
-
-def observed(example: str, report: str, flags: list[str]) -> None:
-    sys.argv = [example, *flags]
-    left = runpy.run_path(example, run_name="__main__")
-    cluster = left["cluster"]
-    actor = flatten(nnx.state(cluster.actor))
-    frozen = flatten(cluster.inference.params[Role.REFERENCE])
-    told: dict[str, Any] = {
-        "steps": left["learner"].step,
-        "shapes": {name: [x.shape, x.addressable_shards[0].data.shape, str(x.dtype)] for name, x in actor.items()},
-        "devices": [len(x.sharding.device_set) for x in [*actor.values(), *frozen.values()]],
-        "shared": [name for name, x in frozen.items() if buffers(x) == buffers(actor[name])],
-    }
-    np.savez(report, **{name: np.asarray(x, np.float32) for name, x in actor.items()})
-    Path(report).with_suffix(".json").write_text(json.dumps(told))
 
 
 def buffers(x: jax.Array) -> list[int]:
@@ -49,14 +28,22 @@ def buffers(x: jax.Array) -> list[int]:
 
 @pytest.mark.slow
 def test_gsm8k_gemma2_goes_through_the_whole_notebook(
-    tmp_path: Path, problems: Path, checkpoint: Callable[..., Path]
+    tmp_path: Path,
+    problems: Path,
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, out, report = checkpoint("gemma2", words=TAGS), tmp_path / "out", tmp_path / "left.npz"
-    small = ["--steps", "3", "--test-batches", "1", "--max-prompt-length", "400", "--max-new-tokens", "12"]
-    shown = run("gsm8k_gemma2.py", report, "--model", model, "--data", problems, "--out", out, *small)
+    model, out = checkpoint("gemma2", words=TAGS), tmp_path / "out"
+    flags = ["--model", model, "--data", problems, "--out", out, "--steps", 3, "--test-batches", 1]
+    flags += ["--max-prompt-length", 400, "--max-new-tokens", 12]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, flags)])
+    monkeypatch.setattr(logging.getLogger("covey"), "level", logging.NOTSET)  # it sets its own
+    left = runpy.run_path(str(EXAMPLE), run_name="__main__")
+    shown, cluster = capsys.readouterr().out, left["cluster"]
 
-    told, left = json.loads(report.with_suffix(".json").read_text()), np.load(report)
-    assert told["steps"] == 3
+    assert left["learner"].step == 3
     assert re.findall(r"^step (\d)/3", shown, re.M) == ["1", "2", "3"]
     figures = r"greedy: accuracy \d+\.\d%  within 10 % \d+\.\d%  format \d+\.\d%  reward -?\d+\.\d\d"
     assert re.findall(rf"^(before|after), {figures}$", shown, re.M) == ["before", "after"]
@@ -64,7 +51,8 @@ def test_gsm8k_gemma2_goes_through_the_whole_notebook(
     assert "1 are too long" in shown
 
     # Four devices, each with a quarter of every matrix product; one base for actor and reference.
-    assert set(told["devices"]) == {4}
+    actor, frozen = flatten(nnx.state(cluster.actor)), flatten(cluster.inference.params[Role.REFERENCE])
+    assert {len(x.sharding.device_set) for x in [*actor.values(), *frozen.values()]} == {4}
     quarter = {
         "q_proj.kernel": (32, 16),
         "o_proj.kernel": (16, 32),
@@ -72,39 +60,26 @@ def test_gsm8k_gemma2_goes_through_the_whole_notebook(
         "q_proj.lora.b": (64, 16),
     }
     for end, share in quarter.items():
-        found = [shapes for name, shapes in told["shapes"].items() if name.endswith(end)]
-        assert [tuple(piece) for _, piece, _ in found] == [share, share], end
-    kernels = [name for name in left.files if ".lora." not in name]
-    assert sorted(told["shared"]) == sorted(kernels)
-    assert {told["shapes"][name][2] for name in kernels} == {"bfloat16"}
+        pieces = [x.addressable_shards[0].data.shape for name, x in actor.items() if name.endswith(end)]
+        assert pieces == [share, share], end
+    kernels = [name for name in actor if ".lora." not in name]
+    assert sorted(name for name, x in frozen.items() if buffers(x) == buffers(actor[name])) == sorted(kernels)
+    assert {str(actor[name].dtype) for name in kernels} == {"bfloat16"}
 
     # The base's checkpoint is the model that was given, and so is the base after training; its adapters have moved.
     given = flatten(nnx.state(weights.load(str(model), param_dtype="bfloat16").model))
     saved, adapters = (restored(out / name) for name in ("base", "policy"))
     assert given.keys() == saved.keys() == set(kernels)
     for name, x in given.items():
-        assert np.array_equal(np.asarray(x, np.float32), left[name]), name
+        assert np.array_equal(np.asarray(x), np.asarray(actor[name])), name
         assert np.array_equal(np.asarray(x, np.float32), saved[name]), name
-    moved = [name for name in left.files if name.endswith("lora.b")]
+    moved = [name for name in actor if name.endswith("lora.b")]
     assert len(moved) == 2 * 7
-    assert all(left[name].any() for name in moved)
-    assert all(np.array_equal(adapters[f"params.{name}"], left[name]) for name in moved)
+    assert all(np.asarray(actor[name]).any() for name in moved)
+    assert all(np.array_equal(adapters[f"params.{name}"], np.asarray(actor[name])) for name in moved)
     assert {path.name for path in (out / "adapter").iterdir()} > {"adapter_config.json", "adapter_model.safetensors"}
-
-
-def run(name: str, report: Path, *flags: object) -> str:
-    """What the example says on the four virtual devices of all tests."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    words = [sys.executable, __file__, str(ROOT / "examples" / name), str(report), *map(str, flags)]
-    done = subprocess.run(words, env=environment, cwd=report.parent, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def restored(folder: Path) -> dict[str, np.ndarray]:
     with Checkpointer(folder, read_only=True) as saves:
         return {name: np.asarray(x, np.float32) for name, x in flatten(saves.restore()[0]).items() if x.ndim}
-
-
-if __name__ == "__main__":
-    observed(*sys.argv[1:3], sys.argv[3:])
