@@ -103,6 +103,16 @@ EVALUATION = [
     "--rollout.max_new_tokens=4",
     "--rollout.max_prompt_length=400",
 ]
+ENDLESS = [
+    "--model.compute_dtype=float32",
+    "--rollout.max_new_tokens=4",
+    "--rollout.max_prompt_length=400",
+    "--grpo.num_generations=2",
+    "--grpo.max_sampling_rounds=1",
+    "--training.prompts_per_step=2",
+    "--training.max_steps=1000",
+    "--evaluation.prompts=1",
+]
 FRAGILE = """
 import json, os
 me, calls = os.environ.get("JAX_PROCESS_ID", "alone"), 0
@@ -135,9 +145,10 @@ def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list
 
 
 def work(model: str, folder: Path) -> None:
-    """Train as each of `CASES`, in turn."""
+    """Train as each of `CASES`, in turn, then run commands, the last until a signal comes."""
     with distributed.start():
         found = {name: train(model) for name, train in CASES.items()} | {"commands": commands(model)}
+        found["stopped"] = stopped(model, folder / "stopped")
         (folder / f"{distributed.index()}").write_bytes(
             pickle.dumps(found | {"listens": listening(), "keeps": keeps_programs()})
         )
@@ -278,6 +289,14 @@ def commands(model: str) -> dict[str, Any]:
         codes.append(exported("gguf", "--format", "gguf") if distributed.count() > 1 else exported("from one device"))
     files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
     return {"figures": figures, "answers": answers, "codes": codes, "files": files, "shown": shown.getvalue()}
+
+
+def stopped(model: str, out: Path) -> tuple[int, str, Path]:
+    """Train until a signal ends it; return the exit code, what the terminal got, and the run folder."""
+    shown = io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(shown):
+        code = main(["train", "quickstart", "--model.source", model, *ENDLESS, "--out", str(out)])
+    return code, shown.getvalue(), out
 
 
 def loaded(
@@ -433,9 +452,18 @@ def trained(model: str) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, model: str, trained: None) -> list[dict[str, Any]]:
-    """What two processes of two devices each found for each of `CASES`, and for `commands`."""
+    """What two processes of two devices each found for each of `CASES`, for `commands`, and for the run that process 1,
+    which writes nothing, gets SIGTERM in.
+    """
     out = tmp_path_factory.mktemp("two")
-    ended(launched([__file__, model, str(out)], 2, out), [0, 0], 400)
+    started = launched([__file__, model, str(out)], 2, out)
+    metrics, until = out / "stopped" / "metrics.jsonl", time.monotonic() + 400
+    while time.monotonic() < until and all(process.poll() is None for process in started):
+        if metrics.exists() and rows(metrics):
+            started[1].send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.1)
+    ended(started, [0, 0])
     return [pickle.loads((out / str(number)).read_bytes()) for number in (0, 1)]
 
 
@@ -548,27 +576,15 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_both_at_one_step(
-    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path
-) -> None:
-    """SIGTERM to the process that writes nothing: both end the same step, it is saved, and both leave with 75."""
-    out = tmp_path / "run"
-    more = [f"--model.source={checkpoint('nanochat', layers=1)}", f"--data.path={problems}", "--rewards=exact_answer"]
-    words = ["-m", "covey", "train", "gsm8k-nanochat", *SETTINGS, *more, "--max-steps=1000", "--out", str(out)]
-    first, second = started = launched(words, 2, tmp_path / "here")
-    until = time.monotonic() + 200
-    while not (out / "metrics.jsonl").exists() or not rows(out / "metrics.jsonl"):
-        assert time.monotonic() < until
-        assert {first.poll(), second.poll()} == {None}, ended(started, [0, 0], 1)
-        time.sleep(0.05)
-    second.send_signal(signal.SIGTERM)
-    told, theirs = ended(started, [STOPPED, STOPPED])
-    last = rows(out / "metrics.jsonl")[-1]["step"]
-    assert last < 1000
-    assert f"stopped by SIGTERM; step {last} is saved" in told
-    assert f"stopped by SIGTERM; step {last} is saved" in theirs
-    with Checkpointer(out / "checkpoints", read_only=True) as saves:
-        assert saves.latest() == last
+def test_a_signal_to_one_process_stops_both_at_one_step(two: list[dict[str, Any]]) -> None:
+    """Both end the same step, it is saved, and both leave with 75."""
+    for code, shown, out in (found["stopped"] for found in two):
+        last = rows(out / "metrics.jsonl")[-1]["step"]
+        assert last < 1000
+        assert code == STOPPED
+        assert f"stopped by SIGTERM; step {last} is saved" in shown
+        with Checkpointer(out / "checkpoints", read_only=True) as saves:
+            assert saves.latest() == last
 
 
 def first_gradient(folder: Path) -> dict[str, np.ndarray]:
