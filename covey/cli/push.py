@@ -46,7 +46,7 @@ def push(run: Path, repository: str, switches: set[str], options: PushOptions, s
     if "--yes" not in switches and not _agrees():
         echo("nothing was published")
         return 2
-    from covey.run.push import publish  # late: it needs JAX
+    from covey.run.export import publish  # late: it needs JAX
 
     names = [file.name for file in records]
     publish(run, repository, names, "--private" in switches, options.format, options.dtype, shard_bytes)

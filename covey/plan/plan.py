@@ -35,7 +35,7 @@ from covey.rl.roles import Role
 from covey.run.programs import policy_programs, supervised_programs
 from covey.sampling.lengths import smaller_batch
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler
-from covey.sft.programs import SFTPrograms
+from covey.sft.learner import SFTPrograms
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""

@@ -35,13 +35,9 @@ from covey.monitor.trackers import Tracked, Trackers
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
-from covey.run.compile_counter import CompileCounter
-from covey.run.environment import describe_environment
-from covey.run.findings_log import FindingsLog
-from covey.run.folder import RunFolder, create_folder, reopen_folder
+from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.load_model import refuse_other_weights
-from covey.run.memory_use import memory_in_use
-from covey.run.report_writer import ReportWriter
+from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
 from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.user_modules import check_same_modules

@@ -1,29 +1,79 @@
 """Export a run or a model to other formats; the result is read back and compared before it is renamed into place.
 
 Several processes divide the model over all of their devices, and each writes its shards to the common folder.
+
+An export has a model card: the runs that made the model, its base, the settings and the results. A run may begin with
+another run's model; the card lists all of them, the first one first. Its text is `model_card.md.jinja`. Values from
+recipes and summaries are untrusted: the template escapes each one, unless a filter has made it `Markdown`. `publish`
+sends an export and the records of its run to the Hugging Face hub.
 """
 
 import math
+import re
 import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jinja2
 from jax.sharding import Mesh
 
+from covey import __version__
 from covey.config import processes
-from covey.config.recipe import AnyRecipe
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import AnyRecipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
-from covey.display import echo, show_log
+from covey.display import echo, escape_markdown, printable, show_log
 from covey.errors import CoveyError, WeightsError
+from covey.extras import install_command
+from covey.files import open_below
 from covey.models import export as formats
 from covey.models.decoder import Decoder
-from covey.models.loading import text_part
+from covey.models.loading import sources, text_part
+from covey.monitor.run_files import SUMMARY
 from covey.parallel import distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
+from covey.report import REPORT, write_report
+from covey.run.folder import read_summary
 from covey.run.load_model import load_for
-from covey.run.model_card import Lineage, model_card
 from covey.text.tokenizer import Tokenizer, read_json
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The runs that made a model, the last one first, and the model that the first of them began with."""
+
+    runs: tuple[Path, ...]
+    base: str
+
+    @classmethod
+    def of(cls, source: str) -> "Lineage":
+        """Follow `model.source` from run to run."""
+        runs, base = chain_of_runs(source)
+        return cls(tuple(runs), base)
+
+    def folder(self) -> Path | None:
+        """Local Hugging Face folder of the base; None when it came from a GGUF file."""
+        path = sources.resolve_source(self.base).path
+        return path if path.is_dir() else None
+
+    def repository(self) -> str | None:
+        """Repository of the base on the hub, `org/name`; None when it is a path."""
+        if self.base in sources.NAMED_MODELS:
+            return sources.NAMED_MODELS[self.base].repo
+        found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
+        return found[1] if found else None
+
+    def origin(self) -> str | None:
+        """Exact weights of the base, where they are public: one name may stand for several versions."""
+        origin = str(_summary(self.runs[-1]).get("model", "")) if self.runs else self.base
+        return origin if origin.startswith(("hf:", "pypi:")) else None
 
 
 def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int) -> None:
@@ -130,3 +180,131 @@ def _base(lineage: Lineage) -> str:
     name = local.resolve().name
     _say(f"adapter_config.json calls the base {name!r}: paths of this machine stay out of it")
     return name
+
+
+def model_card(lineage: Lineage, library: str) -> str:
+    """Return README.md of an export: base, recipe, algorithm, and the results in summary.json.
+
+    Args:
+        library: the library that reads the export: transformers, peft or gguf.
+
+    It contains no local paths.
+    """
+    base = Path(lineage.base).name
+    runs = [_describe(run) for run in reversed(lineage.runs)]
+    return _template().render(
+        library=library,
+        repository=lineage.repository(),
+        base=base,
+        origin=lineage.origin(),
+        title=runs[-1]["recipe"].name if runs else base.removesuffix(".gguf"),
+        version=__version__,
+        runs=runs,
+        algorithm_of=algorithm_of,
+    )
+
+
+class Markdown(str):
+    """Text that the template does not escape."""
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        finalize=lambda value: value if isinstance(value, Markdown) else escape_markdown(str(value)),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"code": _code, "figure": _figure, "verbatim": Markdown, "basename": lambda p: Path(p).name}
+    return environment.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
+
+
+def _describe(run: Path) -> dict[str, Any]:
+    """Return recipe, steps, and the held-out results before and after training by name."""
+    summary = _summary(run)
+    before, after = (summary.get(name) or {} for name in ("before", "after"))
+    names = [name for name in {**before, **after} if _is_number(after.get(name, before.get(name)))]
+    results = [(name, before.get(name), after.get(name)) for name in names]
+    return {"recipe": load_recipe(run), "steps": summary.get("steps"), "results": results}
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    return read_summary(run / SUMMARY) or {}
+
+
+def _code(text: str) -> Markdown:
+    return Markdown("`" + printable(text).replace("`", "") + "`")
+
+
+def _figure(value: Any) -> Markdown:
+    return Markdown(f"{value:.4g}" if _is_number(value) else "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def publish(
+    run: Path, repository: str, records: Sequence[str], private: bool, form: str, dtype: str | None, shard_size: int
+) -> None:
+    """Upload the trained model of `run` and its `records` to `repository` in one commit.
+
+    Args:
+        run: the run folder.
+        repository: `org/name` on the hub; it is created if it does not exist.
+        records: names of files of the run folder; the report is written anew.
+        private: whether a new repository is private.
+        form, dtype, shard_size: of the model's files, as for `export`.
+
+    Raises:
+        CoveyError: the package for the hub or a login is missing, the hub refuses, or the run cannot be exported.
+    """
+    api = open_hub()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        export(str(run), folder, form, dtype, shard_size)
+        for name in records:
+            if name == REPORT:
+                write_report(folder / REPORT, [run])
+            else:
+                with open_below(run, name) as record, (folder / name).open("xb") as copy:
+                    shutil.copyfileobj(record, copy)
+        with _hub_errors(f"publishing {repository}"):
+            api.create_repo(repository, private=private, exist_ok=True)
+            echo(f"uploading {len(list(folder.iterdir()))} files")
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish a run of Covey")
+    echo(f"published: {api.endpoint}/{repository}")
+
+
+def open_hub() -> Any:
+    """Return the client of the hub, logged in.
+
+    Raises:
+        CoveyError: the package is missing, there is no valid login, or the hub cannot be reached.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CoveyError("publishing needs the package huggingface_hub", fix=install_command("hub")) from None
+    api = huggingface_hub.HfApi()
+    with _hub_errors("asking the hub who is logged in"):
+        try:
+            user = api.whoami()
+        except (huggingface_hub.errors.LocalTokenNotFoundError, huggingface_hub.errors.HfHubHTTPError) as error:
+            raise CoveyError(f"no login that {api.endpoint} accepts", fix="hf auth login") from error
+    echo(f"logged in at {api.endpoint} as {user.get('name', 'unknown')}")
+    return api
+
+
+@contextmanager
+def _hub_errors(what: str) -> Iterator[None]:
+    """Convert whatever the hub's package raises to an error of the user."""
+    try:
+        yield
+    except CoveyError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        told = f"{what} failed: {type(error).__name__}: {reason:.300}"
+        raise CoveyError(told, fix="check the name, your right to write there, and the network") from error

@@ -7,13 +7,19 @@ several processes the first writes; all read when resuming. The lock is that of 
 
 import json
 import logging
+import os
+import platform
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import psutil
 
+from covey import __version__
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import refuse_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
@@ -21,6 +27,7 @@ from covey.files import folder_below, has_file, open_below, refuse_url, replace_
 from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.parallel import distributed
+from covey.parallel.checks import versions
 from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import claim, release
 from covey.types import Group, TokenValues
@@ -226,3 +233,30 @@ def _unlike_a_summary(found: Any) -> str:
 
 Figure = int | float | None
 """Value of an evaluation metric; None where nothing was measured."""
+
+
+def describe_environment() -> dict[str, str]:
+    """Return names and texts; nothing in them names the machine or its user."""
+    devices = jax.devices()
+    found = {"covey": __version__, "commit": _commit(), **versions(), "python": platform.python_version()}
+    found |= {
+        "system": f"{platform.system()} {platform.machine()}",
+        "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})",
+        "processes": str(jax.process_count()),
+        "cores": str(os.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that Covey runs from, marked when files were changed; empty elsewhere."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=, with changes", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()

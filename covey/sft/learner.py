@@ -1,13 +1,15 @@
 """The loop of supervised fine-tuning.
 
 Each step takes examples, tokenizes them, lays them out as rows and updates the model. Observers log, print and save the
-results. If the model has LoRA adapters, only those are trained.
+results. If the model has LoRA adapters, only those are trained. `SFTPrograms` are the same programs, built from the
+settings for devices that need not be there.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,11 +22,13 @@ from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
-from covey.packing.bins import compile_cost
-from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
+from covey.packing.bins import compile_cost, most_rows, row_length_bucket
+from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_time
 from covey.parallel import distributed, order
 from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
-from covey.parallel.placement import place_model
+from covey.parallel.placement import place_abstract, place_model, rows_placement
+from covey.parallel.programs import Program
+from covey.parallel.sharding import num_row_shards
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,
@@ -37,7 +41,7 @@ from covey.sft.batch import (
 )
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import last_learning_rate, make_optimizer
-from covey.train.programs import LossFn
+from covey.train.programs import LossFn, UpdatePrograms
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
 
@@ -197,3 +201,42 @@ class SFTLearner(Keywords):
         self.history.rows.append(record.metrics)
         for observer in self.observers:
             observer(record)
+
+
+class SFTPrograms:
+    """Programs of supervised training, by what they do.
+
+    Args:
+        model: with shapes in place of arrays (`models.abstract`), not yet on its devices.
+        config: batch, length, optimizer.
+        place: a mesh or one device.
+        total_steps: optimizer updates of the whole run.
+
+    Attributes:
+        model: the model in shapes, on its devices.
+    """
+
+    def __init__(self, model: Decoder, config: SFTConfig, place: Mesh | jax.Device, total_steps: int):
+        self.model = stack_layers(place_abstract(model, place))
+        self.config, self._mesh = config, place if isinstance(place, Mesh) else None
+        graph, self._params = nnx.split(self.model)
+        self._update = UpdatePrograms(self.model, make_optimizer(config.optimizer, total_steps), supervised_loss)
+        self._held_out = HeldOutLoss(graph, config, mesh=self._mesh)
+
+    def loss(self, count: int, length: int) -> Program:
+        """Return the program of the held-out loss of `count` rows of `length` tokens."""
+        return self._held_out.program(self._params, count, length)
+
+    def gradients(self, count: int, length: int) -> Program:
+        """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
+        return self._update.gradients_program(abstract_rows(count, length, rows_placement(self._params)))
+
+    def apply(self) -> Program:
+        """Return the program of the optimizer's update."""
+        return self._update.apply_program()
+
+    def largest(self) -> list[Program]:
+        """Return the programs of the largest shapes that the settings provide for."""
+        length = row_length_bucket(self.config.row_length)
+        rows = most_rows(length, self.config.max_tokens_per_micro_batch, num_row_shards(self._mesh)), length
+        return [self.loss(*rows), self.gradients(*rows), self.apply()]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,7 +140,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
     """The fake hub, in the place of the real one; exports write one small file instead of a model."""
     constants = pytest.importorskip("huggingface_hub.constants")
-    import covey.run.push
+    exporting = import_module("covey.run.export")  # the package has a function of this name
 
     def export(source: str, out: Path, *_: Any) -> None:
         out.mkdir()
@@ -150,7 +151,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    monkeypatch.setattr(covey.run.push, "export", export)
+    monkeypatch.setattr(exporting, "export", export)
     yield FakeHub
     server.shutdown()
     server.server_close()

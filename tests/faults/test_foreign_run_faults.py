@@ -20,8 +20,8 @@ from covey.files import check_file
 from covey.report import write_report
 from covey.report.page import page_data
 from covey.report.run_data import read_run
+from covey.run.export import Lineage
 from covey.run.load_model import load_source
-from covey.run.model_card import Lineage
 from covey.run.programs import abstract_for
 from covey.train import bucket
 from covey.train.bucket import Bucket

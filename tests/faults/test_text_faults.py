@@ -25,7 +25,7 @@ from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, read_rows
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
-from covey.run.model_card import Lineage, model_card
+from covey.run.export import Lineage, model_card
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"

@@ -27,7 +27,7 @@ from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.placement import put_rows
 from covey.rl.micro_batches import RowBatch, cut, merge, policy_loss_fn, service_batches, slices
 from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
-from covey.run.compile_counter import CompileCounter
+from covey.run.observers import CompileCounter
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 

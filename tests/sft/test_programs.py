@@ -13,8 +13,7 @@ from covey.models.decoder import Decoder
 from covey.packing.rows import Rows
 from covey.parallel import make_mesh
 from covey.sft.batch import groups_of, pack_rows, put_micro_batches
-from covey.sft.learner import SFTLearner
-from covey.sft.programs import SFTPrograms
+from covey.sft.learner import SFTLearner, SFTPrograms
 from covey.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")

@@ -27,7 +27,7 @@ from covey.parallel.mesh import make_mesh
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.reshard import flatten, reshard
 from covey.parallel.sharding import shardings
-from covey.run.compile_counter import CompileCounter
+from covey.run.observers import CompileCounter
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
     PARAM_GROUPS,

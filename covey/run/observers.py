@@ -1,0 +1,226 @@
+"""Observers of a run beside its loop: the counter of its programs, its memory, its report and its diagnosis."""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Self
+
+import jax
+import psutil
+
+from covey.allocator import release_free_memory
+from covey.config.base import flatten
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.monitor.run_files import METRICS
+from covey.report import REPORT, write_report
+from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose
+from covey.report.run_data import read_lines, read_run
+from covey.run.folder import RunFolder
+from covey.train.json_lines import number
+
+log = logging.getLogger(__name__)
+
+TRACED_EVENT = "/jax/core/compile/jaxpr_trace_duration"
+LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
+STEP_PHASES = ("rollout", "reward", "logps", "update", "sync")
+"""Phases whose seconds are part of the time of a step."""
+PHASES = (*STEP_PHASES, "save", "evaluate")
+OUTSIDE_STEPS = "beside"
+"""Name for everything outside a step: loading, and the evaluations before and after."""
+WARM_UP_STEPS, LOOK_BACK = 20, 10
+"""Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
+LONG = 1.0
+"""Seconds of a compilation that leaves enough free memory to return it to the system, before the program runs."""
+INTERVAL = 30.0
+"""Minimum number of seconds between two reports."""
+MAX_SHARE = 0.01
+"""Maximum share of a run's time for the reports before its end."""
+
+
+class CompileCounter:
+    """Count programs between enter and exit, from JAX's own events. A phase belongs to the thread that begins it: one
+    may sample while another trains. After a long compilation, return the compiler's memory to the system.
+
+    Each new shape costs one more program: seconds on a large model. Shapes come in few sizes by design, so that after
+    some steps nothing is compiled any more. A run reports how many programs each of its phases compiled, and warns when
+    compilation does not stop. A program from the cache on disk counts too: it takes up memory although not compiled.
+
+    Args:
+        on_compile: called when the compilation of a program begins, with its number in the step and phase, and with 0
+            when it ends.
+
+    Attributes:
+        counts: number of programs by phase.
+    """
+
+    def __init__(self, on_compile: Callable[[int], None] = lambda number: None) -> None:
+        self._on_compile = on_compile
+        self.counts: Counter[str] = Counter()
+        self._steps, self._warned = 0, False
+        self._thread = threading.local()
+        self._seconds, self._new = 0.0, Counter[str]()
+        self._last: deque[Counter[str]] = deque(maxlen=LOOK_BACK)
+
+    def phase(self, name: str) -> None:
+        """Begin the phase `name` in this thread."""
+        self._thread.phase = name if name in PHASES else OUTSIDE_STEPS
+
+    def step(self, number: int) -> float:
+        """Return the seconds of compilation in the phases of the step; warn once if most of the last steps still
+        compiled. Tracing and lowering are part of them, and what was compiled before the step is not.
+        """
+        seconds, new = self._seconds, self._new
+        self._seconds, self._new = 0.0, Counter()
+        self._last.append(new)
+        self._steps += 1
+        compiling = sum(bool(found) for found in self._last)
+        if self._steps >= WARM_UP_STEPS + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._warned:
+            self._warned = True
+            counts = sum(self._last, Counter[str]())
+            by_phase = ", ".join(f"{phase} {count}" for phase, count in counts.most_common())
+            log.warning(
+                f"step {number}: {compiling} of the last {LOOK_BACK} steps compiled new programs ({by_phase}): {ADVICE}"
+            )
+        return seconds
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
+        if event in (TRACED_EVENT, LOWERED_EVENT, COMPILED_EVENT):
+            self._seconds += self._own_seconds(duration_secs) * (phase in STEP_PHASES)
+        if event == LOWERED_EVENT:
+            self._on_compile(self._new[phase] + 1)
+        elif event == COMPILED_EVENT:
+            self._on_compile(0)
+            self.counts[phase] += 1
+            self._new[phase] += 1
+            if duration_secs > LONG:
+                release_free_memory()
+
+    def _own_seconds(self, seconds: float) -> float:
+        """Return the seconds of an event that ends now, without those of the events of this thread within it."""
+        spans: list[tuple[float, float]] = self._thread.__dict__.setdefault("spans", [])
+        start, inner = time.perf_counter() - seconds, 0.0
+        while spans and spans[-1][0] >= start:
+            inner += spans.pop()[1]
+        spans.append((start, seconds))
+        return seconds - inner
+
+
+ADVICE = (
+    "lengths keep falling into new shapes. Fewer of them: a larger rollout.decode_chunk, fewer rollout.slots, more "
+    "training.max_tokens_per_micro_batch, or limits on lengths that fit the data"
+)
+
+
+class ReportWriter:
+    """Write `report.html` of a run while it trains, and at its end, from the files of the run folder alone.
+
+    It is written in the first process, after a step, at most every `INTERVAL` seconds, and so rarely that all reports
+    together take at most `MAX_SHARE` of the time since the start: the files grow, so the next report is expected to
+    take twice as long as the last one. The report at the end is always written. A report that fails is logged and never
+    ends the run.
+
+    Args:
+        folder: the open run folder; only the process that writes in it writes reports.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._begun = time.monotonic()
+        self._due, self._spent = self._begun + INTERVAL, 0.0
+        self._failure = ""
+
+    def write_if_due(self) -> None:
+        """Write the report if the last one is old enough."""
+        if time.monotonic() >= self._due:
+            self.write()
+
+    def write(self) -> bool:
+        """Write the report now; return whether that was done. A failure is logged once."""
+        if not self._folder.writes:
+            return False
+        begun = time.monotonic()
+        try:
+            write_report(self._folder.path / REPORT, [self._folder.path])
+        except Exception as error:  # a report is a by-product, and the run goes on without it
+            failure = f"{REPORT} could not be written: {type(error).__name__}: {error}"
+            if failure != self._failure:
+                log.warning(f"{failure}; the run goes on, and covey report {self._folder.given} tries again")
+            self._failure = failure
+            return False
+        finally:
+            ended = time.monotonic()
+            self._spent += ended - begun
+            expected = 2 * (ended - begun)
+            self._due = max(ended + INTERVAL, self._begun + (self._spent + expected) / MAX_SHARE)
+        return True
+
+
+def memory_in_use() -> int:
+    """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
+    stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
+    used = [int(found["bytes_in_use"]) for found in stats if found and "bytes_in_use" in found]
+    return max(used) if used else int(psutil.Process().memory_info().rss)
+
+
+class FindingsLog:
+    """Log the findings of the diagnosis: a problem once it is certain while the run trains, and all at its end.
+
+    The first process logs, from the rows that it writes. A diagnosis that fails is logged and never ends the run.
+
+    Args:
+        recipe: recipe of the run.
+        folder: its open folder; if it is resumed, its rows so far are read.
+        before: figures of the evaluation before training.
+    """
+
+    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, before: Mapping[str, Any] | None):
+        self._folder, self._failed = folder, False
+        figures = {name: value for name, raw in (before or {}).items() if (value := number(raw)) is not None}
+        rows = list(read_lines(folder.path / METRICS, {})) if folder.resuming and folder.writes else []
+        self._live = LiveDiagnosis(recipe.method, flatten(asdict(recipe)), figures, rows)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Judge the run with the metrics of a new step, and log what became certain."""
+        for finding in self._safely(lambda: self._live.step(metrics)):
+            log.warning(f"step {metrics['step']}: {describe(finding)}")
+
+    def end(self) -> None:
+        """Log the findings on the finished run, as its report has them."""
+        for finding in self._safely(lambda: diagnose(RunHistory.of(read_run(self._folder.path)))):
+            level = logging.WARNING if finding.level == PROBLEM else logging.INFO
+            log.log(level, f"diagnosis: {describe(finding)}")
+            for line in finding.samples:
+                log.info(f"  {line}")
+
+    def _safely(self, judge: Callable[[], list[Finding]]) -> list[Finding]:
+        if not self._folder.writes or self._failed:
+            return []
+        try:
+            return judge()
+        except Exception as error:  # a diagnosis is a by-product, and the run goes on without it
+            self._failed = True
+            log.warning(f"the diagnosis failed: {type(error).__name__}: {error}; the run goes on without it")
+            return []
+
+
+def describe(finding: Finding) -> str:
+    """Return a finding as one line.
+
+    >>> describe(Finding("The reward is constant", "", "0.5 in 5 steps", "rewards"))
+    'The reward is constant. Seen: 0.5 in 5 steps. Change: rewards.'
+    """
+    seen = f". Seen: {finding.evidence}" if finding.evidence else ""
+    change = f". Change: {finding.setting}" if finding.setting else ""
+    return f"{finding.title}{seen}{change}."
