@@ -64,8 +64,8 @@ TESTS = {
         "tests/packing/test_rows.py",
         "tests/rl/test_experience.py",
         "tests/rl/test_inference.py",
+        "tests/rl/test_token_values.py",
     ),
-    "covey/packing/branches.py": ("tests/packing/test_branches.py", "tests/rl/test_token_values.py"),
     "covey/models/attention.py": (
         "tests/models/test_layers.py",
         "tests/models/test_layers.py::test_windows_and_padding_follow_positions",

@@ -37,6 +37,7 @@ from covey.models.layers import (
     rotate,
     save_product,
 )
+from covey.models.quantised import QuantisationFormat, abstract_kernel
 from covey.models.spans import NO_WINDOW
 from covey.parallel.sharding import num_row_shards, sharding_of
 
@@ -330,3 +331,23 @@ REMAT_POLICIES: dict[str, Any] = {
     "products": jax.checkpoint_policies.save_only_these_names(SAVED_PRODUCT),
 }
 """Name → checkpoint policy: what a rematerialised layer saves besides its input."""
+
+
+def abstract_decoder(config: ModelConfig, fmt: QuantisationFormat | None = None, **switches: Any) -> Decoder:
+    """Return a decoder with shapes in place of arrays.
+
+    Args:
+        config: the architecture.
+        fmt: format of its projections; None for floating point.
+        switches: see `Decoder`.
+    """
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs_for_shapes(), **switches))
+    return model if fmt is None else _quantise(model, fmt)
+
+
+def _quantise(model: Decoder, fmt: QuantisationFormat) -> Decoder:
+    """Return the abstract `model` with its kernels replaced by abstract quantised ones."""
+    for _, linear in nnx.iter_graph(model):
+        if isinstance(linear, Linear):
+            linear.kernel = abstract_kernel(linear.kernel.shape, fmt, linear.kernel.dtype)
+    return model

@@ -17,7 +17,7 @@ from flax import nnx
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import RecipeError
-from covey.models.compute_dtype import resolve_compute_dtype
+from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
 from covey.parallel.programs import Program

@@ -21,8 +21,8 @@ from covey.errors import RecipeError, WeightsError, nearest
 from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
+from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
-from covey.models.operands import operand_type, round_kernels
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.order import launched_together

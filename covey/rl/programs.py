@@ -16,9 +16,9 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder
+from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.lora import split_trainable
-from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
@@ -111,7 +111,7 @@ class RLPrograms:
     """Programs of the policy, by what they do; see `Program`.
 
     Args:
-        actor: the policy, with shapes in place of arrays (`models.abstract`) and not yet on its devices.
+        actor: the policy, with shapes in place of arrays (`abstract_decoder`) and not yet on its devices.
         config: meshes of actor and rollout, training, sampling.
         grpo: the algorithm.
         total_steps: optimizer updates of the whole run.

@@ -14,8 +14,8 @@ from covey.envs.episodes import Episodes, SamePrompt
 from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
+from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.layer_stack import LayerStacks, unstack_layers
-from covey.models.operands import round_for_sampling, sampling_type, with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.programs import abstract, replace_leaves
 from covey.parallel.reshard import mesh_of

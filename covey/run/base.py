@@ -27,7 +27,7 @@ from covey.data import Dataset
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
-from covey.models.compute_dtype import AUTO, resolve_compute_dtype
+from covey.models.dtypes import AUTO, resolve_compute_dtype
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY

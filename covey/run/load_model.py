@@ -22,7 +22,7 @@ from covey.errors import ResumeError
 from covey.files import folder_below
 from covey.models import scratch
 from covey.models.decoder import Decoder
-from covey.models.loading import digests, peft, weights
+from covey.models.loading import cache, peft, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
@@ -136,7 +136,7 @@ def with_digest(origin: str) -> str:
     """Return `origin`; for a path, add the digest of its content (`LOCAL_ORIGIN`)."""
     if not os.path.isabs(origin):
         return origin
-    return f"{origin}, sha256 {digests.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
+    return f"{origin}, sha256 {cache.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
 
 
 def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> None:

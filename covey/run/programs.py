@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 
 from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, chain_of_runs
 from covey.models import scratch
-from covey.models.abstract import abstract_decoder
-from covey.models.compute_dtype import resolve_compute_dtype
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import peft, weights
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format

@@ -13,6 +13,7 @@ prefill into the same slot; they count toward the limit and are marked in the ma
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,14 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.sampling.collector import Collector
-from covey.sampling.device import Chunk, DeviceState, Parked, Programs
+from covey.sampling.device import Chunk, DeviceState, Draws, Parked, Programs
 from covey.sampling.lengths import check_length
 from covey.sampling.logits import SamplingParams
 from covey.sampling.noise import sample_keys
 from covey.sampling.scheduler import Sample, Scheduler
 from covey.sampling.stats import SamplerStats
-from covey.sampling.turns import Responder, Rewrite, Turns
-from covey.types import Completion
+from covey.sampling.turns import Responder, Rewrite, Turn, Turns
+from covey.types import Branch, Completion, FinishReason
 
 
 @dataclass(frozen=True)
@@ -202,3 +202,63 @@ def _sample_keys(requests: Sequence[Request], seed: int) -> dict[Sample, np.ndar
     samples = {Sample(i, n): (r.step, r.index, r.first + n) for i, r in enumerate(requests) for n in range(r.samples)}
     rows = np.array(list(samples.values()), np.uint32).reshape(-1, 3)
     return dict(zip(samples, sample_keys(seed, rows), strict=True))
+
+
+class Collector:
+    """Tokens and log-probs of each sample.
+
+    Args:
+        stop_ids: tokens that end a completion.
+        max_new_tokens: maximum number of tokens in a completion.
+        masked: whether every completion gets a mask, because tokens may be appended.
+    """
+
+    def __init__(self, stop_ids: Sequence[int], max_new_tokens: int, masked: bool):
+        self.stop_ids, self.max_new_tokens, self.masked = stop_ids, max_new_tokens, masked
+        self._draws: dict[Sample, list[Draws]] = defaultdict(list)
+        self._drawn: dict[Sample, list[np.ndarray]] = defaultdict(list)
+        self._branches: dict[Sample, list[Branch]] = defaultdict(list)
+
+    def collect(self, active: Mapping[int, Sample], chunk: Chunk) -> list[int]:
+        """Append the chunk's tokens to the sample of each slot that was `active`; return the slots that have halted."""
+        tokens, logps, sampler_logps = chunk.draws
+        for slot, sample in active.items():
+            if count := chunk.counts[slot]:
+                new = Draws(tokens[slot, :count], logps[slot, :count], sampler_logps[slot, :count])
+                self._extend(sample, new, drawn=True)
+        return [slot for slot in active if not chunk.active[slot]]
+
+    def append(self, sample: Sample, tokens: np.ndarray) -> None:
+        """Append `tokens`, int32 [n], that the model did not draw; their log-probs are 0."""
+        zeros = np.zeros(len(tokens), np.float32)
+        self._extend(sample, Draws(tokens, zeros, zeros), drawn=False)
+
+    def branch(self, sample: Sample, kept: int) -> None:
+        """Begin a branch that keeps so many tokens of the sequence so far."""
+        self._branches[sample].append(Branch(len(self._concatenate(sample).tokens), kept))
+
+    def sequence_length(self, sample: Sample, prompt: int) -> int:
+        """Return the number of tokens of the sequence so far after `prompt` tokens: those of the last branch, and those
+        that it kept.
+        """
+        last = self._branches[sample][-1] if self._branches[sample] else Branch(0, prompt)
+        return last.kept + len(self._concatenate(sample).tokens) - last.start
+
+    def turn(self, sample: Sample) -> Turn:
+        """Return the sample as it is so far."""
+        tokens = self._concatenate(sample).tokens
+        return Turn(sample, tokens, self.max_new_tokens - len(tokens))
+
+    def completion(self, sample: Sample) -> Completion:
+        """Return a finished sample as a completion, without its text."""
+        draws = self._concatenate(sample)
+        finish = FinishReason.STOP if int(draws.tokens[-1]) in self.stop_ids else FinishReason.LENGTH
+        mask = np.concatenate(self._drawn[sample]) if self.masked else None
+        return Completion(*draws, finish, mask=mask, branches=tuple(self._branches[sample]) or None)
+
+    def _extend(self, sample: Sample, new: Draws, *, drawn: bool) -> None:
+        self._draws[sample].append(new)
+        self._drawn[sample].append(np.full(len(new.tokens), drawn))
+
+    def _concatenate(self, sample: Sample) -> Draws:
+        return Draws(*map(np.concatenate, zip(*self._draws[sample], strict=True)))

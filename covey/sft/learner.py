@@ -207,7 +207,7 @@ class SFTPrograms:
     """Programs of supervised training, by what they do.
 
     Args:
-        model: with shapes in place of arrays (`models.abstract`), not yet on its devices.
+        model: with shapes in place of arrays (`abstract_decoder`), not yet on its devices.
         config: batch, length, optimizer.
         place: a mesh or one device.
         total_steps: optimizer updates of the whole run.

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.models.decoder import Decoder, compiler_options
+from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
-from covey.models.operands import operand_type, round_kernels
 from covey.parallel.order import launched_together
 from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
@@ -40,7 +40,7 @@ class UpdatePrograms:
     Attributes:
         graph: the model's graph.
         trainable, frozen: shapes of the two parts of its state.
-        operand_type: type to which the frozen kernels are rounded before `accumulate`, see `models.operands`.
+        operand_type: type to which the frozen kernels are rounded before `accumulate`, see `models.dtypes`.
         init: trainable → the optimizer's first state.
         layout: layout of the sums of gradients.
         zeros: trainable → sums of no gradients.

@@ -17,9 +17,9 @@ import optax
 from flax import nnx
 
 from covey.errors import NumbersError
+from covey.models.dtypes import round_kernels
 from covey.models.layer_stack import LayerStacks
 from covey.models.lora import split_trainable
-from covey.models.operands import round_kernels
 from covey.parallel.programs import abstract
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms

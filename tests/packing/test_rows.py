@@ -1,7 +1,10 @@
 """Rows: every sample as if it were alone, whatever it shares its row with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,7 @@ from covey.packing.rows import (
     split_micro_batches,
     unpack,
 )
-from covey.types import Completion, FinishReason, Group
+from covey.types import Branch, Completion, FinishReason, Group
 
 SHAPES = [(5, [1, 3, 9, 20]), (17, [4, 4, 1, 1]), (40, [30, 50, 2, 20]), (3, [7]), (1, [1, 1, 1, 1, 1, 1])]
 LENGTHS = [n for _, sizes in SHAPES for n in sizes]
@@ -36,6 +39,13 @@ LENGTHS = [n for _, sizes in SHAPES for n in sizes]
 shapes = st.lists(
     st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=5
 )
+BRANCHES = [
+    (),
+    (Branch(4, 7),),
+    (Branch(3, 6), Branch(6, 8), Branch(9, 5)),
+    (Branch(2, 5), Branch(3, 2), Branch(8, 3)),  # the last two drop tokens of the prompt, which has 5
+    (Branch(1, 0),),
+]
 
 
 def random_groups(shape: list[tuple[int, list[int]]]) -> list[Group]:
@@ -311,3 +321,59 @@ def test_loss_and_gradients_equal_the_dense_layout(
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(dense_grads))
     for one, other in zip(jax.tree.leaves(packed_grads), jax.tree.leaves(dense_grads), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=1e-5)
+
+
+def sequences(prompt: np.ndarray, completion: Completion) -> Iterator[tuple[list[int], range]]:
+    """Each branch as a whole sequence of tokens, with the indices of its own tokens in the completion."""
+    sequence, branches = prompt.tolist(), [Branch(0, len(prompt)), *(completion.branches or ())]
+    for (start, kept), (end, _) in pairwise([*branches, Branch(len(completion.tokens), 0)]):
+        sequence = sequence[:kept] + completion.tokens[start:end].tolist()
+        yield sequence, range(start, end)
+
+
+@pytest.mark.parametrize("packing", ["groups", "dense"])
+def test_a_token_sees_its_own_sequence_and_is_predicted_from_its_end(packing: Any) -> None:
+    number = iter(range(10**6))
+    draw = lambda n: np.array([next(number) for _ in range(n)], np.int32)  # noqa: E731
+    none = np.zeros(0, np.float32)
+    completions = [Completion(draw(12), none, none, "stop", branches=branches) for branches in BRANCHES]  # type: ignore[arg-type]
+    groups = [Group("", draw(5), tuple(completions)), Group("", draw(3), (replace(completions[0], tokens=draw(4)),))]
+    rows = pack(groups, 64, packing=packing)
+    visible = np.asarray(span_mask(attention_spans(rows)))
+
+    before: dict[int, list[int]] = {}
+    for group in groups:
+        for completion in group.completions:
+            for sequence, own in sequences(group.prompt_tokens, completion):
+                before |= {int(completion.tokens[i]): sequence[: i - own[-1] - 1] for i in own}
+    seen = 0
+    for row, column in zip(*np.nonzero(rows.scored), strict=True):
+        target, source = int(rows.target[row, column]), int(rows.gather_index[row, column])
+        if before[target]:  # nothing precedes the first token of a branch that keeps nothing
+            assert rows.tokens[row, visible[row, source]].tolist() == before[target]
+            positions = rows.positions[row, visible[row, source]]
+            assert positions.tolist() == list(range(len(before[target])))
+            seen += 1
+    assert seen == 12 * len(BRANCHES) + 4 - 1
+
+
+def packed(branch: Branch) -> Rows:
+    """A row of a prompt of 5 tokens and two completions of 6, the first with a branch."""
+    tokens, none = np.arange(6, dtype=np.int32), np.zeros(0, np.float32)
+    plain = Completion(tokens, none, none, FinishReason.STOP, branches=())
+    return pack([Group("", np.arange(5, dtype=np.int32), (replace(plain, branches=(branch,)), plain))], 64)
+
+
+@pytest.mark.parametrize(("kept", "prompts"), [(5, 1), (4, 2)])
+def test_only_a_branch_that_drops_tokens_of_the_prompt_has_one_for_itself(kept: int, prompts: int) -> None:
+    rows = packed(Branch(2, kept))
+    assert ((rows.group_ids > 0) & (rows.input_segment_ids == 0)).sum() == prompts * 5
+
+
+def test_a_token_that_nothing_precedes_is_read_at_its_own_prompt() -> None:
+    """Its log-prob is not used, but the place that it is read from has to be one of the same group."""
+    rows = packed(Branch(2, 0))
+    number, index = rows.scatter_index[0].T
+    (source,) = rows.gather_index[0, (number == 0) & (index == 2)]
+    (of_first,) = rows.gather_index[0, (number == 0) & (index == 0)]
+    assert source == of_first - 4

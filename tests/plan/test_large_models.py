@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from covey.models import families
-from covey.models.abstract import abstract_decoder
+from covey.models.decoder import abstract_decoder
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import partition_spec
 

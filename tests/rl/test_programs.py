@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import GRPOConfig, LoRAConfig, PPOConfig, RLTrainingConfig, RolloutConfig
-from covey.models.abstract import abstract_decoder
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
 from covey.models.value_model import ValueModel

@@ -104,7 +104,7 @@ def test_a_run_says_which_type_of_products_auto_chose_and_keeps_it_on_another_ma
 ) -> None:
     def on_a_machine_with(flags: str) -> None:
         (tmp_path / "cpuinfo").write_text(f"flags : {flags}")
-        monkeypatch.setattr("covey.models.compute_dtype.CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr("covey.models.dtypes.CPUINFO", tmp_path / "cpuinfo")
 
     folder, auto = tmp_path / "run", "model.compute_dtype=auto"
     on_a_machine_with("amx_bf16")

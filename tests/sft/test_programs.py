@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import SFTConfig
-from covey.models.abstract import abstract_decoder
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
 from covey.packing.rows import Rows
 from covey.parallel import make_mesh
 from covey.sft.batch import groups_of, pack_rows, put_micro_batches

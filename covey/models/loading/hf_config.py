@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
-from covey.models.loading.rope_config import read_rope_scaling, rope_kind, rope_settings, write_rope_scaling
+from covey.models.loading.config_fields import read_rope_scaling, rope_kind, rope_settings, write_rope_scaling
 
 Config = Mapping[str, Any]
 """A config.json as read."""

@@ -22,10 +22,9 @@ from jax.sharding import Mesh
 from covey.errors import WeightsError
 from covey.files import check_file
 from covey.models import families
-from covey.models.abstract import abstract_decoder
-from covey.models.compute_dtype import resolve_compute_dtype
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import config_fields, sources, text_part
 from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.loading.stored_tensor import StoredTensor

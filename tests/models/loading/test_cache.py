@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.models.loading import digests, weights
+from covey.models.loading import cache as disk
+from covey.models.loading import weights
 
 TINY = Path(__file__).parents[2] / "parity" / "golden" / "tiny-llama"
 
@@ -38,28 +39,28 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(Path(stream.name).name)
         return hashed(stream, name)
 
-    monkeypatch.setattr(digests.hashlib, "file_digest", counted)
+    monkeypatch.setattr(disk.hashlib, "file_digest", counted)
     return found
 
 
 def test_an_unchanged_file_is_read_once(file: Path, reads: list[str]) -> None:
     expected = hashlib.sha256(b"weights").hexdigest()
-    assert [digests.files_digest([file]) for _ in range(3)] == [expected] * 3
+    assert [disk.files_digest([file]) for _ in range(3)] == [expected] * 3
     assert reads == ["model.gguf"]
 
 
 def test_other_bytes_of_the_same_size_are_seen(file: Path, reads: list[str]) -> None:
     """Also under a time of the last write that was set back."""
-    first, stat = digests.files_digest([file]), file.stat()
+    first, stat = disk.files_digest([file]), file.stat()
     file.write_bytes(b"WEIGHTS")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert digests.files_digest([file]) == hashlib.sha256(b"WEIGHTS").hexdigest() != first
+    assert disk.files_digest([file]) == hashlib.sha256(b"WEIGHTS").hexdigest() != first
 
 
 def test_a_file_written_just_now_is_not_noted(file: Path, reads: list[str]) -> None:
     """A second write within the clock's resolution would leave the same time."""
     file.write_bytes(b"weights")
-    assert digests.files_digest([file]) == digests.files_digest([file])
+    assert disk.files_digest([file]) == disk.files_digest([file])
     assert len(reads) == 2
 
 
@@ -68,11 +69,11 @@ def test_a_damaged_cache_is_ignored_and_mended(
     file: Path, cache: Path, reads: list[str], content: bytes | None
 ) -> None:
     """`None`: its entry for the file holds something that is no digest."""
-    expected, kept = digests.files_digest([file]), cache / digests.CACHE_FILE
+    expected, kept = disk.files_digest([file]), cache / disk.DIGESTS_FILE
     entries = json.loads(kept.read_text())
     broken = json.dumps({path: [*entry[:-1], "no digest"] for path, entry in entries.items()}).encode()
     kept.write_bytes(broken if content is None else content)
-    assert digests.files_digest([file]) == expected
+    assert disk.files_digest([file]) == expected
     assert json.loads(kept.read_text()) == entries
     assert len(reads) == 2
 
@@ -82,15 +83,15 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
 ) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "taken"))
-    assert digests.files_digest([file]) == hashlib.sha256(b"weights").hexdigest()
+    assert disk.files_digest([file]) == hashlib.sha256(b"weights").hexdigest()
 
 
 def test_the_cache_does_not_grow_without_end(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "MAX_CACHED_FILES", 2)
+    monkeypatch.setattr(disk, "MAX_CACHED_FILES", 2)
     others = [aged(shutil.copy(file, file.with_name(f"{n}.gguf"))) for n in range(4)]
     for one in (file, *others):
-        digests.files_digest([one])
-    kept = json.loads((cache / digests.CACHE_FILE).read_text())
+        disk.files_digest([one])
+    kept = json.loads((cache / disk.DIGESTS_FILE).read_text())
     assert [Path(path).name for path in kept] == ["2.gguf", "3.gguf"]
 
 
@@ -100,7 +101,7 @@ def folder(tmp_path: Path, cache: Path) -> Path:
 
 
 def of(path: Path) -> str:
-    return digests.files_digest(weights.checkpoint_files(path))
+    return disk.files_digest(weights.checkpoint_files(path))
 
 
 def test_a_folder_is_known_by_every_file_that_is_read(folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Kernels rounded once for a call: the same bits as rounded in each product, and nothing copied that need not be."""
+"""The type of the products follows the hardware; kernels rounded once for a call have the same bits as rounded in each
+product, and nothing is copied that need not be.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,11 @@ from flax import nnx
 
 from covey.config.schema import LoRAConfig, RolloutConfig
 from covey.losses.logprobs import token_logps
+from covey.models import dtypes
 from covey.models.decoder import Decoder
+from covey.models.dtypes import operand_type, resolve_compute_dtype, round_kernels, sampling_type
+from covey.models.loading import weights
 from covey.models.lora import projections, split_trainable, with_lora
-from covey.models.operands import operand_type, round_kernels, sampling_type
 from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel.reshard import flatten
@@ -25,9 +29,8 @@ from covey.sampling.engine import Request, Sampler
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import MicroBatch, Trainer
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-
 BF16 = jnp.dtype("bfloat16")
+TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 
 
 @pytest.fixture
@@ -119,3 +122,51 @@ def test_the_sampler_gets_rounded_kernels_and_adapters(
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_array_equal(got.logps, want.logps)
     assert seen == [({BF16}, {BF16}, BF16)]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`machine(platform, flags)`: a machine whose first device and whose processor's flags are these; None for no
+    cpuinfo.
+    """
+
+    def make(platform: str, flags: str | None = "") -> None:
+        file = tmp_path / "cpuinfo"
+        if flags is not None:
+            file.write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {flags}\nbugs\t\t: amx_bf16\n")
+        monkeypatch.setattr(dtypes, "CPUINFO", file)
+        monkeypatch.setattr(dtypes, "platform_of", lambda place: platform)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "chosen"),
+    [
+        ("cpu", "avx512f amx_bf16 amx_tile", "bfloat16"),
+        ("cpu", "avx512_bf16", "bfloat16"),
+        ("cpu", "avx512f avx512_bf16x", "float32"),
+        ("cpu", None, "float32"),
+        ("tpu", "", "bfloat16"),
+        ("cuda", "", "bfloat16"),
+        ("gpu", "amx_bf16", "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
+    machine: Any, platform: str, flags: str | None, chosen: str
+) -> None:
+    machine(platform, flags)
+    assert resolve_compute_dtype("auto") == chosen
+
+
+@pytest.mark.parametrize("given", ["float32", "bfloat16"])
+def test_a_type_that_is_named_is_kept(machine: Any, given: str) -> None:
+    for flags in ("amx_bf16", ""):
+        machine("cpu", flags)
+        assert resolve_compute_dtype(given) == given
+
+
+def test_a_model_is_loaded_with_the_type_chosen(machine: Any) -> None:
+    for flags, chosen in (("amx_bf16", "bfloat16"), ("", "float32")):
+        machine("cpu", flags)
+        assert weights.load(TINY, compute_dtype="auto").model.dtype == chosen

@@ -1,21 +1,30 @@
-"""Kernels in the type of the products, made once for a call of many programs.
+"""The type of the products, and kernels in this type, made once for a call of many programs.
 
 A product rounds its kernel to the decoder's compute type. On a CPU, XLA rounds the kernels of the whole model again in
 each program: for each chunk of decode steps, each prefill and each micro-batch. Rounded before the call, the products
 have the same operands. On accelerators only decoding gains: a chunk of steps rounds before its loop.
 """
 
+import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from covey.models.decoder import Decoder, Embedding, rngs_for_shapes
 from covey.models.layers import Linear
+from covey.parallel.mesh import platform_of
 from covey.parallel.reshard import dotted_path
 
 State = TypeVar("State")
+
+AUTO = "auto"
+CPUINFO = Path("/proc/cpuinfo")
+CPU_FLAGS = ("amx_bf16", "avx512_bf16")
+"""Flags of /proc/cpuinfo of processors that multiply bfloat16 in hardware."""
 
 
 def operand_type(model: nnx.Module) -> jnp.dtype[Any] | None:
@@ -86,3 +95,24 @@ def _round(x: Any, dtype: jnp.dtype[Any]) -> Any:
 
 def _first_linear(model: nnx.Module) -> Linear | None:
     return next((node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)), None)
+
+
+def resolve_compute_dtype(compute_dtype: str, platform: str | None = None) -> str:
+    """Return `compute_dtype`; for auto bfloat16 where the devices of `platform`, by default the first device of this
+    process, multiply it in hardware, else float32.
+
+    These devices do: TPUs, NVIDIA GPUs of compute capability 8.0 or more, and processors under Linux with one of
+    `CPU_FLAGS`. Other GPUs are not asked, and get float32.
+    """
+    if compute_dtype != AUTO:
+        return compute_dtype
+    platform = platform or platform_of(SingleDeviceSharding(jax.local_devices()[0]))
+    in_hardware = _cpu_has_bfloat16() if platform == "cpu" else platform in ("tpu", "cuda")
+    return "bfloat16" if in_hardware else "float32"
+
+
+def _cpu_has_bfloat16() -> bool:
+    if not CPUINFO.is_file():  # it is Linux alone that has one
+        return False
+    flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(errors="replace"), re.M)
+    return flags is not None and not set(CPU_FLAGS).isdisjoint(flags[1].split())
