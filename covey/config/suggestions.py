@@ -43,10 +43,8 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
 def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
     """Return advice about the unknown keyword `name` of `cls`, or of its function with the keywords `more`."""
     known = [*(keywords_of(cls) or ()), *more]
-    if found := foreign_names.advice(foreign_names.ARGUMENTS.get(name, "")) or foreign_names.answer(
-        name, lambda path: _spelt(path, cls)
-    ):
-        return found
+    if advice := foreign_names.argument(name) or foreign_names.answer(name, lambda path: _spelt(path, cls)):
+        return advice
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
     everywhere = {key for one in _concrete() for key in keywords_of(one) or ()}

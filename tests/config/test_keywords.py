@@ -14,7 +14,7 @@ import pytest
 
 import covey
 from covey.cli.main import parse
-from covey.config import foreign_names, recipe, strict_yaml, verl_names
+from covey.config import foreign_names, recipe, strict_yaml
 from covey.config.base import Config, PositiveInt
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
@@ -160,16 +160,26 @@ def test_a_foreign_name_of_what_a_command_lacks_is_not_answered_with_it() -> Non
     assert "num-epochs" not in str(caught.value)
 
 
+def test_a_name_has_one_answer_in_all_libraries() -> None:
+    answers: dict[str, set[str]] = {}
+    for rows in foreign_names.tables()["settings"].values():
+        for answer, names in rows.items():
+            for name in names:
+                answers.setdefault(name, set()).add(answer)
+    assert {name: texts for name, texts in answers.items() if len(texts) > 1} == {}
+    assert len(answers) > 250
+
+
 def test_every_answer_names_settings_that_exist() -> None:
     ours = {*strict_yaml.leaves(Recipe), *strict_yaml.leaves(SFTRecipe)}
     named = {
         one
-        for text in (*foreign_names.SETTINGS.values(), *verl_names.VERL.values())
+        for text in foreign_names.settings().values()
         for group in foreign_names.OURS.findall(text)
         for one in group.split("|")
     }
     assert named <= ours
-    public = {match for text in foreign_names.ARGUMENTS.values() for match in re.findall(r"\b([A-Z]\w+)\(", text)}
+    public = {match for text in foreign_names.tables()["arguments"] for match in re.findall(r"\b([A-Z]\w+)\(", text)}
     assert public <= set(covey.__all__)
 
 
@@ -177,7 +187,7 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     """A name that means something here, in a recipe at least, is not called another library's."""
     for cls in (Recipe, SFTRecipe):
         ends = {path.rpartition(".")[2] for path in strict_yaml.leaves(cls)}
-        both = ends & {*foreign_names.SETTINGS, *(name for name in verl_names.VERL if "." not in name)}
+        both = ends & {*foreign_names.settings()}
         assert both <= {"batch_size"}, "supervised training has it, reinforcement learning does not"
 
 
