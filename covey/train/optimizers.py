@@ -73,11 +73,14 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], LearningRates]":
     """Return the function of `ScheduledOptimizer`. It is compiled, for the rounding of one program."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
-    compiled = jax.jit(lambda count: {group: jnp.float32(rate(count)) for group, rate in rates.items()})
+
+    @jax.jit
+    def learning_rates_at(count: jax.Array) -> dict[str, jax.Array]:
+        return {group: jnp.float32(rate(count)) for group, rate in rates.items()}
 
     def at(step: int) -> LearningRates:
         with on_host():
-            return {group: float(rate) for group, rate in jax.device_get(compiled(step)).items()}
+            return {group: float(rate) for group, rate in jax.device_get(learning_rates_at(step)).items()}
 
     return at
 

@@ -71,8 +71,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(out: Path, *more: str, model: Path = TINY, data: tuple[str, ...] = SHORT) -> list[dict[str, Any]]:
-    """The metrics of a run."""
-    run.train(recipe.load("quickstart", [f"model.source={model}", *data, *SETTINGS, *more]), out)
+    """The metrics of a run; `more` replaces settings."""
+    settings = {word.partition("=")[0]: word for word in (f"model.source={model}", *data, *SETTINGS, *more)}
+    run.train(recipe.load("quickstart", [*settings.values()]), out)
     return rows(out / "metrics.jsonl")
 
 

@@ -26,6 +26,7 @@ from covey.rl.experience import Experience
 from covey.rl.grpo import GRPOLearner, group_advantages
 from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.run_ahead import Replay
 from covey.types import Completion, FinishReason, Group
 
 G = 3
@@ -269,7 +270,7 @@ def test_both_gradients_are_computed_before_either_is_applied() -> None:
         return {"loss": float(len(calls)), "grad_norm": 0.5}
 
     cluster = cluster_of(gradients=gradients, apply=apply)
-    metrics = PPOLearner(rl_cluster=cluster, reward_fns=no_reward, observers=[]).update(iter(batches))
+    metrics = PPOLearner(rl_cluster=cluster, reward_fns=no_reward, observers=[]).update(Replay(iter(batches)))
     assert calls == [
         ("gradients", Role.ACTOR, batches),
         ("gradients", Role.CRITIC, batches),

@@ -241,7 +241,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
     settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
     monkeypatch.setattr(RLRun, "train", one_more_step)
-    monkeypatch.setattr(RLRun, "rows", ())
+    monkeypatch.setattr(RLRun, "step_files", ())
     run.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
     moved = shutil.copytree(models[role], tmp_path / "moved")
     add_a_half(models[role])
