@@ -18,8 +18,8 @@ from benchmarks.common import Result, Settings, interleaved, short
 from covey.plan.counting import Span, decoding
 from covey.plan.roofline import peaks, product_rate
 from covey.sampling.device import Programs, Slots
-from covey.sampling.lengths import length_bucket
 from covey.sampling.logits import SamplingParams
+from covey.sampling.scheduler import length_bucket
 
 BATCHES = (8, 32)
 """Batch sizes that are decoded besides the number of slots of the size."""

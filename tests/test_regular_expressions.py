@@ -22,7 +22,7 @@ import pytest
 
 from covey.config import metrics, strict_yaml
 from covey.launch import jobs
-from covey.parallel import joining
+from covey.parallel import distributed
 
 PACKAGE = Path(__file__).parents[1] / "covey"
 MODES = {
@@ -303,7 +303,7 @@ def test_every_expression_that_is_made_when_it_is_needed_was_reviewed() -> None:
 
 
 def test_the_expressions_of_tables_are_linear() -> None:
-    forms = [form for form, _ in (*jobs.FORMS.values(), *joining.FORMS.values())]
+    forms = [form for form, _ in (*jobs.FORMS.values(), *distributed.FORMS.values())]
     yaml = [rf"(?:{pattern})\Z" for pattern, _ in strict_yaml._PATTERNS.values()]
     names = [pattern.pattern for pattern, _ in metrics._PATTERNS]
     assert len(forms) >= 3

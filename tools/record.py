@@ -206,7 +206,7 @@ def lowered(recipe: str, settings: Sequence[str], platform: str) -> dict[str, st
     place = make_mesh((sizes.fsdp, sizes.tp)) if sizes.fsdp * sizes.tp > 1 else jax.devices()[0]
     build = programs.policy_programs if isinstance(ready, Recipe) else programs.supervised_programs
     with (
-        patch("covey.parallel.placement.platform_of", lambda _: platform),
+        patch("covey.parallel.sharding.platform_of", lambda _: platform),
         patch.object(programs, "platform_of", lambda _: platform),
     ):
         built = build(ready, place, total_steps=100).largest()

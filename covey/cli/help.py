@@ -373,9 +373,9 @@ def _topic(words: Sequence[str], recipes: Sequence[str]) -> str:
 
 
 def _with_forms(text: str) -> str:
-    from covey.data import forms  # late: no other page needs it
+    from covey.data import rows  # late: no other page needs it
 
-    return text.replace("FORMS", textwrap.indent(forms.format_forms(), "  "))
+    return text.replace("FORMS", textwrap.indent(rows.format_forms(), "  "))
 
 
 def print_recipes_as_json() -> None:

@@ -1,4 +1,4 @@
-"""Environment variables by which several processes of a run find each other (see `parallel.joining`)."""
+"""Environment variables by which several processes of a run find each other (see `parallel.distributed.join`)."""
 
 MODE = "COVEY_DISTRIBUTED"
 """auto: the cluster is asked. off: one process, whatever else is set."""

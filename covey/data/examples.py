@@ -6,9 +6,18 @@ A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from covey.data.forms import FORM_COLUMNS, FORMS, PAIR, find_form, format_columns
 from covey.data.loader import PromptLoader
-from covey.data.rows import Row, as_prompt, iter_items, plain_value
+from covey.data.rows import (
+    FORM_COLUMNS,
+    FORMS,
+    PAIR,
+    Row,
+    as_prompt,
+    find_form,
+    format_columns,
+    iter_items,
+    plain_value,
+)
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 

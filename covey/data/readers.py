@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.config.schema import HUBS, DataConfig
-from covey.data.forms import CHAT_COLUMNS, format_columns
-from covey.data.rows import plain_value
+from covey.data.rows import CHAT_COLUMNS, format_columns, plain_value
 from covey.errors import DataError, nearest
 from covey.extras import install_command
 from covey.files import check_utf8

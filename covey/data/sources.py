@@ -13,8 +13,7 @@ from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data import arithmetic, first_letter, gsm8k, guess, long_sums, readers, sums, wordle
 from covey.data.examples import as_example
-from covey.data.forms import FORMS, PAIR, Form, find_chat_form, find_form, format_counts
-from covey.data.rows import Row, as_chat_row, as_prompt
+from covey.data.rows import FORMS, PAIR, Form, Row, as_chat_row, as_prompt, find_chat_form, find_form, format_counts
 from covey.errors import DataError
 from covey.types import Message
 

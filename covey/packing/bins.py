@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from covey.parallel.programs import few_programs
-from covey.sampling.lengths import power_of_two
+from covey.sampling.scheduler import power_of_two
 from covey.types import Branch
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)

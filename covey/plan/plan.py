@@ -33,8 +33,7 @@ from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
 from covey.rl.programs import RLPrograms
 from covey.rl.roles import Role
 from covey.run.programs import policy_programs, supervised_programs
-from covey.sampling.lengths import smaller_batch
-from covey.sampling.scheduler import MIN_SLOTS, Scheduler
+from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
 from covey.sft.learner import SFTPrograms
 
 TOTAL_STEPS = 100

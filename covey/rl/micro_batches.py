@@ -25,7 +25,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, rows_at_a_time, split_micro_batches
-from covey.parallel.placement import put_rows
+from covey.parallel.sharding import put_rows
 from covey.rl.stage_sizes import StageSizes
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch

@@ -22,9 +22,8 @@ from covey.models.lora import split_trainable
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
-from covey.parallel.placement import place_abstract, rows_placement
 from covey.parallel.programs import Program, few_programs
-from covey.parallel.sharding import num_row_shards
+from covey.parallel.sharding import num_row_shards, place_abstract, rows_placement
 from covey.rl.inference import RowScorer, TokenValueScorer, ValueScorer
 from covey.rl.micro_batches import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role

@@ -23,7 +23,7 @@ from covey.parallel.mesh import (
     refuse_uneven_mesh,
     spans_processes,
 )
-from covey.parallel.placement import Model, place_model
+from covey.parallel.sharding import Model, place_model
 from covey.text.tokenizer import Tokenizer
 
 

@@ -20,10 +20,10 @@ from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.programs import abstract, replace_leaves
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
+from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Request, Sampler
-from covey.sampling.lengths import check_length, check_positions
+from covey.sampling.scheduler import check_length, check_positions
 from covey.sampling.stats import SamplerStats
-from covey.sampling.tools import Tool, make_tool
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 

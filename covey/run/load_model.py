@@ -29,7 +29,7 @@ from covey.models.quantised import parse_format
 from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.mesh import default_mesh, own_part, spans_processes
-from covey.parallel.placement import place_model
+from covey.parallel.sharding import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer, require_entry
 
@@ -170,7 +170,7 @@ def _is_same_local(then: str, now: str) -> bool:
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
-    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.joining`).
+    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.distributed.join`).
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))

@@ -22,7 +22,7 @@ from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
-from covey.sampling.lengths import check_length, check_positions
+from covey.sampling.scheduler import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt

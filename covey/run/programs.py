@@ -20,7 +20,7 @@ from covey.parallel.mesh import platform_of
 from covey.rl.programs import RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.load_model import decoder_options
-from covey.sampling.tools import make_tool
+from covey.sampling.calculator import make_tool
 from covey.sft.learner import SFTPrograms
 from covey.text.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
 from covey.monitor.writer import Correct
 from covey.parallel import distributed
-from covey.parallel.placement import on_own_devices
+from covey.parallel.sharding import on_own_devices
 from covey.rewards import check_evaluation_columns
 from covey.run.base import Run, RunResources
 from covey.run.inference import (

@@ -31,7 +31,7 @@ from covey.models.layers import apply_softcap
 from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
 from covey.parallel.sharding import sharding_of
-from covey.sampling.lengths import block_lengths
+from covey.sampling.scheduler import block_lengths
 
 LANES = 128
 """Numbers in a row of a TPU's tiles; a multiple of a GPU kernel's block of keys."""

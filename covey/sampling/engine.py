@@ -24,10 +24,9 @@ from flax import nnx
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.sampling.device import Chunk, DeviceState, Draws, Parked, Programs
-from covey.sampling.lengths import check_length
 from covey.sampling.logits import SamplingParams
 from covey.sampling.noise import sample_keys
-from covey.sampling.scheduler import Sample, Scheduler
+from covey.sampling.scheduler import Sample, Scheduler, check_length
 from covey.sampling.stats import SamplerStats
 from covey.sampling.turns import Responder, Rewrite, Turn, Turns
 from covey.types import Branch, Completion, FinishReason

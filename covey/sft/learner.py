@@ -26,9 +26,8 @@ from covey.packing.bins import compile_cost, most_rows, row_length_bucket
 from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_time
 from covey.parallel import distributed, order
 from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
-from covey.parallel.placement import place_abstract, place_model, rows_placement
 from covey.parallel.programs import Program
-from covey.parallel.sharding import num_row_shards
+from covey.parallel.sharding import num_row_shards, place_abstract, place_model, rows_placement
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,

@@ -13,8 +13,8 @@ from covey.models.decoder import Decoder, compiler_options
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel.order import launched_together
-from covey.parallel.placement import optimizer_shardings
 from covey.parallel.programs import Program, abstract, few_programs
+from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums

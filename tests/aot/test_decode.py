@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
-from covey.parallel.placement import place_abstract
+from covey.parallel.sharding import place_abstract
 from covey.plan.hlo import Program
 from covey.sampling.device import Programs
 

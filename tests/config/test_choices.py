@@ -15,7 +15,7 @@ from covey.envs.calls import FORMATS
 from covey.envs.python_tool import ENGINES
 from covey.monitor.trackers import TRACKERS
 from covey.rl.evaluate import PRESETS
-from covey.sampling.tools import TOOLS
+from covey.sampling.calculator import TOOLS
 from covey.train.optimizers import OPTIMIZERS, SCHEDULES
 
 

@@ -12,8 +12,8 @@ from covey.cli.main import main
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, load_examples
 from covey.data.examples import as_example, as_examples
-from covey.data.forms import FORMS
 from covey.data.gsm8k import MARKER_SYSTEM
+from covey.data.rows import FORMS
 from covey.errors import DataError
 from covey.rewards.arithmetic import arithmetic_answer, number_only
 from covey.rewards.format import format_exact
@@ -143,7 +143,7 @@ def test_nothing_else_lists_the_forms() -> None:
     other += [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("data.md", "mistakes.md")]
     lists = re.compile(r"completion\b[^.]{0,90}\bmessages\b[^.]{0,90}\btext\b", re.S)
     found = {str(f.relative_to(ROOT)) for f in other if lists.search(f.read_text(encoding="utf-8"))}
-    assert found <= {"covey/data/forms.py"}
+    assert found <= {"covey/data/rows.py"}
 
 
 # --- files

@@ -15,7 +15,7 @@ from covey.config.schema import RolloutConfig
 from covey.data.fitting import fit_prompts, truncate_prompt
 from covey.errors import DataError
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
-from covey.sampling.lengths import check_length
+from covey.sampling.scheduler import check_length
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 

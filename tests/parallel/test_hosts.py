@@ -26,7 +26,7 @@ from covey.errors import CoveyError, ResumeError
 from covey.launch.local import _free_port
 from covey.models.export import write_hf
 from covey.models.loading import weights
-from covey.parallel import distributed, joining, liveness, make_mesh, mesh_from_config, order, shardings
+from covey.parallel import distributed, liveness, make_mesh, mesh_from_config, order, shardings
 from covey.parallel.order import LaunchOrder
 from covey.parallel.store import CoordinationStore, exchange
 from covey.train import checkpoint
@@ -51,7 +51,7 @@ def say(*what: object) -> None:
 
 def work(silent: float) -> None:
     """All checks in turn; at the end one process halts, one waits for it in a phase and one in a device program."""
-    joining.join(os.environ)
+    distributed.join(os.environ)
     me, count = jax.process_index(), jax.process_count()
     with liveness.watching(silent):
         assert exchange(f"from {me}", "test") == [f"from {number}" for number in range(count)]
@@ -164,7 +164,7 @@ def save(folder: Path, address: str) -> None:
     """Resume what another number of processes saved; save, export, and be killed in the middle of two saves, one of
     them in a bucket.
     """
-    joining.join(os.environ)
+    distributed.join(os.environ)
     mesh, me = grid(4, 1), jax.process_index()
     with (
         liveness.watching(6.0),

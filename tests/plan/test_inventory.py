@@ -14,7 +14,7 @@ import pytest
 from covey.config import recipe
 from covey.config.recipe import Recipe
 from covey.packing import rows
-from covey.parallel import placement
+from covey.parallel import sharding
 from covey.parallel.mesh import mesh_from_config
 from covey.plan.inventory import inventory
 from covey.rl.cluster import RLCluster
@@ -39,7 +39,7 @@ PROMPTS = ["1+1=", "what is two and two?", "7*6=", "a much longer one"]
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are built for TPUs, and their kernels run as ordinary programs."""
-    monkeypatch.setattr(placement, "platform_of", lambda place: "tpu")
+    monkeypatch.setattr(sharding, "platform_of", lambda place: "tpu")
     monkeypatch.setattr(rows, "span_attention", partial(rows.span_attention, interpret=True))
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
     monkeypatch.setattr(device, "decode_attention", partial(device.decode_attention, interpret=True))

@@ -501,7 +501,7 @@ def test_stacks_of_layers_train_as_a_list_does(
     """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one."""
     rows, lengths, inputs = step
     listed = momentum_cluster(decoder, lora)
-    monkeypatch.setattr("covey.parallel.placement.platform_of", lambda place: "gpu")
+    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
     stacked = momentum_cluster(decoder, lora)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]

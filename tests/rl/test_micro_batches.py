@@ -24,7 +24,7 @@ from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches
 from covey.parallel import flatten, make_mesh, reshard, shardings
-from covey.parallel.placement import put_rows
+from covey.parallel.sharding import put_rows
 from covey.rl.micro_batches import RowBatch, cut, merge, policy_loss_fn, service_batches, slices
 from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
 from covey.run.observers import CompileCounter

@@ -16,8 +16,8 @@ from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
 from covey.models.value_model import ValueModel
 from covey.parallel import flatten, make_mesh
-from covey.parallel.placement import place_abstract, place_model
 from covey.parallel.programs import Program, abstract
+from covey.parallel.sharding import place_abstract, place_model
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.programs import CriticPrograms, RLPrograms

@@ -9,8 +9,8 @@ from flax import nnx
 from covey.config import recipe
 from covey.models.export import write_peft
 from covey.parallel import flatten, make_mesh
-from covey.parallel.placement import place_abstract, place_model
 from covey.parallel.programs import abstract
+from covey.parallel.sharding import place_abstract, place_model
 from covey.run.load_model import load_source
 from covey.run.programs import abstract_for, policy_programs, supervised_programs
 

@@ -1,18 +1,39 @@
 """The calculator: right on ten thousand random expressions, and no text can make it slow or make it run anything."""
 
+import dataclasses
 import random
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from math import floor
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import tokenizers
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
-from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, calculate
+from covey.config.schema import CALCULATOR_MARKERS, RolloutConfig
+from covey.errors import RecipeError
+from covey.models.attention import causal_attention
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.rl.rollout import RolloutWorker
+from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
+from covey.sampling.engine import Request, Sampler
+from covey.sampling.logits import SamplingParams, draw
+from covey.sampling.noise import sample_keys
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, FinishReason
 
 RULES = {
     "neg": lambda a: -a,
@@ -23,6 +44,14 @@ RULES = {
     "//": lambda a, b: Fraction(floor(a / b)),
 }
 BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2}
+CHARACTERS = "0123456789+-*/.e x"
+SPECIALS = (*CALCULATOR_MARKERS, "<stop>", "<other>")
+SHORT = dict(zip("SEOPT@", SPECIALS, strict=True))
+"""S and E around a question, O and P around its answer, T stops, @ is some other control token."""
+CONFIG = ModelConfig(
+    vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_positions=96, windows=(None, 9),
+)  # fmt: skip
 
 
 @dataclass
@@ -173,3 +202,296 @@ def test_any_text_gives_a_number_or_nothing(text: str) -> None:
     assert found is None or len(found) <= 32
     assert found is None or abs(Fraction(found)) <= MAX_NUMBER
     assert seconds < 0.010
+
+
+def made_tokenizer(specials: tuple[str, ...] = SPECIALS, stop: str = "<stop>") -> Tokenizer:
+    inner = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(list(specials))
+    return Tokenizer(inner, eos_id=inner.token_to_id(stop))
+
+
+TOKENIZER = made_tokenizer()
+
+
+def ids(short: str) -> np.ndarray:
+    """`"S6*7E"` → int32 [n]."""
+    return TOKENIZER.encode("".join(SHORT.get(character, character) for character in short))
+
+
+def short(tokens: np.ndarray) -> str:
+    """The inverse of `ids`."""
+    text = TOKENIZER.decode(tokens, skip_special=False)
+    for character, special in SHORT.items():
+        text = text.replace(special, character)
+    return text
+
+
+def following(successors: dict[str, str], logit: float, *, attention: bool) -> Decoder:
+    """A decoder in which each token gives its `successors` about this `logit`, more to those written more than once,
+    and all others 0.
+    """
+    model = Decoder(CONFIG, rngs=nnx.Rngs(1))
+    head = np.zeros((24, 32), np.float32)
+    for token, after in successors.items():
+        for one in after:  # the norm makes √32 of a one-hot embedding
+            head[ids(one)[0], ids(token)[0]] = (logit + np.log(after.count(one))) / 32**0.5
+    model.embed.embedding[...] = jnp.eye(24, 32)
+    model.head.embedding[...] = head
+    for layer in model.layers:
+        for out in (layer.attn.o_proj, layer.mlp.down_proj):
+            out.kernel[...] = out.kernel[...] * (0.2 if attention else 0.0)
+    return model
+
+
+TALK = {
+    **dict.fromkeys("0123456789", "+-*/EEEEEE123"), **dict.fromkeys("+-*/.", "123456789"), "S": "123456789", "E": "xS",
+    "P": "xSSSE", "x": "SSSE", "O": "1", "e": "1", " ": "S", "T": "x", "@": "S",
+}  # fmt: skip
+GRAPH, PARAMS = nnx.split(following(TALK, 4.5, attention=True))
+SHARED = Sampler(GRAPH, TOKENIZER.stop_ids, RolloutConfig())  # one for all, so that its programs are compiled once
+LIMIT, STEP = 48, 1
+BASE: dict[str, Any] = {"max_new_tokens": LIMIT, "temperature": 0.9, "top_k": 20, "slots": 16, "tool": "calculator"}
+TOOL = make_tool(TOKENIZER, RolloutConfig(**BASE))
+PROMPTS = ["x", "1+1xx", "S12", "x 9 x"]
+
+
+def requests() -> list[Request]:
+    return [Request(ids(text), 8, index, step=STEP) for index, text in enumerate(PROMPTS)]
+
+
+def sample(wanted: list[Request], tool: Tool | None = TOOL, **settings: Any) -> list[list[Completion]]:
+    return SHARED.generate(PARAMS, wanted, config=RolloutConfig(**{**BASE, **settings}), responder=tool)
+
+
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[list[Completion]]:
+    return sample(requests())
+
+
+# --- what is asked, and what is put there
+
+
+@pytest.mark.parametrize(
+    ("before", "answer"),
+    [
+        ("S6*7E", "O42P"),
+        ("x1S12/60E", "O0.2P"),
+        ("S1-9E", "O-8P"),
+        ("S1+1EO2PxS3+3E", "O6P"),
+        ("S1+1ES3+3E", "O6P"),
+        ("S9S6*7E", "O42P"),  # a second start begins the question anew
+        ("S6*E", ""),
+        ("S6/0E", ""),
+        ("S6x7E", ""),
+        ("S6@7E", ""),  # a control token is not swallowed: 6 and 7 are not 67
+        ("S6OE", ""),
+    ],
+)
+def test_the_question_is_what_stands_since_the_last_start(before: str, answer: str) -> None:
+    assert short(TOOL.respond(ids(before))) == answer
+
+
+@pytest.mark.parametrize("before", ["E", "6*7E", "SE", "S6*7EE", "S6*7EO42P1E"])
+def test_without_an_open_question_the_tool_is_not_asked(before: str) -> None:
+    asked: list[str] = []
+    tool = dataclasses.replace(TOOL, evaluate=lambda text: asked.append(text) or "1")
+    assert short(tool.respond(ids(before))) == ""
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("links", "stream"),
+    [
+        (["xS6*7E", "Px"], "S6*7EO42PxS6*7EO42PxS6*7EO42PxS6"),  # several calls, each cut at every place
+        (["xS7/2E", "PT"], "S7/2EO3.5PT"),
+        (["xS6*7ET", "PE"], "S6*7EO42PET"),  # an end behind an answer asks nothing
+        (["x6*E7T"], "6*E7T"),
+        (["xSE7T"], "SE7T"),
+        (["xS7/E9T"], "S7/E9T"),
+        (["xS7/0E9T"], "S7/0E9T"),
+        (["xS9*8@7E6T"], "S9*8@7E6T"),
+    ],
+)
+@pytest.mark.slow
+def test_completions_known_beforehand(links: list[str], stream: str) -> None:
+    """Greedy, one successor a token (`"xS6"`: x is followed by S, S by 6), for every length the limit may cut."""
+    successors = {a: b for link in links for a, b in pairwise(link)}
+    _, params = nnx.split(following(successors, 9.0, attention=False))
+    for limit in range(1, len(stream) + 1):
+        config = RolloutConfig(max_new_tokens=limit, temperature=0.0, slots=1, decode_chunk=4)
+        ((got,),) = SHARED.generate(params, [Request(ids("x"), 1, 0)], config=config, responder=TOOL)
+        assert short(got.tokens) == stream[:limit]
+        assert got.mask.tolist() == known_mask(stream[:limit])
+        assert got.finish is (FinishReason.STOP if stream[:limit].endswith("T") else FinishReason.LENGTH)
+
+
+def known_mask(stream: str) -> list[bool]:
+    mask, answer = [], False
+    for character in stream:
+        answer |= character == "O"
+        mask.append(not answer)
+        answer &= character != "P"
+    return mask
+
+
+def replay(completion: Completion) -> Counter[str]:
+    """Checks a completion token by token, with the bookkeeping of nanochat's engine, and counts what happened."""
+    inside, asked, due, seen = False, [], [], Counter[str]()
+    start, end, output_start, output_end = TOOL.markers.ids
+    for token, drawn in zip(completion.tokens.tolist(), completion.mask.tolist(), strict=True):
+        assert drawn == (not due)
+        if due:
+            assert token == due.pop(0)
+        elif token == start:
+            seen["nested"] += inside
+            inside, asked = True, []
+        elif token == end and inside:
+            result = calculate(TOKENIZER.decode(asked, skip_special=False)) if asked else None
+            due = [] if result is None else [output_start, *TOKENIZER.encode(result).tolist(), output_end]
+            seen["answered" if due else "unanswered"] += 1
+            inside = False
+        elif token == end:
+            seen["stray"] += 1
+        elif inside:
+            asked.append(token)
+    seen["cut"] = bool(due) and not completion.mask[-1]
+    assert not due or len(completion.tokens) == LIMIT
+    return seen
+
+
+@pytest.mark.slow
+def test_every_answer_stands_behind_its_question_and_nowhere_else(drawn: list[list[Completion]]) -> None:
+    counts = [replay(completion) for completion in flat(drawn)]
+    seen = sum(counts, Counter())
+    assert min(seen[what] for what in ("answered", "unanswered", "nested", "stray", "cut")) > 0, seen
+    assert max(count["answered"] for count in counts) >= 3
+
+
+# --- the cache, the noise, the schedule
+
+
+@jax.jit
+def plain_logits(params: Any, tokens: np.ndarray) -> jax.Array:
+    model = nnx.merge(GRAPH, params)
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
+    return model.logits(hidden)[0]
+
+
+def logits_at(prompt: np.ndarray, tokens: np.ndarray) -> jax.Array:
+    """The plain forward's logits from which each of `tokens` was to be predicted."""
+    full = np.concatenate([prompt, tokens, np.zeros(64 - len(prompt) - len(tokens), np.int32)])
+    return plain_logits(PARAMS, full[None])[len(prompt) - 1 :][: len(tokens)]
+
+
+@pytest.mark.slow
+def test_logps_equal_the_trainers_over_the_whole_stream(drawn: list[list[Completion]]) -> None:
+    """Behind an answer too: its tokens went through the cache at their own places."""
+    for request, group in zip(requests(), drawn, strict=True):
+        for c in group:
+            logps = jax.nn.log_softmax(logits_at(request.prompt, c.tokens) / 0.9)
+            logps = np.where(c.mask, np.asarray(logps)[np.arange(len(c.tokens)), c.tokens], 0)
+            np.testing.assert_allclose(c.logps, logps, atol=1e-4)
+            assert (c.sampler_logps[~c.mask] == 0).all()
+
+
+@pytest.mark.slow
+def test_noise_depends_on_the_place_in_the_completion_whatever_was_put_before_it(drawn: list[list[Completion]]) -> None:
+    redraw = jax.jit(lambda logits, uniform: draw(logits, uniform, SamplingParams(0.9, top_k=20)))
+    for request, group in zip(requests(), drawn, strict=True):
+        for number, c in enumerate(group):
+            key = sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))[0]
+            uniform = jax.vmap(lambda i, key=key: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(LIMIT))
+            logits = jnp.zeros((LIMIT, 24)).at[: len(c.tokens)].set(logits_at(request.prompt, c.tokens))
+            token, _, sampler_logp = redraw(logits, uniform)
+            size = len(c.tokens)
+            assert (np.asarray(token)[:size] == c.tokens)[c.mask].all()
+            np.testing.assert_allclose(np.asarray(sampler_logp)[:size][c.mask], c.sampler_logps[c.mask], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"slots": 3, "decode_chunk": 5}, {"slots": 32, "decode_chunk": 1}])
+def test_samples_do_not_depend_on_slots_chunks_or_order(drawn: list[list[Completion]], settings: dict) -> None:
+    same(drawn, sample(requests()[::-1], **settings)[::-1])
+
+
+def same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
+    for one, other in zip(flat(a), flat(b), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert (one.mask is None) == (other.mask is None)
+        assert one.mask is None or one.mask.tolist() == other.mask.tolist()
+        assert one.finish == other.finish
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+        np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tool_that_never_answers_changes_nothing() -> None:
+    silent = dataclasses.replace(TOOL, evaluate=lambda text: None)
+    with_tool, without = sample(requests(), silent), sample(requests(), None)
+    assert all(c.mask.all() for c in flat(with_tool))
+    assert all(c.mask is None for c in flat(without))
+    assert sum(int(TOOL.markers.end in c.tokens) for c in flat(without)) > 20  # it was asked often enough
+    for one, other in zip(flat(with_tool), flat(without), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
+def test_a_tool_costs_the_decode_program_no_input() -> None:
+    """What a tool answers is appended by a program of its own, so its decode steps are those of a run without one."""
+    config = RolloutConfig(decode_chunk=4)
+    programs = [SHARED.programs.decode_program(PARAMS, 8, 128, config, pause_id) for pause_id in (None, 20)]
+    plain, with_tool = ([x.shape for x in jax.tree.leaves(program.args)] for program in programs)
+    assert plain == with_tool
+
+
+# --- the worker
+
+
+def worker(**settings: Any) -> RolloutWorker:
+    base = {"max_prompt_length": 8, "max_new_tokens": 24, "slots": 1, "decode_chunk": 4, "temperature": 0.0}
+    model = following({**dict(zip("xS6*7", "S6*7E", strict=True)), "P": "@", "@": "9", "9": "T"}, 9.0, attention=False)
+    return RolloutWorker(model, TOKENIZER, RolloutConfig(**{**base, **settings}))
+
+
+@pytest.mark.slow
+def test_the_answer_is_visible_in_the_text_and_a_call_may_turn_the_tool_on() -> None:
+    """Without the markers the text would read 6*7429. Other control tokens are left out as ever."""
+    made = worker()
+    ((plain,),) = (group.completions for group in made.generate([{"prompt": "x"}], 1))
+    assert plain.text.startswith("6*7")
+    assert "42" not in plain.text
+    assert plain.mask is None
+    config = dataclasses.replace(made.config, tool="calculator")
+    ((asked,),) = (group.completions for group in made.generate([{"prompt": "x"}], 1, config=config))
+    assert asked.text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>9"
+    assert asked.mask.tolist() == known_mask("S6*7EO42P@9T")
+
+
+def test_a_tool_without_its_markers_is_an_error_that_names_them() -> None:
+    bare = made_tokenizer(("<stop>", "<|python_start|>", "<|python_end|>", "<|output_end|>"))
+    with pytest.raises(RecipeError, match=r"no token '<\|output_start\|>'"):
+        make_tool(bare, RolloutConfig(tool="calculator"))
+    assert make_tool(bare, RolloutConfig()) is None
+    with pytest.raises(RecipeError, match=r"<\|python_end\|>' is a stop token"):
+        make_tool(made_tokenizer(stop="<|python_end|>"), RolloutConfig(tool="calculator"))
+
+
+@pytest.mark.parametrize("markers", [(), ("<other>",), ("<other>",) * 4, (*CALCULATOR_MARKERS, "<other>")])
+def test_markers_are_four_and_different(markers: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError, match="four different tokens"):
+        make_tool(TOKENIZER, RolloutConfig(tool="calculator", tool_markers=markers))
+
+
+def test_a_prompt_and_answer_beyond_the_models_positions_are_refused_up_front() -> None:
+    """The trap: positions that the model never saw, without a word."""
+    with pytest.raises(RecipeError, match=r"max_prompt_length = 73 .* 97 tokens(.|\n)*at most 96"):
+        worker(max_prompt_length=73)
+    made = worker(max_prompt_length=72)
+    with pytest.raises(RecipeError, match="at most 96"):
+        made.generate([{"prompt": "x"}], 1, config=RolloutConfig(max_prompt_length=72, max_new_tokens=25))

@@ -24,9 +24,8 @@ from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.parallel.mesh import make_mesh
-from covey.parallel.placement import optimizer_shardings
 from covey.parallel.reshard import flatten, reshard
-from covey.parallel.sharding import shardings
+from covey.parallel.sharding import optimizer_shardings, shardings
 from covey.run.observers import CompileCounter
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (

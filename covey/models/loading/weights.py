@@ -32,9 +32,8 @@ from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.parallel.mesh import spans_processes
-from covey.parallel.placement import build_for_devices
 from covey.parallel.reshard import flatten
-from covey.parallel.sharding import shardings
+from covey.parallel.sharding import build_for_devices, shardings
 from covey.text.tokenizer import Tokenizer, read_json
 
 Model = TypeVar("Model", bound=nnx.Module)
