@@ -15,6 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from inspect import Signature, signature
 from numbers import Number
+from threading import RLock
 from typing import (
     Annotated,
     Any,
@@ -232,18 +233,22 @@ class Config:
 @contextmanager
 def _without_plugins() -> Iterator[None]:
     """Keep pydantic from looking for its plugins, for which it reads the metadata of every installed package."""
-    before = os.environ.get(PLUGINS_OFF)
-    os.environ[PLUGINS_OFF] = "__all__"
-    try:
-        yield
-    finally:
-        del os.environ[PLUGINS_OFF]
-        if before is not None:
-            os.environ[PLUGINS_OFF] = before
+    with _OF_ONE_THREAD:
+        before = os.environ.get(PLUGINS_OFF)
+        os.environ[PLUGINS_OFF] = "__all__"
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(PLUGINS_OFF, None)
+            else:
+                os.environ[PLUGINS_OFF] = before
 
 
 PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
 """Variable by which pydantic is told to leave plugins out."""
+_OF_ONE_THREAD = RLock()
+"""Lock of the variable, which belongs to the process."""
 
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 

@@ -4,6 +4,8 @@ import copy
 import os
 import pickle
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 import covey
 from covey.cli.main import parse
-from covey.config import foreign_names, recipe, strict_yaml
+from covey.config import base, foreign_names, recipe, strict_yaml
 from covey.config.base import Config, PositiveInt
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
@@ -339,3 +341,22 @@ def test_no_plugin_of_pydantic_is_looked_for(monkeypatch: pytest.MonkeyPatch) ->
 
         assert Fresh(count=2).count == 2
         assert os.environ.get("PYDANTIC_DISABLE_PLUGINS") == before
+
+
+def test_threads_that_make_their_first_settings_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(base.PLUGINS_OFF, raising=False)
+    entered, left = threading.Event(), threading.Event()
+
+    def another() -> None:
+        with base._without_plugins():
+            entered.set()
+            assert left.wait(30)
+            assert os.environ[base.PLUGINS_OFF] == "__all__", "as long as this thread needs it"
+
+    with ThreadPoolExecutor(1) as pool:
+        with base._without_plugins():
+            other = pool.submit(another)
+            entered.wait(0.2)
+        left.set()
+        other.result()
+    assert base.PLUGINS_OFF not in os.environ
