@@ -166,6 +166,13 @@ class Decoder(nnx.Module):
         return (self.embed if self.head is None else self.head).embedding[...]
 
     @property
+    def fixed_shapes(self) -> bool:
+        """Whether shapes follow the settings and not the lengths of a step: on accelerators, where a program takes
+        minutes to compile and room for what is not there costs little. A CPU's shapes follow the lengths.
+        """
+        return self.platform != "cpu"
+
+    @property
     def mesh(self) -> AbstractMesh:
         """Return the mesh of the weights; it is empty where they are on one device."""
         mesh: AbstractMesh = jax.typeof(self.embed.embedding[...]).sharding.mesh

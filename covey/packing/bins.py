@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from covey.parallel.programs import few_programs
 from covey.sampling.scheduler import power_of_two
 from covey.types import Branch
 
@@ -97,17 +96,16 @@ class Bin:
         return sorted(indices)
 
 
-def compile_cost(parameters: int, steps: int, platform: str) -> float:
+def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
     """Return the cost of another row length than the default in each of the steps that use it, in tokens of training:
-    the time to compile its programs, divided among those steps. It is infinite on an accelerator, where a program
-    takes minutes to compile.
+    the time to compile its programs, divided among those steps. It is infinite with fixed shapes.
 
     Args:
         parameters: number of the model's parameters; a token costs 6 floating-point operations for each.
         steps: number of steps of the run.
-        platform: `cpu`, or that of an accelerator.
+        fixed_shapes: see `Decoder.fixed_shapes`.
     """
-    if few_programs(platform):
+    if fixed_shapes:
         return math.inf
     return COMPILE_FLOPS / (6 * max(parameters, 1)) / max(SHARE_OF_STEPS * steps, 1)
 
@@ -182,16 +180,19 @@ def _cost(count: int, length: int, max_tokens: int) -> float:
     )
 
 
-def rows_per_micro_batch(count: int, length: int, max_tokens: int, num_shards: int = 1, few: bool = False) -> int:
+def rows_per_micro_batch(
+    count: int, length: int, max_tokens: int, num_shards: int = 1, fixed_shapes: bool = False
+) -> int:
     """Return how many of `count` rows of `length` tokens make a micro-batch of at most `max_tokens` tokens: a positive
     multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
 
     Args:
-        few: choose among `micro_batch_sizes` alone.
+        fixed_shapes: choose among `micro_batch_sizes` alone.
     """
     most, needed = most_rows(length, max_tokens, num_shards) // num_shards, -(-count // num_shards)
     sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
-    sizes = {rows // num_shards for rows in micro_batch_sizes(length, max_tokens, num_shards)} if few else sizes
+    if fixed_shapes:
+        sizes = {rows // num_shards for rows in micro_batch_sizes(length, max_tokens, num_shards)}
     return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * num_shards
 
 

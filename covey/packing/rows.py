@@ -169,12 +169,12 @@ def split_micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
         yield jax.tree.map(partial(slice_rows, start), tree)
 
 
-def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int, few: bool = False) -> int:
+def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False) -> int:
     """Return the number of rows computed together: at most `max_tokens`, but at least one for each device of `mesh`.
-    For `few` see `packing.bins.rows_per_micro_batch`.
+    For `fixed_shapes` see `packing.bins.rows_per_micro_batch`.
     """
     count, length = rows.tokens.shape
-    return rows_per_micro_batch(count, length, max_tokens, num_row_shards(mesh), few)
+    return rows_per_micro_batch(count, length, max_tokens, num_row_shards(mesh), fixed_shapes)
 
 
 def padding_fraction(rows: Rows, rows_at_once: int = 1) -> float:

@@ -42,13 +42,6 @@ class Program:
         return lowered
 
 
-def few_programs(platform: str) -> bool:
-    """Return whether a run on `platform` makes few programs, in few shapes: on accelerators, where a program takes
-    minutes to compile and room for what is not there costs little. A CPU's shapes follow the lengths.
-    """
-    return platform != "cpu"
-
-
 def on_host() -> AbstractContextManager[Any]:
     """Return a context in which JAX computes on the host's processor, if it knows that: small programs for a number are
     no programs for the accelerator.

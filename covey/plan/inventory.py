@@ -1,6 +1,6 @@
 """List every program that a run of reinforcement learning compiles on an accelerator, with its shapes.
 
-They are counted from the run's own rules (`parallel.programs.few_programs`). What a critic, a reward model, a moving
+They are counted from the run's own rules (`Decoder.fixed_shapes`). What a critic, a reward model, a moving
 reference or an environment adds is not among them, and neither are the small programs of loading, for example of new
 adapters.
 """
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 def inventory(recipe: Recipe, made: RLPrograms) -> list[Entry]:
     """Return the programs of a run of `recipe`; none where shapes follow the lengths, as on a CPU."""
-    return [*_training(recipe, made), *_sampling(recipe, made)] if made.few else []
+    return [*_training(recipe, made), *_sampling(recipe, made)] if made.fixed_shapes else []
 
 
 def has_token_values(recipe: Recipe) -> bool:

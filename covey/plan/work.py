@@ -117,7 +117,7 @@ def step_phases(
         sizes: bytes of the run's arrays.
         shards: number of parts into which rows are divided.
         compile_cost: cost of another row length than the default, in tokens; see `packing.bins.compile_cost`. Where it
-            is infinite, shapes do not follow the lengths; see `parallel.programs.few_programs`.
+            is infinite, shapes do not follow the lengths; see `Decoder.fixed_shapes`.
         processes: number of processes, each of which samples its share of the prompts with its own weights.
     """
     rank = recipe.model.lora.rank
@@ -144,9 +144,11 @@ def step_phases(
     return [*phases, Phase("update", flops, moved, calls, updates * 4.5 * forward.attention)]
 
 
-def _rollout(recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, few: bool, processes: int) -> Phase:
+def _rollout(
+    recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, fixed_shapes: bool, processes: int
+) -> Phase:
     prompts, samples = math.ceil(recipe.training.prompts_per_step / processes), recipe.grpo.num_generations
-    scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout, fixed=few)
+    scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout, fixed=fixed_shapes)
     slots, rank = min(len(scheduler.slots), prompts * samples), recipe.model.lora.rank
     fed = [(lengths.prompt, max(lengths.completion - 1, 0))] * (prompts * samples)
     flops, read = counting.decoding(config, fed, slots / sizes.copies, rank, sizes.cache_itemsize)
@@ -176,6 +178,6 @@ def _micro_batches(
         for group in groups
     ]
     length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
-    at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, few=math.isinf(compile_cost))
+    at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, fixed_shapes=math.isinf(compile_cost))
     columns = chunk_columns(at_once // recipe.model.mesh.data, length)
     return math.ceil(len(rows) / at_once), math.ceil(max(row.num_scored for row in rows) / columns)

@@ -29,7 +29,7 @@ from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel import distributed
-from covey.parallel.programs import abstract, few_programs
+from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, initial_reference, mixed, own_arrays
 from covey.rl.micro_batches import TrainBatch, policy_micro_batches, value_micro_batches
@@ -64,7 +64,7 @@ class RLCluster(Keywords):
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
         compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
-        few_programs: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
+        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
     """
@@ -89,10 +89,10 @@ class RLCluster(Keywords):
         placed = dict(zip(on_devices, stack_models(list(on_devices.values())), strict=True))
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
-        self.few_programs = few_programs(self._actor.platform)
+        self.fixed_shapes = self._actor.fixed_shapes
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         self.rollout = RolloutWorker(
-            rollout, tokenizer, self.config.rollout_config, environments, few_programs=self.few_programs
+            rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self.fixed_shapes
         )
         self.inference = InferenceWorker(placed, temperature)
         graph = nnx.split(self._actor)[0]
@@ -162,7 +162,7 @@ class RLCluster(Keywords):
                 fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
             )
         self._prepared_for = config, total_steps
-        self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self._actor.platform)
+        self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self.fixed_shapes)
         algorithm = algorithm_of(config)
         if algorithm.needs_reference:
             self._host_reference(config)
@@ -192,7 +192,7 @@ class RLCluster(Keywords):
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
         """Return how many rows `role` computes together."""
-        return self.config.rows_at_a_time(rows, role, self.few_programs)
+        return self.config.rows_at_a_time(rows, role, self.fixed_shapes)
 
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the reference's log-probs, one array per completion.
@@ -364,7 +364,7 @@ class RLCluster(Keywords):
         """Yield what the loss of actor or critic needs of `batches`, in pieces of `max_tokens_per_micro_batch`."""
         cut = value_micro_batches if role == Role.CRITIC else policy_micro_batches
         limit = self.config.training_config.max_tokens_per_micro_batch
-        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit, self.few_programs)
+        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit, self.fixed_shapes)
 
     def _host_reference(self, config: GRPOConfig) -> None:
         """Host the reference that was given or the actor's initial weights, apart from the arrays that are trained."""

@@ -26,7 +26,7 @@ from covey.models.lora import adapters_change_base, merge_lora, split_trainable,
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.order import launched_together
-from covey.parallel.programs import Program, abstract, few_programs, replace_leaves
+from covey.parallel.programs import Program, abstract, replace_leaves
 from covey.parallel.reshard import reshard, to_host
 from covey.parallel.sharding import put_rows, rows_placement
 
@@ -201,10 +201,10 @@ class InferenceWorker:
             return []
         groups = groups_to_score(prompt_ids, completion_ids)
         self._check_tokens([g.prompt_tokens for g in groups] + [c.tokens for g in groups for c in g.completions])
-        few = few_programs(self.model("reward").decoder.platform)
-        rows = pack(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if few else 0.0)
+        fixed_shapes = self.model("reward").decoder.fixed_shapes
+        rows = pack(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if fixed_shapes else 0.0)
         lengths = [len(c) + 1 for c in completion_ids]
-        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, few))
+        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, fixed_shapes))
         return [float(score[-1]) for score in scores]
 
     def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:

@@ -72,23 +72,24 @@ class RowBatch(NamedTuple):
 
 
 def policy_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, few: bool = False
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False
 ) -> Iterator[MicroBatch]:
-    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`. For `few`
-    see `packing.bins.rows_per_micro_batch`.
+    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`. For
+    `fixed_shapes` see `packing.bins.rows_per_micro_batch`.
     """
     for batch in batches:
-        at_once = rows_at_a_time(batch.rows, mesh, max_tokens, few)
+        at_once = rows_at_a_time(batch.rows, mesh, max_tokens, fixed_shapes)
         yield from _cut(RowBatch(batch.rows, batch.inputs), batch.denominator, like, at_once)
 
 
 def value_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, few: bool = False
+    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False
 ) -> Iterator[MicroBatch]:
     """Yield the inputs of the value loss; arguments as for `policy_micro_batches`."""
     for batch in batches:
         if batch.value_inputs is not None:
-            count, at_once = float(batch.value_inputs.weight.sum()), rows_at_a_time(batch.rows, mesh, max_tokens, few)
+            count = float(batch.value_inputs.weight.sum())
+            at_once = rows_at_a_time(batch.rows, mesh, max_tokens, fixed_shapes)
             yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, at_once)
 
 

@@ -22,7 +22,7 @@ from covey.models.lora import split_trainable
 from covey.models.value_model import ValueModel
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
-from covey.parallel.programs import Program, few_programs
+from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards, place_abstract, rows_placement
 from covey.rl.inference import RowScorer, TokenValueScorer, ValueScorer
 from covey.rl.micro_batches import abstract_policy_batch, abstract_value_batch, policy_loss_fn, value_loss_fn
@@ -124,7 +124,7 @@ class RLPrograms:
         model: the actor in shapes, on its devices.
         rollout: shapes of the rollout's weights, on its devices.
         synced: shapes of those that it gets after each update, if its devices are not the actor's.
-        few: whether shapes do not follow the lengths; see `parallel.programs.few_programs`.
+        fixed_shapes: see `Decoder.fixed_shapes`.
         rounds: whether a rollout first makes copies of weights: in another type, or out of stacks of layers.
     """
 
@@ -151,7 +151,7 @@ class RLPrograms:
         self._scorer = RowScorer(graph, config.rollout_config.temperature)
         self._token_scorer = TokenValueScorer(graph, config.rollout_config.temperature)
         self._update = UpdatePrograms(self.model, *policy_training(config, grpo, total_steps))
-        rollout, self.few = placed(Role.ROLLOUT), few_programs(self.model.platform)
+        rollout, self.fixed_shapes = placed(Role.ROLLOUT), self.model.fixed_shapes
         self.rollout = nnx.state(rollout)
         apart = config.mesh(Role.ROLLOUT) != config.mesh(Role.ACTOR)
         self.synced = split_trainable(rollout)[1] if apart else None
@@ -159,7 +159,7 @@ class RLPrograms:
         self._rollout = round_for_sampling(params, sampling_type(rollout))
         both = zip(jax.tree.leaves(params), jax.tree.leaves(self._rollout), strict=True)
         self.rounds = bool(rollout.stacked) or any(old.dtype != new.dtype for old, new in both)
-        own = SamplingParams.from_config(config.rollout_config) if self.few else None
+        own = SamplingParams.from_config(config.rollout_config) if self.fixed_shapes else None
         self._sampler = Programs(graph, tuple(sorted(stop_ids)), own)
 
     def score(self, count: int, length: int) -> Program:
@@ -201,7 +201,7 @@ class RLPrograms:
         prompts = min(stage_sizes(config.training_config, samples).rollout, share)
         resizes = self._sampler.cache_layout(self._rollout).divided and not self.waits
         lengths = [config.rollout_config.max_prompt_length] * prompts
-        return Scheduler(lengths, [samples] * prompts, config.rollout_config, resizes=resizes, fixed=self.few)
+        return Scheduler(lengths, [samples] * prompts, config.rollout_config, resizes=resizes, fixed=self.fixed_shapes)
 
     @property
     def num_processes(self) -> int:
@@ -216,12 +216,12 @@ class RLPrograms:
         training = self.config.training_config
         length, tokens = row_length_bucket(training.row_length), training.max_tokens_per_micro_batch
         shards = num_row_shards(self.config.mesh(Role.ACTOR))
-        sizes = micro_batch_sizes(length, tokens, shards) if self.few else [most_rows(length, tokens, shards)]
+        sizes = micro_batch_sizes(length, tokens, shards) if self.fixed_shapes else [most_rows(length, tokens, shards)]
         return [(size, length) for size in sizes]
 
     def shown_size(self) -> tuple[int, int]:
         """Return the most rows of a micro-batch of completions with token values, and their length."""
-        if self.few:
+        if self.fixed_shapes:
             return self.row_sizes()[0]
         config, training = self.config, self.config.training_config
         rows = longest_shown(config.rollout_config, self.grpo.num_generations, training.row_length)

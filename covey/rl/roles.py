@@ -106,9 +106,9 @@ class ClusterConfig(Config):
         elif (mesh := self.mesh(role)) is not None:
             refuse_uneven_mesh(mesh)
 
-    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, few: bool = False) -> int:
-        """Return how many rows `role` computes together; for `few` see `packing.bins.rows_per_micro_batch`."""
-        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, few)
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, fixed_shapes: bool = False) -> int:
+        """Return how many rows `role` computes together; for `fixed_shapes` see `packing.bins.rows_per_micro_batch`."""
+        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, fixed_shapes)
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each mesh with an axis along which nothing is split."""

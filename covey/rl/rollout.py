@@ -77,7 +77,7 @@ class RolloutWorker:
         config: lengths, temperature, truncation, slots, seed, tool.
         environments: runs the environment in which the model acts, or the tools that it calls, where the text of a
             completion is its last turn; None for completions of one turn.
-        few_programs: see `sampling.engine.Sampler`.
+        fixed_shapes: see `sampling.engine.Sampler`.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
     there is both a tool and an environment.
@@ -89,12 +89,12 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         config: RolloutConfig,
         environments: EnvironmentRunner | None = None,
-        few_programs: bool = False,
+        fixed_shapes: bool = False,
     ):
         self._graph, self.params = nnx.split(model)
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
-        graph, self._convert = _conversion(with_rounded_head(model), few_programs)
-        self.sampler = Sampler(graph, tokenizer.stop_ids, config, few_programs)
+        graph, self._convert = _conversion(with_rounded_head(model), fixed_shapes)
+        self.sampler = Sampler(graph, tokenizer.stop_ids, config, fixed_shapes)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self._prepare(config)
@@ -216,7 +216,7 @@ class RolloutWorker:
         return dataclasses.replace(completion, text=text)
 
 
-def _conversion(model: Decoder, few_programs: bool) -> tuple[Any, Callable[[Any], Any]]:
+def _conversion(model: Decoder, fixed_shapes: bool) -> tuple[Any, Callable[[Any], Any]]:
     """Return the graph of the model that samples, and the function that makes its parameters of those of `model`.
 
     It has a list of layers. A step of decoding reads all weights once, as fast as memory gives them only from arrays of
@@ -226,7 +226,7 @@ def _conversion(model: Decoder, few_programs: bool) -> tuple[Any, Callable[[Any]
     graph, params = nnx.split(model)
     dtype = sampling_type(model)
     if not model.stacked:
-        return graph, _rounding(params, dtype, few_programs)
+        return graph, _rounding(params, dtype, fixed_shapes)
     stacks, shapes = LayerStacks(model), abstract(params)
     graph = nnx.split(unstack_layers(nnx.merge(graph, shapes)))[0]
 
@@ -243,10 +243,10 @@ def _conversion(model: Decoder, few_programs: bool) -> tuple[Any, Callable[[Any]
     return graph, converted
 
 
-def _rounding(params: Any, dtype: Any, few_programs: bool) -> Callable[[Any], Any]:
-    """Return `round_for_sampling` for states like `params`; with `few_programs` one program rounds all arrays."""
+def _rounding(params: Any, dtype: Any, fixed_shapes: bool) -> Callable[[Any], Any]:
+    """Return `round_for_sampling` for states like `params`; with `fixed_shapes` one program rounds all arrays."""
     rounded = partial(round_for_sampling, dtype=dtype)
-    if not few_programs:
+    if not fixed_shapes:
         return rounded
     shapes = abstract(params)
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(rounded(shapes)), strict=True)

@@ -88,7 +88,7 @@ class TokenScorer:
     def _score(self, batch: TrainBatch) -> None:
         index = _most_informative(batch.groups)
         longest = self._cluster.config.training_config.row_length
-        self._shown = shown = choose(batch.groups[index], longest, one_length=self._cluster.few_programs)
+        self._shown = shown = choose(batch.groups[index], longest, one_length=self._cluster.fixed_shapes)
         lengths = [len(c.tokens) for group in batch.groups for c in group.completions]
         first = sum(len(group.completions) for group in batch.groups[:index])
         at = [first + number for number in shown.numbers]

@@ -108,8 +108,8 @@ class Programs:
     Args:
         graph: the decoder's `nnx.GraphDef`.
         stop_ids: tokens that end a completion.
-        own: where few programs are wanted (`few_programs`): the settings of the sampling distribution for which there
-            is a program. Another one, to which they are numbers, serves all others.
+        own: with fixed shapes: the settings of the sampling distribution for which there is a program. Another one, to
+            which they are numbers, serves all others.
     """
 
     def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...], own: SamplingParams | None = None):

@@ -58,17 +58,17 @@ class Sampler:
         graph: the decoder's `nnx.GraphDef`; each call passes its state, so that new weights need no new sampler.
         stop_ids: tokens that end a completion; the stop token is kept as its last token.
         config: lengths, temperature, truncation, slots, seed.
-        few_programs: whether all sizes follow the settings, and other settings of the sampling distribution than those
+        fixed_shapes: whether all sizes follow the settings, and other settings of the sampling distribution than those
             of `config` share a program.
     """
 
     def __init__(
-        self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig, few_programs: bool = False
+        self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig, fixed_shapes: bool = False
     ):
         self.graph, self.config = graph, config
         self.stop_ids = tuple(sorted(stop_ids))
         self.stats = SamplerStats()
-        own = SamplingParams.from_config(config) if few_programs else None
+        own = SamplingParams.from_config(config) if fixed_shapes else None
         self.programs = Programs(graph, self.stop_ids, own)
 
     def generate(

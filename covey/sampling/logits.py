@@ -36,7 +36,7 @@ class SamplingParams(SamplingConfig):
 
 
 class SamplingNumbers(NamedTuple):
-    """`SamplingParams` as arguments of a program, which then serves all of them: see `few_programs`."""
+    """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`."""
 
     temperature: Any
     top_k: Any

@@ -113,7 +113,7 @@ class SFTLearner(Keywords):
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         total = total_steps(self.config, len(loader))
         trainer = self.prepare(total)
-        cost = compile_cost(num_parameters(self._model), total, self._model.platform)
+        cost = compile_cost(num_parameters(self._model), total, self._model.fixed_shapes)
         held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")

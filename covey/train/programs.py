@@ -13,7 +13,7 @@ from covey.models.decoder import Decoder, compiler_options
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel.order import launched_together
-from covey.parallel.programs import Program, abstract, few_programs
+from covey.parallel.programs import Program, abstract
 from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
@@ -125,7 +125,7 @@ def accumulate_grads(
 
 
 def _with_norm(model: nnx.Module) -> bool:
-    return any(few_programs(node.platform) for _, node in nnx.iter_graph(model) if isinstance(node, Decoder))
+    return any(node.fixed_shapes for _, node in nnx.iter_graph(model) if isinstance(node, Decoder))
 
 
 def apply_sums(

@@ -183,11 +183,11 @@ def test_a_long_group_stays_whole_in_rows_as_long_as_were_asked_for() -> None:
 def test_another_row_length_pays_only_in_a_long_run_of_a_model_that_takes_longer_than_the_compiler() -> None:
     groups = random_groups([(60, [65] * 3)] * 4)
     lengths = {
-        (parameters, steps, platform): pack(
-            groups, max_tokens=1024, compile_cost=compile_cost(parameters, steps, platform)
+        (parameters, steps, fixed): pack(
+            groups, max_tokens=1024, compile_cost=compile_cost(parameters, steps, fixed)
         ).tokens.shape[1]
-        for parameters, steps, platform in [
-            (4_000_000, 30, "cpu"), (4_000_000, 100_000, "cpu"), (10**9, 30, "cpu"), (10**9, 10**6, "tpu")
+        for parameters, steps, fixed in [
+            (4_000_000, 30, False), (4_000_000, 100_000, False), (10**9, 30, False), (10**9, 10**6, True)
         ]
     }  # fmt: skip
     assert list(lengths.values()) == [768, 256, 256, 768]

@@ -90,7 +90,7 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     params = jax.device_put(PARAMS, shardings(PARAMS, make_mesh((2, 2)))) if meshed else PARAMS
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 4}
     config = RolloutConfig(**settings, max_prompt_length=32)
-    sampler = Sampler(nnx.split(model)[0], STOPS, config, few_programs=True)
+    sampler = Sampler(nnx.split(model)[0], STOPS, config, fixed_shapes=True)
     same(sampler.generate(params, requests(1)), sample(requests(1)))
     assert sampler.programs.prefill._cache_size() == 1
     assert sampler.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
