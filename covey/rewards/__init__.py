@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from covey.rewards.episode import environment_reward
     from covey.rewards.functions import check_columns, check_evaluation_columns, function_names
     from covey.rewards.registry import REWARDS, resolve
-    from covey.rewards.sandbox.runner import RewardRunner
+    from covey.rewards.runner import RewardRunner
     from covey.rewards.scoring import score
 
 __all__ = [
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 _HOMES = {
     "REWARDS": "registry",
     "RewardFn": "call",
-    "RewardRunner": "sandbox.runner",
+    "RewardRunner": "runner",
     "check_columns": "functions",
     "check_evaluation_columns": "functions",
     "environment_reward": "episode",

@@ -4,7 +4,7 @@ A reward function is `fn(prompts, completions, **columns) -> list[float | None]`
 returns one number for each, or None for "not scored by this function". It receives only what its signature takes: the
 data columns, repeated for each completion, and the entries of `ARGUMENTS`. It may be async. The result is checked,
 because a wrong length, a NaN or a truncated integer would silently train the model on nonsense. Failures become an
-`Outcome`, in the run's own process and in a worker alike; `sandbox.runner` decides whether they end the run.
+`Outcome`, in the run's own process and in a worker alike; `runner` decides whether they end the run.
 """
 
 import inspect

@@ -12,8 +12,8 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.rewards.call import LOST
-from covey.rewards.sandbox.workers import Worker
 from covey.rewards.text import Completions, texts
+from covey.rewards.workers import Worker
 
 TIMEOUT = 5.0
 """Maximum seconds for one answer."""

@@ -1,6 +1,6 @@
 """Score groups: call the reward functions, weight their values and assign them to the groups.
 
-`call` defines what a function receives and may return; `sandbox.runner` handles its failures.
+`call` defines what a function receives and may return; `runner` handles its failures.
 """
 
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -12,7 +12,7 @@ from covey.errors import RecipeError
 from covey.rewards.call import RewardFn
 from covey.rewards.functions import function_names
 from covey.rewards.registry import resolve
-from covey.rewards.sandbox.runner import RewardRunner
+from covey.rewards.runner import RewardRunner
 from covey.types import Group
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from covey.envs.runner import EnvironmentRunner
 from covey.parallel import distributed
-from covey.rewards.sandbox.runner import RewardRunner
+from covey.rewards.runner import RewardRunner
 
 ENVIRONMENT = "environment"
 FUNCTION = "function "

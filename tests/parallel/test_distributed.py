@@ -35,7 +35,7 @@ from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError, Sto
 from covey.packing.rows import unpack
 from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
-from covey.rewards.sandbox.runner import RewardRunner
+from covey.rewards.runner import RewardRunner
 from covey.rl.experience import StepLog, gather_step_log
 from covey.rl.failures import FailureCounts
 from covey.rl.grpo import GRPOLearner

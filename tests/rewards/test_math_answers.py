@@ -15,7 +15,7 @@ from covey.extras import install_command
 from covey.rewards import RewardRunner, resolve, score
 from covey.rewards import math_answers as module
 from covey.rewards.math_answers import final_answer, math_verify
-from covey.rewards.sandbox.workers import Worker
+from covey.rewards.workers import Worker
 from covey.types import Completion, FinishReason, Group
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, function_names, score
+from covey.rewards import RewardRunner, function_names, score, search
 from covey.rewards.call import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
-from covey.rewards.sandbox import search
 from covey.types import Completion, FinishReason, Group
 
 

@@ -33,8 +33,8 @@ from covey.rewards.call import (
     from_exception,
     select_arguments,
 )
-from covey.rewards.sandbox.search import Attempt, find_failing, score_without
-from covey.rewards.sandbox.workers import Worker, import_path, to_json_values
+from covey.rewards.search import Attempt, find_failing, score_without
+from covey.rewards.workers import Worker, import_path, to_json_values
 
 log = logging.getLogger(__name__)
 

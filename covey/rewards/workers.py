@@ -17,7 +17,7 @@ from covey.child import Cancelled, Child, ReplyError
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
 
-HANDLER = "covey.rewards.sandbox.child:handle_job"
+HANDLER = "covey.rewards.child:handle_job"
 """Function that the worker process calls. Its module is not imported here: it imports the functions, and some of them
 start workers.
 """

@@ -1,1 +1,0 @@
-"""Run reward functions in separate processes."""
