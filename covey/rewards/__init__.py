@@ -7,10 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.rewards.call import RewardFn
-    from covey.rewards.episode import environment_reward
-    from covey.rewards.functions import check_columns, check_evaluation_columns, function_names
-    from covey.rewards.registry import REWARDS, resolve
+    from covey.rewards.call import RewardFn, check_columns, check_evaluation_columns, function_names
+    from covey.rewards.registry import REWARDS, environment_reward, resolve
     from covey.rewards.runner import RewardRunner
     from covey.rewards.scoring import score
 
@@ -37,10 +35,10 @@ _HOMES = {
     "REWARDS": "registry",
     "RewardFn": "call",
     "RewardRunner": "runner",
-    "check_columns": "functions",
-    "check_evaluation_columns": "functions",
-    "environment_reward": "episode",
-    "function_names": "functions",
+    "check_columns": "call",
+    "check_evaluation_columns": "call",
+    "environment_reward": "registry",
+    "function_names": "call",
     "resolve": "registry",
     "score": "scoring",
 }

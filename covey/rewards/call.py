@@ -1,4 +1,4 @@
-"""Call a reward function: build its arguments and check its result.
+"""Call a reward function: check what it needs, build its arguments and check its result.
 
 A reward function is `fn(prompts, completions, **columns) -> list[float | None]`. One call scores many completions and
 returns one number for each, or None for "not scored by this function". It receives only what its signature takes: the
@@ -14,10 +14,13 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from covey.display import safe_format
+from covey.config.schema import EvalConfig
+from covey.display import printable, safe_format
 from covey.errors import RecipeError, RewardError, nearest
+from covey.rewards.registry import resolve
 from covey.types import Completion, Group
 
 if TYPE_CHECKING:  # imported where an array is made: to name a reward function needs no NumPy
@@ -27,6 +30,10 @@ RewardFn = Callable[..., Any]
 """`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function with this signature."""
 
 Samples = Sequence[tuple[Group, Completion]]
+
+ChatCompletion = Sequence[Mapping[str, str]]
+"""A completion as chat messages, as TRL passes it: `[{"role": "assistant", "content": "..."}]`."""
+Completions = Sequence[str | ChatCompletion]
 
 RAISED, LOST, MALFORMED = "raised", "lost", "malformed"
 """Kinds of failure: the function raised, its process died or was killed, its result has the wrong shape or length."""
@@ -91,10 +98,10 @@ def select_arguments(name: str, function: RewardFn, samples: Samples) -> dict[st
     """
     columns = dict.fromkeys(column for group, _ in samples for column in group.columns)
     parameters = check_parameters(name, function, columns)
-    given = [*ARGUMENTS, *(column for column in columns if column not in ARGUMENTS)]
-    names = [p.name for p in parameters if p.name in given]
+    available = [*ARGUMENTS, *(column for column in columns if column not in ARGUMENTS)]
+    names = [p.name for p in parameters if p.name in available]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names += [key for key in given if key not in NAMED_ONLY and key not in names]
+        names += [key for key in available if key not in NAMED_ONLY and key not in names]
     return {key: _argument_values(key, samples) for key in names}
 
 
@@ -110,14 +117,60 @@ def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> l
     except (TypeError, ValueError):
         what = f"{excerpt(function)} is no reward function"
         raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
-    given = {*ARGUMENTS, *columns}
+    available = {*ARGUMENTS, *columns}
     for p in parameters:
         by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in given)):
+        if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in available)):
             what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
             want = f"columns of the data: {', '.join(sorted(columns)) or 'none'}; or {', '.join(ARGUMENTS)}"
-            raise RewardError(what, want=want, fix=nearest(p.name, given))
+            raise RewardError(what, want=want, fix=nearest(p.name, available))
     return parameters
+
+
+def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Check that each function gets the columns that it requires, before any completion is sampled.
+
+    Raises:
+        RewardError: it names the function, the missing column and the available columns.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
+    for name, function in zip(function_names(functions), functions, strict=True):
+        check_parameters(name, function, columns)
+
+
+def check_evaluation_columns(config: EvalConfig, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the functions of the evaluation get the columns that they require; arguments as for `check_columns`.
+
+    Raises:
+        RewardError: it names the setting, the function, the missing column and the available columns.
+    """
+    for setting in ("accuracy", "partial", "format"):
+        if name := getattr(config, setting):
+            try:
+                check_columns([name], rows)
+            except RewardError as error:
+                where = f"evaluation.{setting}"
+                fix = f"{error.fix}; or another function in {where}, or none: {where}="
+                raise RewardError(error.what, want=error.want, fix=fix, where=where) from None
+
+
+def function_names(functions: Sequence[RewardFn]) -> list[str]:
+    """Return a unique name for each function (`f`, `f_2`, ...), as used in metrics and samples."""
+    names: list[str] = []
+    for function in functions:
+        name, number = _function_name(function), 2
+        while name in names:
+            name, number = f"{_function_name(function)}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _function_name(function: RewardFn) -> str:
+    if isinstance(function, partial):
+        return _function_name(function.func)
+    name = getattr(function, "__name__", type(function).__name__)
+    return "reward" if name == "<lambda>" else name
 
 
 def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> Outcome | Awaitable[Any]:
@@ -174,18 +227,22 @@ def as_float(value: Any) -> float | None:
             if is_masked(value):
                 return math.nan
             value = value.item()
-        found = float(value) if isinstance(value, numbers.Real) else math.inf
+        number = float(value) if isinstance(value, numbers.Real) else math.inf
     except Exception:  # too large, or of a type whose every method raises
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def from_exception(error: BaseException) -> Outcome:
     """Return the outcome of a function that raised `error`."""
-    shown = safe_format(error, str)[:MAX_MESSAGE]
-    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
-    what, fix = f"raised {type(error).__name__}: {text}", CHAT_HINT if shown.startswith(CHAT_ERRORS) else ""
-    return Outcome(None, failure=Failure(what, RAISED, where=_location(error), fix=fix, error=error))
+    fix = CHAT_HINT if safe_format(error, str).startswith(CHAT_ERRORS) else ""
+    return Outcome(None, failure=Failure(describe(error), RAISED, where=_location(error), fix=fix, error=error))
+
+
+def describe(error: BaseException, place: str = "") -> str:
+    """Describe an exception of a user's function, as the rest of a sentence that begins with the function's name."""
+    text = printable(safe_format(error, str)[:MAX_MESSAGE], keep="\n")
+    return f"raised {type(error).__name__}{place}: {text}"
 
 
 def format_error(name: str, outcome: Outcome, samples: Samples) -> RewardError:
@@ -214,9 +271,9 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_from_json(message: Mapping[str, Any], count: int) -> Outcome:
     """Return the outcome that a worker sent. Workers are not trusted: it is checked like any function's result."""
-    if (failed := message.get("failure")) is not None:
-        what, kind, where, want, fix = (str(failed[key]) for key in ("what", "kind", "where", "want", "fix"))
-        sample = failed["sample"] if failed["sample"] in range(count) else None
+    if (failure := message.get("failure")) is not None:
+        what, kind, where, want, fix = (str(failure[key]) for key in ("what", "kind", "where", "want", "fix"))
+        sample = failure["sample"] if failure["sample"] in range(count) else None
         return Outcome(None, failure=Failure(what, kind, where, want, fix, sample))
     outcome = check_result(message.get("values"), count)
     invalid = {int(i): str(text) for i, text in message.get("invalid", {}).items() if int(i) < count}
@@ -277,3 +334,20 @@ ARGUMENTS: dict[str, Callable[[Group, Completion], Any]] = {
 """Arguments available besides the data columns; a column of the same name does not replace one."""
 NAMED_ONLY = {"prompt_ids", "completion_messages", "episode_rewards"}
 """Arguments that `**columns` leaves out; a function must name them."""
+
+
+def text_of(completion: str | ChatCompletion) -> str:
+    """Convert a completion, in any form in which a trainer passes it, to text: that of its last assistant message.
+
+    >>> text_of([{"role": "assistant", "content": "#### 4"}])
+    '#### 4'
+    """
+    if isinstance(completion, str):
+        return completion
+    turns = [message["content"] for message in completion if message.get("role", "assistant") == "assistant"]
+    return turns[-1] if turns else ""
+
+
+def texts(completions: Completions) -> list[str]:
+    """Convert completions to texts, each by `text_of`."""
+    return [text_of(completion) for completion in completions]

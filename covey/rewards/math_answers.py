@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.errors import RewardError
-from covey.rewards.call import LOST
-from covey.rewards.text import Completions, texts
+from covey.rewards.call import LOST, Completions, texts
 from covey.rewards.workers import Worker
 
 TIMEOUT = 5.0

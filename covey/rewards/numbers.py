@@ -1,4 +1,6 @@
-"""Parse numbers in model text with a pattern, without evaluation, as exact fractions.
+"""Numbers in model text, and the rewards for completions that are a number: those of the arithmetic task.
+
+Numbers are parsed with a pattern, without evaluation, as exact fractions.
 
 The pattern accepts signs (the Unicode minus too), currency, thousands groups, decimals, percent signs (a unit: 50% is
 50), powers of ten (`1e3`), fractions and mixed numbers. An unevaluated division (`48/2`) is read as its first number.
@@ -7,7 +9,11 @@ text, and a number with more than `MAX_DIGITS` digits is skipped before conversi
 """
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
+
+from covey.rewards.call import Completions, texts
 
 MAX_DIGITS = 64
 """Maximum digits on either side of the decimal point; longer numbers are ignored."""
@@ -84,3 +90,16 @@ def _value(match: re.Match[str]) -> Fraction | None:
     elif (number / denominator).denominator > 1:
         number /= denominator
     return -number if "-" in (found["sign"], found["inner_sign"]) else number
+
+
+def arithmetic_answer(
+    prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """Return 1.0 when the whole completion is one number that equals the answer, else 0.0. `12` equals ` 12.0.`."""
+    pairs = [(as_number(text), as_number(truth)) for text, truth in zip(texts(completions), answer, strict=True)]
+    return [float(guess is not None and guess == truth) for guess, truth in pairs]
+
+
+def number_only(prompts: Sequence[Any], completions: Completions, **columns: Any) -> list[float]:
+    """Return 1.0 when the whole completion is one number, right or wrong, else 0.0. This rewards the format."""
+    return [float(as_number(text) is not None) for text in texts(completions)]

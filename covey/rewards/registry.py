@@ -4,19 +4,20 @@ Installed packages offer more as entry points of the group `covey.rewards`, and 
 user's modules.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from covey.registry import Registry
 
 REWARDS = {
-    "environment": "covey.rewards.episode:environment",
+    "environment": "covey.rewards.registry:environment",
     "first_letter": "covey.rewards.first_letter:first_letter",
     "sentence": "covey.rewards.first_letter:sentence",
     "starts_with_letter": "covey.rewards.first_letter:starts_with_letter",
-    "arithmetic_answer": "covey.rewards.arithmetic:arithmetic_answer",
-    "number_only": "covey.rewards.arithmetic:number_only",
-    "format_exact": "covey.rewards.format:format_exact",
-    "format_approximate": "covey.rewards.format:format_approximate",
+    "arithmetic_answer": "covey.rewards.numbers:arithmetic_answer",
+    "number_only": "covey.rewards.numbers:number_only",
+    "format_exact": "covey.rewards.gsm8k:format_exact",
+    "format_approximate": "covey.rewards.gsm8k:format_approximate",
     "answer_ratio": "covey.rewards.gsm8k:answer_ratio",
     "answer_number": "covey.rewards.gsm8k:answer_number",
     "answer_close": "covey.rewards.gsm8k:answer_close",
@@ -35,3 +36,21 @@ REGISTRY = Registry("reward function", "covey.rewards", "function", "rewards", R
 def resolve(name: str) -> Any:
     """Return the reward function `name`; see `Registry.resolve`."""
     return REGISTRY.resolve(name)
+
+
+def environment(
+    prompts: Sequence[Any], completions: Sequence[Any], episode_rewards: Sequence[float | None], **columns: Any
+) -> list[float | None]:
+    """Return the reward that the environment gave to each episode: None where it failed, or there was none."""
+    return list(episode_rewards)
+
+
+def environment_reward(name: str) -> Callable[..., Any]:
+    """Return `environment` under the name of an environment, which is then its name among the rewards."""
+
+    def reward(episode_rewards: Sequence[float | None]) -> list[float | None]:
+        return list(episode_rewards)
+
+    reward.__name__ = name
+    reward.in_process = True  # type: ignore[attr-defined]  # it only passes on what is here
+    return reward

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from covey.errors import RecipeError
-from covey.rewards.call import RewardFn
-from covey.rewards.functions import function_names
+from covey.rewards.call import RewardFn, function_names
 from covey.rewards.registry import resolve
 from covey.rewards.runner import RewardRunner
 from covey.types import Group

@@ -15,9 +15,8 @@ from covey.data.examples import as_example, as_examples
 from covey.data.gsm8k import MARKER_SYSTEM
 from covey.data.rows import FORMS
 from covey.errors import DataError
-from covey.rewards.arithmetic import arithmetic_answer, number_only
-from covey.rewards.format import format_exact
-from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer
+from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer, format_exact
+from covey.rewards.numbers import arithmetic_answer, number_only
 
 ROOT = Path(__file__).parents[2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

@@ -8,7 +8,7 @@ from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load, sources, sums
 from covey.models.scratch_checkpoint import ScratchCheckpoint
-from covey.rewards.arithmetic import arithmetic_answer
+from covey.rewards.numbers import arithmetic_answer
 from covey.types import Prompt
 
 

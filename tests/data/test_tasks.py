@@ -8,7 +8,7 @@ from covey.config.schema import DataConfig
 from covey.data import arithmetic, first_letter, load, long_sums
 from covey.envs.calculator import calculator
 from covey.envs.calls import FORMATS
-from covey.rewards.arithmetic import arithmetic_answer
+from covey.rewards.numbers import arithmetic_answer
 
 SEEDS = st.integers(0, 2**31 - 1)
 

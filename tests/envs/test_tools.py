@@ -27,7 +27,7 @@ from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
-from covey.rewards.arithmetic import arithmetic_answer
+from covey.rewards.numbers import arithmetic_answer
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Rewrite, Turn
 from covey.text import chat_template

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.arithmetic import arithmetic_answer, number_only
+from covey.rewards.numbers import arithmetic_answer, number_only
 
 TABLE = [
     # completion, right, only a number (the answer is 12)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.format import TAGS, format_approximate, format_exact, sections
+from covey.rewards.gsm8k import TAGS, format_approximate, format_exact, sections
 
 GOOD = "<reasoning>2 and 2 make 4</reasoning><answer>4</answer>"
 

@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.format import format_approximate, format_exact
 from covey.rewards.gsm8k import (
     after_marker,
     answer_close,
@@ -11,6 +10,8 @@ from covey.rewards.gsm8k import (
     answer_ratio,
     exact_answer,
     exact_answer_strict,
+    format_approximate,
+    format_exact,
     reference,
 )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from covey.config.reward_safety import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, function_names, score, search
+from covey.rewards import RewardRunner, function_names, runner, score
 from covey.rewards.call import ARGUMENTS
 from covey.rewards.gsm8k import exact_answer
 from covey.types import Completion, FinishReason, Group
@@ -582,7 +582,7 @@ def test_what_only_the_whole_batch_raises_is_blamed_on_no_sample():
 def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
     """A judge that timed out would time out many times over."""
     calls = []
-    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "SEARCH_SECONDS", 0.0)
 
     def broken(completions):
         calls.append(len(completions))
