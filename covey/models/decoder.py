@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,15 @@ from covey.models.layers import (
 from covey.models.quantised import QuantisationFormat, abstract_kernel
 from covey.models.spans import NO_WINDOW
 from covey.parallel.sharding import num_row_shards, sharding_of
+
+
+class DecoderOptions(TypedDict, total=False):
+    """Storage and compute options of a decoder; see `config.schema.ModelOptions`."""
+
+    param_dtype: str
+    compute_dtype: str
+    remat: bool
+    remat_keeps: str
 
 
 def rngs_for_shapes() -> Any:

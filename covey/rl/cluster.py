@@ -8,7 +8,8 @@ or that of the adapters that a run began with. A role on another mesh gets its o
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
 import numpy as np
 from flax import nnx
@@ -20,10 +21,8 @@ from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
 from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError, raise_together
 from covey.losses.policy import Surrogate
-from covey.models.decoder import Decoder, num_parameters
-from covey.models.export import Difference, write_hf
+from covey.models.decoder import Decoder, DecoderOptions, num_parameters
 from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
-from covey.models.loading.weights import DecoderOptions
 from covey.models.lora import check_rank, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
@@ -39,6 +38,12 @@ from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
+
+if TYPE_CHECKING:
+    from covey.models.export import Difference
+
+WRITER = "covey.models.export:write_hf"
+"""Function that writes the actor, by name: training imports no format of export."""
 
 
 class RLCluster(Keywords):
@@ -330,7 +335,7 @@ class RLCluster(Keywords):
             actor = nnx.merge(self.trainer.graph, self.trainer.params)
         return actor
 
-    def save(self, folder: str | Path) -> Difference:
+    def save(self, folder: str | Path) -> "Difference":
         """Write the actor with its tokenizer as a Hugging Face folder, adapters merged into the base.
 
         What was written is read back and compared before it is put in place.
@@ -345,7 +350,7 @@ class RLCluster(Keywords):
             CoveyError: `folder` is in use, or cannot be written.
             WeightsError: the actor's family cannot be written, or what was written differs from the actor.
         """
-        return write_hf(self.actor, self.tokenizer, Path(folder))
+        return resolve_name(WRITER)(self.actor, self.tokenizer, Path(folder))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""

@@ -253,8 +253,8 @@ KINDS: dict[str, type[Decoder] | type[ValueModel]] = {"reference": Decoder, "cri
 
 FIXES = {
     "reference": "models.loading.weights.load(source).model",
-    "critic": "models.value_model.make_value_model(model), or load_value_model(source, new_head=True).model",
-    "reward": "models.value_model.load_value_model(source).model",
+    "critic": "models.value_model.make_value_model(model), or models.loading.weights.load_critic(source).model",
+    "reward": "models.loading.weights.load_value_model(source).model",
 }
 
 OTHER_ROLES = {

@@ -1,9 +1,9 @@
 """Roles of the models in a run, how each is loaded, its mesh, and the settings that they share."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
-from functools import partial
+from pkgutil import resolve_name
 from typing import Annotated, Any, Unpack
 
 import jax
@@ -12,8 +12,7 @@ from pydantic import Strict
 
 from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
-from covey.models.loading.weights import DecoderOptions, LoadedModel, load
-from covey.models.value_model import load_value_model
+from covey.models.decoder import DecoderOptions
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel.mesh import (
     MESH_AXES,
@@ -138,18 +137,19 @@ def load_models(
     Raises:
         WeightsError: a source is unavailable, incomplete, or not a supported model.
     """
-    loaded = {
-        role: LOADERS[role](source, mesh=config.mesh(role), **options)
+    loaded: dict[Role, Any] = {
+        role: resolve_name(LOADERS[role])(source, mesh=config.mesh(role), **options)
         for role, source in models.items()
         if isinstance(source, str)
     }
     tokenizer = loaded[Role.ACTOR].tokenizer if Role.ACTOR in loaded else None
-    return {**models, **{role: found.model for role, found in loaded.items()}}, tokenizer
+    return {**models, **{role: each.model for role, each in loaded.items()}}, tokenizer
 
 
-LOADERS: dict[Role, Callable[..., LoadedModel[Any]]] = {
-    Role.ACTOR: load,
-    Role.REFERENCE: load,
-    Role.CRITIC: partial(load_value_model, new_head=True),
-    Role.REWARD: load_value_model,
+LOADERS = {
+    Role.ACTOR: "covey.models.loading.weights:load",
+    Role.REFERENCE: "covey.models.loading.weights:load",
+    Role.CRITIC: "covey.models.loading.weights:load_critic",
+    Role.REWARD: "covey.models.loading.weights:load_value_model",
 }
+"""Loader of each role by name: a cluster of ready models imports none of them."""

@@ -20,8 +20,9 @@ from covey.data.loader import PromptLoader
 from covey.envs.runner import open_environments
 from covey.files import folder_below
 from covey.models.decoder import Decoder
+from covey.models.loading.weights import load_value_model
 from covey.models.lora import with_lora, without_lora
-from covey.models.value_model import ValueModel, load_value_model, make_value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.monitor.progress import SampleLine
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS

@@ -20,8 +20,9 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
 from covey.models.loading.stored_tensor import StoredTensor
+from covey.models.loading.weights import load_value_model
 from covey.models.lora import has_lora, merge_lora, split_trainable, with_lora, without_lora
-from covey.models.value_model import ValueModel, load_value_model, make_value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.parallel import flatten, make_mesh
 from covey.parallel.sharding import shardings
 

@@ -17,8 +17,9 @@ from flax import nnx
 from covey.config.schema import LoRAConfig
 from covey.errors import DataError, RecipeError, WeightsError
 from covey.models.decoder import Decoder
+from covey.models.loading.weights import load_value_model
 from covey.models.lora import split_trainable, with_lora
-from covey.models.value_model import ValueModel, load_value_model, make_value_model
+from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
 from covey.parallel.reshard import reshard

@@ -9,9 +9,10 @@ to one, with equal shapes.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from covey.errors import WeightsError
 from covey.files import check_file
 from covey.models import families
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.decoder import Decoder, DecoderOptions, abstract_decoder, rngs_for_shapes
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import config_fields, sources, text_part
 from covey.models.loading.gguf import GGUFCheckpoint
@@ -31,6 +32,7 @@ from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
+from covey.models.value_model import ValueModel
 from covey.parallel.mesh import spans_processes
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import build_for_devices, shardings
@@ -52,15 +54,6 @@ class Checkpoint(Protocol):
         """Yield (our path, array in our layout) for each parameter, one in memory at a time; a classification head is
         `score`.
         """
-
-
-class DecoderOptions(TypedDict, total=False):
-    """Keyword arguments of `load` for the decoder; see `config.schema.ModelOptions`."""
-
-    param_dtype: str
-    compute_dtype: str
-    remat: bool
-    remat_keeps: str
 
 
 @dataclass(frozen=True)
@@ -376,3 +369,69 @@ CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
 """Names of the files that are read from a folder besides its weights."""
+
+
+def load_value_model(
+    source: str | Path,
+    *,
+    new_head: bool = False,
+    mesh: Mesh | None = None,
+    put: PutArray | None = None,
+    **options: Unpack[DecoderOptions],
+) -> LoadedModel[ValueModel]:
+    """Load a reward model, or the start of a critic.
+
+    Args:
+        source: as for `load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
+        new_head: accept a language model too, and give it a zero head, as the start of a critic.
+        mesh, put, options: as for `load`.
+
+    Raises:
+        WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
+            model and `new_head` is not set.
+    """
+    found, checkpoint = open_source(source)
+    labels = num_labels(checkpoint)
+    _check_labels(labels, new_head, str(found.path))
+    config = replace(checkpoint.config, tie_embeddings=True)
+    build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
+    given = tensors_for(checkpoint, None if put else mesh)
+    tensors = _value_tensors(given, zero=config.hidden_size if labels is None else 0)
+    abstract = nnx.eval_shape(build)
+    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
+    return LoadedModel(model, checkpoint.tokenizer, config, found.origin)
+
+
+load_critic = partial(load_value_model, new_head=True)
+
+
+def _check_labels(labels: int | None, new_head: bool, where: str) -> None:
+    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
+    if labels not in (None, 1):
+        raise WeightsError(
+            f"this is a classifier with num_labels {labels}",
+            want=wanted,
+            fix="a model trained for one score, with num_labels=1",
+            where=where,
+        )
+    if labels is None and not new_head:
+        raise WeightsError(
+            "this is a language model: it has no score.weight and cannot score",
+            want=wanted,
+            fix="a reward model; as critic a language model will do",
+            where=where,
+        )
+
+
+def _value_tensors(
+    given: Iterable[tuple[str, np.ndarray | StoredTensor]], zero: int
+) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
+    """Yield a checkpoint's tensors under the value model's paths; with `zero`, a head of that many zeros."""
+    for path, tensor in given:
+        if path == "score":
+            yield path, (tensor.whole() if isinstance(tensor, StoredTensor) else tensor)[0]
+        elif path != "head.embedding":
+            yield f"decoder.{path}", tensor
+        del tensor  # free it before the next is read
+    if zero:
+        yield "score", np.zeros(zero, np.float32)
