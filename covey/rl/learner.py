@@ -53,7 +53,7 @@ from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.stats import SamplerStats
-from covey.train.checkpoint import require_entry
+from covey.train.json_lines import require_entry
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group

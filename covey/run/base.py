@@ -42,7 +42,7 @@ from covey.run.settings import refuse_changed_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.user_modules import check_same_modules
 from covey.run.watchdog import Watchdog
-from covey.train.checkpoint import require_entry
+from covey.train.json_lines import require_entry
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from covey.parallel import distributed, mesh_from_config
 from covey.parallel.mesh import default_mesh, own_part, spans_processes
 from covey.parallel.sharding import place_model
 from covey.text.tokenizer import Tokenizer
-from covey.train.checkpoint import Checkpointer, require_entry
+from covey.train.checkpoint import Checkpointer
+from covey.train.json_lines import require_entry
 
 LOCAL_ORIGIN = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",

@@ -42,7 +42,8 @@ from covey.run.inference import evaluate_held_out, fit_to_recipe
 from covey.run.load_model import decoder_options, load_for, refuse_other_weights, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
-from covey.train.checkpoint import Checkpointer, require_entry
+from covey.train.checkpoint import Checkpointer
+from covey.train.json_lines import require_entry
 from covey.types import Group
 
 log = logging.getLogger(__name__)

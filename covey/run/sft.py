@@ -31,7 +31,7 @@ from covey.run.inference import (
 )
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
-from covey.train.checkpoint import require_entry
+from covey.train.json_lines import require_entry
 from covey.train.trainer import Trainer
 from covey.types import Group
 

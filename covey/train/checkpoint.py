@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ from covey.train.joint_save import find_damage, gather_digests, is_joint
 from covey.train.json_lines import is_count, number
 from covey.train.steps import META, FolderSteps, Steps
 
-T = TypeVar("T")
 ARRAYS = "arrays"
 BYTES_IN_FLIGHT = 2**28
 """Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
@@ -406,23 +405,6 @@ def _is_entry(entry: Any) -> bool:
     except (TypeError, ValueError, AttributeError):
         return False
     return str(dtype) == entry["dtype"] and isinstance(shape, list) and all(map(is_count, shape))
-
-
-def require_entry(extra: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """Return the entry `name` of the `extra` of a checkpoint, or of a mapping in it.
-
-    Raises:
-        ResumeError: it is missing, or of another kind than `kind`: a file made by others may hold anything.
-    """
-    value = extra.get(name)
-    is_right = {int: is_count(value), float: number(value) is not None}.get(kind, isinstance(value, kind))
-    if not is_right:
-        raise ResumeError(
-            f"{META} of the checkpoint has " + (f"{name} = {value!r:.80}" if name in extra else f"no {name}"),
-            want=f"{name} as the run has saved it",
-            fix="remove this checkpoint, to resume from the one before",
-        )
-    return value if isinstance(value, kind) else kind(value)  # type: ignore[call-arg]  # of a number
 
 
 def _is_key(leaf: Any) -> bool:

@@ -26,8 +26,9 @@ from covey.run.programs import abstract_for
 from covey.train import bucket
 from covey.train.bucket import Bucket
 from covey.train.bucket_steps import POINTER
-from covey.train.checkpoint import Checkpointer, require_entry
+from covey.train.checkpoint import Checkpointer
 from covey.train.checksums import write_checksums
+from covey.train.json_lines import require_entry
 
 DEEP = "[" * 100_000
 
