@@ -15,6 +15,10 @@ from covey.rewards.call import excerpt
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class LateError(EpisodeError):
+    """An environment took longer than `envs.timeout`."""
+
+
 class FaultError(EpisodeError):
     """A fault of this machine, and not of the call that the model wrote, which ends the episode by `envs.on_error`."""
 

@@ -13,18 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.envs.calling import LateError
 from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
-from covey.envs.runner import EnvironmentRunner, LateError
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
-from covey.sampling.turns import Response, Rewrite, Turn
+from covey.sampling.turns import Response, Rewrite, SamePrompt, Turn
 from covey.text.messages import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
+
+if TYPE_CHECKING:
+    from covey.envs.runner import EnvironmentRunner  # which makes the episodes
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +54,8 @@ class _State:
     record: Episode = field(default_factory=Episode)
 
 
-class SamePrompt(NamedTuple):
-    """Samples of a row that begin with the same prompt: a request to the sampler.
-
-    Attributes:
-        row: index of the row.
-        first: number of the first of them among the samples of the row.
-        size: number of them.
-    """
-
-    row: int
-    first: int
-    size: int
-
-
 class Episodes:
-    """Episodes of the samples of some rows: a `sampling.turns.Responder`.
+    """Episodes of the samples of some rows: a `sampling.turns.Conversations`.
 
     Args:
         runner: makes and calls the environments.
@@ -83,7 +72,7 @@ class Episodes:
     waits = True
 
     def __init__(
-        self, runner: EnvironmentRunner, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer
+        self, runner: "EnvironmentRunner", rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer
     ):
         self._runner, self._tokenizer = runner, tokenizer
         self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
@@ -128,10 +117,16 @@ class Episodes:
         return self._runner.submit(self._respond(state, turn))
 
     def completion(self, request: int, number: int, completion: Completion) -> Completion:
-        """Return a finished completion with its episode, and how that ended."""
+        """Return a finished completion with its episode, how that ended, and its text: with tools, the model's last
+        turn, which is the answer behind all calls and results.
+        """
         state = self._states[request][number]
         branches = (completion.branches or ()) if self._rewrites else None
-        return replace(completion, episode=state.record, finish=self._finish(state), branches=branches)
+        if self._tools:
+            text = next((m["content"] for m in reversed(state.record.messages) if m["role"] == "assistant"), "")
+        else:
+            text = self._tokenizer.decode(completion.tokens)
+        return replace(completion, episode=state.record, finish=self._finish(state), branches=branches, text=text)
 
     def _finish(self, state: _State) -> FinishReason:
         """Return the reason why an episode ended."""

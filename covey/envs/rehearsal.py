@@ -8,16 +8,18 @@ sampling have no part in this, nothing is counted, and one process plays for all
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.envs.calls import Call
 from covey.envs.protocol import checked_prompt, checked_step
-from covey.envs.runner import EnvironmentRunner
 from covey.envs.schemas import Schema
 from covey.envs.tools import Toolset
 from covey.errors import EpisodeError
 from covey.parallel import distributed
 from covey.rewards.call import excerpt
+
+if TYPE_CHECKING:
+    from covey.envs.runner import EnvironmentRunner  # which rehearses
 
 REPLIES = ("50", "a", "yes", "1")
 """Scripted turns of the model. Where there are tools, the first three are calls."""
@@ -29,7 +31,7 @@ Course = dict[str, Any]
 """Parts of the course of an episode by name, in order."""
 
 
-def is_due(runner: EnvironmentRunner) -> bool:
+def is_due(runner: "EnvironmentRunner") -> bool:
     """Return whether a run with these environments begins with a rehearsal: by `envs.rehearsal`, or if that is not set
     where they are in this process and may not begin at random. Tools alone are no environment.
     """
@@ -38,7 +40,7 @@ def is_due(runner: EnvironmentRunner) -> bool:
     return not excused if config.rehearsal is None else config.rehearsal
 
 
-def rehearse(runner: EnvironmentRunner, rows: Sequence[Row]) -> None:
+def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
     """Play the first of `rows` twice, the second time beside the next one. Process 0 plays, and all processes agree.
 
     Raises:
@@ -57,7 +59,7 @@ def rehearse(runner: EnvironmentRunner, rows: Sequence[Row]) -> None:
         )
 
 
-async def _find_difference(runner: EnvironmentRunner, row: Row, other: Row) -> str:
+async def _find_difference(runner: "EnvironmentRunner", row: Row, other: Row) -> str:
     """Return the first difference between an episode played alone and beside another one; empty if there is none."""
     alone, beside = Course(), Course()
     async with aclosing(_play(runner, row)) as parts:
@@ -74,7 +76,7 @@ async def _find_difference(runner: EnvironmentRunner, row: Row, other: Row) -> s
     return ""
 
 
-async def _play(runner: EnvironmentRunner, row: Row) -> AsyncGenerator[Course, None]:
+async def _play(runner: "EnvironmentRunner", row: Row) -> AsyncGenerator[Course, None]:
     """Play an episode, and yield the parts of its course: the prompt, and those of each turn."""
     limit, turns, environment = runner.config.max_characters, min(len(REPLIES), runner.config.max_turns), None
     part = "the beginning"

@@ -20,10 +20,12 @@ import numpy as np
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
 from covey.display import safe_format
+from covey.envs import rehearsal
 from covey.envs.arguments import with_arguments
-from covey.envs.calling import call
+from covey.envs.calling import LateError, call
 from covey.envs.calls import choose_format
 from covey.envs.closing import OpenEnvironments
+from covey.envs.episodes import Episodes
 from covey.envs.own_numbers import OwnNumbers
 from covey.envs.protocol import Environment, Factory
 from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
@@ -43,10 +45,6 @@ END_SECONDS = 5.0 + CLOSE_SECONDS
 """Maximum time to wait for the end of the event loop."""
 MAX_MESSAGE = 500
 """Maximum characters kept of an exception's message."""
-
-
-class LateError(EpisodeError):
-    """An environment took longer than `envs.timeout`."""
 
 
 class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
@@ -115,6 +113,30 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             if self.tools is None:
                 _start(self._tools.values())
             self.tools = _toolset(self._tools, self.config, template)
+
+    def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Episodes:
+        """Return episodes of `rows`, `samples` for each, which have not begun."""
+        return Episodes(self, rows, samples, tokenizer)
+
+    def prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray] | None:
+        """Return the function that encodes a row's prompt as its samples begin; None if it is known only then."""
+        if not self.keeps_prompts:
+            return None
+        return partial(self.tools.encode_prompt, tokenizer=tokenizer) if self.tools else tokenizer.encode_prompt
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether a run begins with a rehearsal."""
+        return rehearsal.is_due(self)
+
+    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Play an episode twice and compare the courses; see `rehearsal.rehearse`."""
+        rehearsal.rehearse(self, rows)
+
+    @property
+    def groups_prompts(self) -> bool:
+        """Whether samples of a row may begin with different prompts, and those with equal ones are compared."""
+        return self.config.different_prompts == "group"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine in the event loop, which is started when it is first needed."""

@@ -18,7 +18,6 @@ from covey.config import suggestions
 from covey.config.algorithms import algorithm_of
 from covey.config.base import Keywords, wrong_keywords
 from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
-from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError, raise_together
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, DecoderOptions, num_parameters
@@ -35,6 +34,7 @@ from covey.rl.micro_batches import TrainBatch, policy_micro_batches, value_micro
 from covey.rl.programs import policy_training, value_training
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
+from covey.sampling.turns import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
@@ -60,8 +60,8 @@ class RLCluster(Keywords):
         reward: a frozen model that scores completions; its score is one more reward function.
         tokenizer: shared by all roles.
         cluster_config: meshes, training, sampling.
-        environments: runs the environment in which the model acts, whose reward is one more reward function; None for
-            completions of one turn.
+        environments: runs the environment in which the model acts (`covey.EnvironmentRunner`), whose reward is one more
+            reward function; None for completions of one turn.
 
     A source in place of a model is loaded as by `RLCluster.load`. On accelerators the cluster copies the layers of the
     models given into stacks (`models.layer_stack`): drop other references to them, or their memory stays in use.
@@ -83,7 +83,7 @@ class RLCluster(Keywords):
         reward: ValueModel | str | None = None,
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
-        environments: EnvironmentRunner | None = None,
+        environments: ResponderFactory | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
         given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
@@ -118,7 +118,7 @@ class RLCluster(Keywords):
         reward: ValueModel | str | None = None,
         tokenizer: Tokenizer | None = None,
         cluster_config: ClusterConfig | None = None,
-        environments: EnvironmentRunner | None = None,
+        environments: ResponderFactory | None = None,
         lora: LoRAConfig | None = None,
         **options: Unpack[DecoderOptions],
     ) -> "RLCluster":

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from covey.envs.runner import EnvironmentRunner
 from covey.parallel import distributed
 from covey.rewards.runner import RewardRunner
+from covey.sampling.turns import ResponderFactory
 
 ENVIRONMENT = "environment"
 FUNCTION = "function "
@@ -19,7 +19,7 @@ class FailureCounts:
         environments: runs its environments, if there are some.
     """
 
-    def __init__(self, rewards: RewardRunner, environments: EnvironmentRunner | None):
+    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
         self._rewards, self._environments = rewards, environments
         self._known = self._counts()
 

@@ -22,7 +22,6 @@ from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.envs import rehearsal
 from covey.errors import EpisodeError, RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
@@ -288,9 +287,9 @@ class Learner(Keywords, ABC):
         """
         environments, first = self.cluster.rollout.environments, self.step == 0 and not self._rehearsed
         self._rehearsed = True
-        if environments and first and rehearsal.is_due(environments):
+        if environments and first and environments.rehearses:
             self.on_phase("rehearsing the environment")
-            rehearsal.rehearse(environments, rows)
+            environments.rehearse(rows)
 
     def prepare(self, total_steps: int) -> None:
         """Build the trainers and models that the algorithm needs; `train` does so too."""
@@ -426,7 +425,7 @@ class Learner(Keywords, ABC):
         training, trainer = self.cluster.config.training_config, self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
         dynamic, environments = self.algorithm.max_sampling_rounds > 1, self.cluster.rollout.environments
-        groups_prompts = environments is not None and environments.config.different_prompts == "group"
+        groups_prompts = environments is not None and environments.groups_prompts
         return {
             "step": self.step,
             **group_metrics(log.groups),

@@ -10,8 +10,6 @@ import numpy as np
 from flax import nnx
 
 from covey.config.schema import RolloutConfig
-from covey.envs.episodes import Episodes, SamePrompt
-from covey.envs.runner import EnvironmentRunner
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_head
@@ -24,6 +22,7 @@ from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.scheduler import check_length, check_positions
 from covey.sampling.stats import SamplerStats
+from covey.sampling.turns import ResponderFactory, SamePrompt
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
@@ -88,7 +87,7 @@ class RolloutWorker:
         model: Decoder,
         tokenizer: Tokenizer,
         config: RolloutConfig,
-        environments: EnvironmentRunner | None = None,
+        environments: ResponderFactory | None = None,
         fixed_shapes: bool = False,
     ):
         self._graph, self.params = nnx.split(model)
@@ -140,7 +139,7 @@ class RolloutWorker:
         """
         tool = self._prepare(config or self.config)
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
-        episodes = self.environments and Episodes(self.environments, examples, samples, self.tokenizer)
+        episodes = self.environments and self.environments.episodes(examples, samples, self.tokenizer)
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         shared = episodes.requests if episodes else [SamePrompt(row, 0, samples) for row in range(len(examples))]
@@ -153,9 +152,11 @@ class RolloutWorker:
         if episodes:
             episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
+        else:
+            sampled = [[self._with_text(c, tool) for c in group] for group in sampled]
         columns = [{name: value for name, value in examples[one.row].items() if name != "prompt"} for one in shared]
         groups = [
-            Group(prompt, request.prompt, tuple(self._with_text(c, tool) for c in completions), column)
+            Group(prompt, request.prompt, tuple(completions), column)
             for prompt, request, completions, column in zip(row_prompts, requests, sampled, columns, strict=True)
         ]
         return Rollout(groups, self.pad_id)
@@ -166,10 +167,11 @@ class RolloutWorker:
 
         Errors: DataError that names the row of `data`, or for plain text beside tools.
         """
-        environments, encode = self.environments, self.tokenizer.encode_prompt
-        if environments and environments.tools:
-            encode = partial(environments.tools.encode_prompt, tokenizer=self.tokenizer)
-        for number, row in enumerate(examples if not environments or environments.keeps_prompts else (), 1):
+        environments, tokenizer = self.environments, self.tokenizer
+        encode = environments.prompt_encoder(tokenizer) if environments else tokenizer.encode_prompt
+        if encode is None:
+            return
+        for number, row in enumerate(examples, 1):
             check_length(len(encode(row["prompt"])), self.config, f"row {number} of the {data}")
 
     def get_per_token_logps(
@@ -206,14 +208,8 @@ class RolloutWorker:
         return tool
 
     def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
-        if tool is not None:
-            text = tool.text(completion.tokens)
-        elif self.environments and self.environments.tools and completion.episode:
-            said = [m["content"] for m in completion.episode.messages if m["role"] == "assistant"]
-            text = said[-1] if said else ""  # the answer, behind all calls and results
-        else:
-            text = self.tokenizer.decode(completion.tokens)
-        return dataclasses.replace(completion, text=text)
+        read = self.tokenizer.decode if tool is None else tool.text
+        return dataclasses.replace(completion, text=read(completion.tokens))
 
 
 def _conversion(model: Decoder, fixed_shapes: bool) -> tuple[Any, Callable[[Any], Any]]:

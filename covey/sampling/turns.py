@@ -6,13 +6,15 @@ A tool is a responder that answers at once; an environment may take seconds. The
 response, and decodes other samples until the response is there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from covey.sampling.scheduler import Sample
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, Prompt
 
 
 class Rewrite(NamedTuple):
@@ -72,6 +74,66 @@ class Responder(Protocol):
         completion; a `Rewrite` must not. An exception of the future is raised where the sampler runs.
         """
         ...
+
+
+class SamePrompt(NamedTuple):
+    """Samples of a row that begin with the same prompt: a request to the sampler.
+
+    Attributes:
+        row: index of the row.
+        first: number of the first of them among the samples of the row.
+        size: number of them.
+    """
+
+    row: int
+    first: int
+    size: int
+
+
+class Conversations(Responder, Protocol):
+    """Responder that begins and ends the samples of a call too, as the episodes of an environment.
+
+    Attributes:
+        requests: samples that begin with the same prompt, in the order of the prompts that `begin` returns.
+    """
+
+    requests: list[SamePrompt]
+
+    def begin(self) -> list[Prompt]:
+        """Return the prompt of each of `requests`."""
+        ...
+
+    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+        """Encode a prompt that `begin` returned to int32 [n]."""
+        ...
+
+    def completion(self, request: int, number: int, completion: Completion) -> Completion:
+        """Return a finished completion with its text and how it ended."""
+        ...
+
+    def warn_of_waiting(self, slots: int, seconds: float) -> None:
+        """Warn if the slots waited much for responses."""
+        ...
+
+
+class ResponderFactory(Protocol):
+    """Maker of the responders of each call, as `envs.runner.EnvironmentRunner` is, which explains its attributes and
+    methods: learners and rollouts know no more of environments.
+    """
+
+    name: str
+    scores: bool
+    failed: int
+
+    @property
+    def rehearses(self) -> bool: ...
+    @property
+    def groups_prompts(self) -> bool: ...
+    def prepare(self, template: str | None) -> None: ...
+    def prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray] | None: ...
+    def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations: ...
+    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def count_elsewhere(self, failures: int) -> None: ...
 
 
 class Turns:

@@ -18,11 +18,11 @@ import pytest
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
-from covey.envs.episodes import Episodes, SamePrompt
+from covey.envs.episodes import Episodes
 from covey.errors import EpisodeError, RecipeError
 from covey.rl.metrics import episode_metrics
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Rewrite, Turn
+from covey.sampling.turns import Rewrite, SamePrompt, Turn
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason
 
