@@ -1,4 +1,4 @@
-"""The files around the package agree with it: workflows, hooks, templates, changelog, citation."""
+"""The files around the package agree with it: the workflows, and the script of CI."""
 
 import os
 import re
@@ -11,24 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-import covey
-
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = sorted(f for f in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if f.name != "config.yml")
 
 
 def read(file: Path) -> dict[Any, Any]:
     content: dict[Any, Any] = yaml.safe_load(file.read_text())
     return content
-
-
-def recipe_of(target: str) -> list[str]:
-    """The commands of a target of the Makefile."""
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)
-    assert found, target
-    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found[1].splitlines()]
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda f: f.name)
@@ -66,41 +56,3 @@ def test_ci_runs_in_a_folder_of_the_name_that_git_gives_a_clone(tmp_path: Path) 
     assert commands == ("docs", "test")
     assert {Path(folder).name for folder in folders} == {"covey"}
     assert not Path(folders[0]).exists()
-
-
-def test_lint_checks_rules_formatting_types_and_imports() -> None:
-    commands = ["ruff check .", "ruff format --check .", "mypy", "lint-imports --no-logo"]
-    assert recipe_of("lint") == [f".venv/bin/{command}" for command in commands]
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["strict"] is True
-
-
-def test_hooks_are_the_commands_of_make_lint() -> None:
-    hooks = [hook for repo in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
-    assert [hook["entry"] for hook in hooks] == recipe_of("lint")
-
-
-@pytest.mark.parametrize("file", FORMS, ids=lambda f: f.name)
-def test_issue_forms_have_what_a_form_needs(file: Path) -> None:
-    form = read(file)
-    assert form["name"]
-    assert form["description"]
-    asked = [field for field in form["body"] if field["type"] != "markdown"]
-    assert all(field["attributes"]["label"] for field in asked)
-    ids = [field["id"] for field in asked]
-    assert len(set(ids)) == len(ids) > 0
-
-
-def test_the_citation_names_this_version() -> None:
-    citation = read(ROOT / "CITATION.cff")
-    required = {"cff-version", "message", "title", "authors"}
-    assert required <= citation.keys()
-    assert (citation["version"], citation["license"]) == (covey.__version__, "Apache-2.0")
-
-
-def test_the_changelog_keeps_its_form() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## (.*)$", text, re.M)
-    assert versions[0] == "[Unreleased]"
-    assert [v for v in versions[1:] if not re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", v)] == []
-    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    assert set(re.findall(r"^### (.*)$", text, re.M)) <= kinds

@@ -1,4 +1,5 @@
-"""Every block of code and every command of the documents is executed on a tiny model, or listed here with the reason.
+"""Every block of Python and YAML of the documents is executed on a tiny model, or listed here with the reason. The
+commands of a first run are executed too; `test_architecture` parses all others.
 
 What is executed here is so as it stands, but for models and numbers, which are replaced by small ones.
 """
@@ -24,84 +25,26 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 # --- the one list of what is not executed here
 
-INSTALLS = "installs from a package index; a test of its own would take minutes"
-ACCELERATOR = "needs devices or a scheduler that the tests do not have"
-DOWNLOADS = "downloads a model; commands of the same verb are executed here on the tiny model"
 PEER = "needs another library, which has an environment of its own"
-BY_HAND = PEER + "; it was executed there once, on the tiny model"
-BENCHMARK = "a measurement, which takes minutes"
 FRAGMENT = "a fragment of a script or of the package, without what is around it"
 
-LISTED_COMMANDS = {
-    r"make (quickstart|install|test|lint)": INSTALLS,
-    r"make tiny": "tests/e2e/test_tiny.py executes its two commands",
-    r"make (bench|bench-peers)\b.*|(\w+=\d+ )?python -m benchmarks\b.*": BENCHMARK,
-    r"\.venv/bin/python -m pip .*|\.venv/bin/pre-commit .*|source \.venv/bin/activate": INSTALLS,
-    r"COVEY_KILLS=\d+ python -m pytest .*": "tests/faults/test_soak.py kills a run once",
-    r"python examples/grpo_in_one_file\.py\b.*": "tests/test_one_file.py executes it with fewer steps",
-    r"(XLA_FLAGS=\S+ )?python examples/gsm8k_gemma2\.py\b.*": "tests/test_examples.py executes it on a tiny Gemma 2",
-    r"docker (build|run) .*": "tests/test_release.py compares the Dockerfile with the package",
-    r"XLA_PYTHON_CLIENT_MEM_FRACTION=\S+ covey train quickstart": ACCELERATOR,
-    r"export JAX_\w+=\S+": "tests/parallel/test_processes.py executes runs of several processes",
-    r"COVEY_DISTRIBUTED=auto srun .*|gcloud .*": ACCELERATOR,
-    r"covey train gsm8k-(gemma2|nanochat)\b.*": "tests/run/test_gsm8k_recipes.py executes both on tiny models",
-    r"covey train gsm8k-smollm2 .*--model\.adapter .*": "tests/run/test_run.py trains on an adapter",
-    r"covey train (quickstart|gsm8k-smollm2)\b.*--(mesh|model\.(source|compute-dtype))\b.*": DOWNLOADS,
-    r"covey (train quickstart --grpo\.algorithm dapo|train gsm8k-smollm2|sft sft-(arithmetic|smollm2))\b.*": DOWNLOADS,
-    r"covey generate smollm2-135m .*": DOWNLOADS,
-    r"covey train mine\.yaml --grpo.*": "a copy of quickstart, which is executed here",
-    r"covey train mine\.yaml .*--training\.checkpoint-path gs://.*": "tests/faults/test_kill_faults.py has a bucket",
-    r"covey train arithmetic-tiny|covey generate runs/arithmetic-tiny-1 .*": "executed here with a folder of its own",
-    r"covey train arithmetic-tiny --rewards .*": "executed here by a recipe that names the function",
-    r"covey train quickstart( --(seed|checkpoint-every-n-steps) .*)?": "tests/run/test_run.py runs it on a tiny model",
-    r"covey train --resume .*|covey eval runs/quickstart-1": "tests/run/test_run.py resumes and evaluates runs",
-    r"covey report runs/quickstart-1.*": "executed here for another run; tests/report/test_page.py compares runs",
-    r"covey watch .*": "tests/cli/test_watch.py executes it",
-    r"covey validate .*": "tests/cli/test_validate.py executes it",
-    r"covey train quickstart --dry-run": "tests/cli/test_dry_run.py executes it",
-    r"covey rewards .*": "tests/cli/test_rewards.py executes it",
-    r"covey (compare|push) .*": "tests/cli/test_runs.py executes both",
-    r"covey completion .*": "tests/cli/test_completion.py executes the scripts",
-    r"covey sft sft-smollm2 .*--model\.quantize .*": "tests/run/test_quantised_run.py executes quantised runs",
-    r"covey sft --resume .*": "tests/run/test_sft_run.py resumes supervised runs",
-    r"covey eval (RUN|hf:|runs/sft).*": DOWNLOADS,
-    r"covey train tools-smollm2\b.*": DOWNLOADS,
-    r"covey rollout guess-tiny .*|covey sft sft-(guess|wordle) && .*": "tests/envs plays the games of these recipes",
-    r"covey launch .*": "tests/launch starts processes and writes job files",
-    r"covey plan .*": "tests/plan and tests/aot execute plans",
-    r"covey chat .*": "waits for lines of a user; tests/run/test_run.py talks to a run",
-    r"covey export .*(merged|adapter|llama-cpp)\b.*": "tests/run/test_export_run.py executes each format",
-    r"covey train arithmetic-tiny --seed 1 .*|covey sft sft-tiny --seed 1 .*": "the same as without the seed",
-}
-"""Reason by regular expression over a whole command; a command that is executed below is not looked up."""
-
 LISTED_BLOCKS = {
-    ("README.md", "[   0.0s] loading smollm2-135m"): "output",
     ("docs/add-a-model.md", "def read_qwen3(c: Config)"): FRAGMENT,
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
-    ("docs/add-a-reward.md", "[project.entry-points"): "tests/test_registry.py installs such a package",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
     ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
-    (
-        "docs/environments.md",
-        "played the same row with the same replies twice",
-    ): "an error, which tests/envs/test_rehearsal.py provokes",
-    ("docs/environments.md", "import reasoning_gym"): BY_HAND,
-    ("docs/environments.md", "import textarena"): BY_HAND,
+    ("docs/environments.md", "import reasoning_gym"): PEER,
+    ("docs/environments.md", "import textarena"): PEER,
     ("docs/environments.md", "import verifiers"): "tests/envs/test_verifiers.py plays it where verifiers is installed",
-    ("docs/first-run.md", "import AutoModelForCausalLM"): BY_HAND,
+    ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,
     ("docs/from-trl.md", "environment_factory=IncrementEnv"): PEER,
-    ("docs/from-trl.md", "from trl import"): BY_HAND,
-    ("docs/from-tunix.md", "from tunix."): BY_HAND,
-    ("docs/from-verl.md", "verl.trainer.main_ppo"): PEER,
+    ("docs/from-trl.md", "from trl import"): PEER,
+    ("docs/from-tunix.md", "from tunix."): PEER,
     ("docs/from-verl.md", "def compute_score("): "verl's form of the function that the next block has in Covey's",
     ("docs/grpo-in-one-file.md", "def grpo_step("): "tests/test_one_file.py executes the file",
     ("docs/measurements.md", "preferred_element_type"): "two lines of a remark on what XLA compiles, without imports",
     ("docs/mistakes.md", ""): "files with mistakes, which tests/cli/test_mistakes.py writes",
-    ("docs/quickstart.md", "format_accuracy 59.0%"): "output",
-    ("docs/quickstart.md", "zero std"): "output",
-    ("docs/scaling.md", "#SBATCH"): "a job file; tests/launch/test_jobs.py checks those that are written",
     ("docs/scaling.md", "devices[4:8]"): "needs eight devices; tests/rl/test_cluster.py has roles on separate meshes",
 }
 """Reason by page and by a part of the block."""
@@ -176,32 +119,14 @@ def commands() -> list[str]:
     return list(dict.fromkeys(re.sub(r"\s+", " ", line) for line in lines if line))
 
 
-BLOCKS = [block for block in blocks() if block.language not in ("bash", "sh", "console")]
-PYTHON = [block for block in BLOCKS if block.language == "python" and not block.reason]
-YAML = [block for block in BLOCKS if block.language == "yaml" and not block.reason]
+PYTHON = [block for block in blocks() if block.language == "python" and not block.reason]
+YAML = [block for block in blocks() if block.language == "yaml" and not block.reason]
 
 
-def test_every_block_is_executed_or_listed() -> None:
-    left = [block.name for block in BLOCKS if block not in PYTHON + YAML and not block.reason]
-    assert left == [], "make it Python or YAML, which is executed, or add it to LISTED_BLOCKS with a reason"
+def test_what_the_lists_name_is_in_the_documents() -> None:
     gone = [key for key in LISTED_BLOCKS if not any(b.page == key[0] and key[1] in b.code for b in blocks())]
     assert gone == [], "a block of the list is gone"
-
-
-def test_every_command_is_executed_or_listed() -> None:
-    rest = [command for command in commands() if command not in STORY]
-    unlisted = [one for one in rest if not any(re.fullmatch(pattern, one) for pattern in LISTED_COMMANDS)]
-    assert unlisted == [], "add it to STORY, where it is executed, or to LISTED_COMMANDS with a reason"
     assert [command for command in STORY if command not in commands()] == [], "a command of STORY is gone"
-    stale = [pattern for pattern in LISTED_COMMANDS if not any(re.fullmatch(pattern, one) for one in rest)]
-    assert stale == [], "a command of the list is gone"
-
-
-def test_tests_that_the_lists_name_exist() -> None:
-    reasons = [*LISTED_COMMANDS.values(), *LISTED_BLOCKS.values()]
-    named = {path for reason in reasons for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason)}
-    assert len(named) > 5
-    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 # --- execution
