@@ -137,14 +137,6 @@ def test_a_second_start_finds_what_the_first_compiled(told, monkeypatch, tmp_pat
     assert list((real / "compiled").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_start_that_fails_says_why(tmp_path):
-    from benchmarks.startup import StartError, start
-
-    with pytest.raises(StartError, match=r"did you mean .quickstart"):
-        start(["quikstart"], tmp_path / "out", tmp_path)
-
-
 def test_buffers_that_arrays_share_count_once():
     from benchmarks.memory_events import live_bytes
 
@@ -209,16 +201,6 @@ def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capf
     assert {"rollout", "logps", "update"} <= set(told["programs"])
 
 
-def test_curves_say_what_is_missing_before_they_measure(smallest, monkeypatch, capsys):
-    import importlib.util
-
-    from benchmarks.__main__ import main
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["curves", "--size", "smallest"]) == 2
-    assert re.search(r"pip install -e '\S+\[bench\]'", capsys.readouterr().err)
-
-
 # --- sizes
 
 
@@ -271,25 +253,6 @@ def test_peers_take_the_same_steps_in_turn(capsys):
     assert 0 < ours["rollout"] < ours["seconds"]["high"] < ours["first_step"]
     sides = [64 + 64, 64 + 32, 64 + 32, 64 + 64, *[64 + 96] * 3]  # of the projections of a layer
     assert ours["parameters"] > ours["trainable"] == 2 * 2 * sum(sides)
-
-
-@pytest.mark.slow
-def test_a_second_process_loads_what_the_first_compiled(tmp_path):
-    from benchmarks.peers.runner import PeerError
-    from benchmarks.peers.whole import Clock, measure
-    from benchmarks.peers.work import Work
-
-    sizes = {"prompts": 2, "samples": 2, "prompt_length": 4, "max_prompt_length": 8, "max_new_tokens": 6}
-    work = Work("smallest", "lora", "fixed", 500, **sizes, lora_rank=2, micro_prompts=2, steps=3)
-    clock = Clock((1, 2), folder=tmp_path, warm_steps=1)
-    found, _ = measure(work, SHAPE, {"covey": sys.executable}, clock)
-    cold, warm = found["cold"]["covey"], found["warm"]["covey"]
-    assert cold["from_cache"] == 0 < cold["programs"]
-    assert 0 < warm["from_cache"] == warm["programs"] <= cold["programs"]
-    assert 0 < cold["from_enter"][0] < cold["from_enter"][1] < cold["from_enter"][2]
-    assert warm["from_enter"][2] is None
-    with pytest.raises(PeerError, match="a cold run needs a folder without any"):
-        measure(work, SHAPE, {"covey": sys.executable}, clock)
 
 
 def finished(start, *seconds):
@@ -347,14 +310,6 @@ def test_a_cache_goes_to_the_library_that_has_one(monkeypatch, tmp_path):
     assert [_environment("covey_worker", None).get(n) for n in names] == [None, ""]
 
 
-def test_a_warm_run_alone_needs_what_a_cold_one_left(capsys, tmp_path):
-    from benchmarks.peers.__main__ import main
-
-    asked = ["--whole", "1", "--cache", "warm", "--peers", "covey", "--cache-folder", str(tmp_path)]
-    assert main(asked) == 1
-    assert "a warm run of covey finds no programs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["--whole", "0"], ["--whole", "1,200"], ["--at-most", "torch=3"]])
 def test_steps_that_cannot_be_taken_are_refused(words, capsys):
     from benchmarks.peers.__main__ import main
@@ -389,15 +344,6 @@ def test_ragged_lengths_are_a_third_of_the_most():
     drawn = np.random.default_rng(0).geometric(work.stop_probability, 100_000)
     assert np.minimum(drawn, work.max_new_tokens).mean() == pytest.approx(SHARE * work.max_new_tokens, rel=0.02)
     assert Work.of("tiny", "full", "fixed").stop_probability == 0
-
-
-@pytest.mark.slow
-def test_a_peer_without_environment_is_named_with_the_way_to_make_it(capsys):
-    from benchmarks.peers.__main__ import main
-
-    assert main(["--peers", "covey,tunix", "--tunix-python", "no/such/python"]) == 1
-    said = capsys.readouterr().err
-    assert all(part in said for part in ("tunix has no environment", "no/such/python", "make bench-peers"))
 
 
 # --- the comparison of processes
