@@ -318,7 +318,7 @@ def head_logits(
 
 
 def _layer_signature(layer: Layer) -> Any:
-    """Return what distinguishes layers: the names, shapes and types of their weights, and the numbers of their
+    """Return the key by which layers are alike: the names, shapes and types of their weights, and the numbers of their
     adapters.
     """
     state = nnx.split(layer)[1]

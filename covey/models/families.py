@@ -9,7 +9,7 @@ one name share a tensor, whose rows are theirs in the order of `parameter_paths`
 as they are stored; Gemma's +1 is `ModelConfig.norm_offset`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -153,6 +153,24 @@ def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str
     return rows
 
 
+def check_shared_rows(
+    parts: Mapping[str, tuple[int, int]], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]], where: str
+) -> None:
+    """Refuse a tensor of several projections that has more or fewer rows than they have.
+
+    Args:
+        parts: our path → rows of its part; see `shared_rows`.
+        names: our path → name of the tensor.
+        shapes: name of the tensor → its shape.
+
+    Raises:
+        WeightsError: the message names the tensor and its shape.
+    """
+    for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
+        if list(shapes[name][:1]) != [rows]:
+            raise WeightsError(f"{name} has shape {list(shapes[name])}", want=f"{rows} rows", where=where)
+
+
 def _paths_by_tensor(config: ModelConfig, table: NameTable | None) -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
     for path, name in tensor_names(config, table).items():
@@ -171,14 +189,14 @@ def is_transposed(path: str) -> bool:
 
 
 def check_tensor_names(
-    expected: Mapping[str, str], found: Iterable[str], ignored: Callable[[str], bool], where: str
+    expected: Mapping[str, str], names: Iterable[str], ignored: Callable[[str], bool], where: str
 ) -> None:
     """Refuse a checkpoint that lacks a tensor or has one that the model would not use.
 
     Raises:
         WeightsError: a tensor is missing or unused; the message names the first few.
     """
-    have = set(found)
+    have = set(names)
     missing = sorted(set(expected.values()) - have)
     extra = sorted(name for name in have - set(expected.values()) if not ignored(name))
     if missing:

@@ -116,7 +116,7 @@ def _select_layer(
     leaves = jax.lax.stop_gradient(list(trees))
     chosen = jax.lax.switch(number, [lambda tree=tree: tree for tree in leaves])
     values, structure = jax.tree.flatten(chosen)
-    routed = [_route(number, *given) for given in zip(values, slots, sums, strict=True)]
+    routed = [_route(number, *arguments) for arguments in zip(values, slots, sums, strict=True)]
     selected: Tree = jax.tree.unflatten(structure, [value for value, _ in routed])
     return selected, [total for _, total in routed]
 

@@ -76,7 +76,7 @@ class LayerStacks:
         return _from_flat(stacks), _from_flat({path: x for path, x in flat if path not in stacks})
 
     def stack(self, tree: Tree) -> Tree:
-        """Return what `unstack` has made `tree` from."""
+        """Return the stacked tree: the inverse of `unstack`."""
         return self._convert(tree, self._stack_state)
 
     def _convert(self, tree: Tree, convert: Any) -> Tree:
@@ -188,7 +188,7 @@ def _adapters(layer: Layer) -> list[LoRA]:
 
 
 def _buffers(x: Any) -> Any:
-    """Return what is equal for arrays in the same memory, which need not be one object."""
+    """Return the identity of the memory of an array: two objects may share it."""
     if not isinstance(x, jax.Array):
         return id(x)
     return x.shape, x.dtype, tuple(piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards)

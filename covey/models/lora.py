@@ -78,8 +78,8 @@ def _match_projections(entry: str, named: Mapping[str, str]) -> list[str]:
         raise RecipeError(
             f"LoRA target {entry!r} is no regular expression: {error}", where="model.lora.targets"
         ) from error
-    found = [ours for ours, theirs in named.items() if pattern.fullmatch(ours) or pattern.fullmatch(theirs)]
-    if not found:
+    matches = [ours for ours, theirs in named.items() if pattern.fullmatch(ours) or pattern.fullmatch(theirs)]
+    if not matches:
         short = {path.rsplit(".", 1)[-1] for pair in named.items() for path in pair}
         raise RecipeError(
             f"LoRA target {entry!r} names no projection of this model",
@@ -87,7 +87,7 @@ def _match_projections(entry: str, named: Mapping[str, str]) -> list[str]:
             fix=nearest(entry, short),
             where="model.lora.targets",
         )
-    return found
+    return matches
 
 
 def merge_lora(model: Model) -> Model:

@@ -95,7 +95,7 @@ def quantise_kernel(kernel: Array | np.ndarray, fmt: QuantisationFormat, dtype: 
 
 
 def abstract_kernel(shape: tuple[int, ...], fmt: QuantisationFormat, dtype: DTypeLike) -> QuantisedKernel:
-    """Return what `quantise_kernel` would for a kernel of this shape that is not loaded yet: shapes only."""
+    """Return the shapes of `quantise_kernel` for a kernel that is not loaded yet."""
     kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
     values, scales = jax.eval_shape(partial(_quantise, kind=fmt.kind, block=_block_size(kernel, fmt)), kernel)
     return QuantisedKernel(values, scales, fmt.kind, dtype)

@@ -187,8 +187,8 @@ def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
 
 
 def _pre_tokenizer_steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    found = pre_tokenizer or {"type": "none"}
-    return _without_offsets(found["pretokenizers"] if found["type"] == "Sequence" else [found])
+    outer = pre_tokenizer or {"type": "none"}
+    return _without_offsets(outer["pretokenizers"] if outer["type"] == "Sequence" else [outer])
 
 
 def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def files_digest(files: Sequence[Path]) -> str:
         _write_cache(cache)
     if len(sums) == 1:
         return next(iter(sums.values()))
-    listed = "".join(f"{found}  {name}\n" for name, found in sorted(sums.items()))
+    listed = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(sums.items()))
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
@@ -78,10 +78,10 @@ def _cached_digest(file: Path, cache: DigestCache) -> str:
     if cached[:-1] == state:
         cache[path] = cached
         return str(cached[-1])
-    found = file_sha256(file)
+    checksum = file_sha256(file)
     if state == _file_state(file) and time.time() - file.stat().st_mtime > MIN_AGE_SECONDS:
-        cache[path] = [*state, found]
-    return found
+        cache[path] = [*state, checksum]
+    return checksum
 
 
 def _file_state(file: Path) -> list[int]:
@@ -92,12 +92,12 @@ def _file_state(file: Path) -> list[int]:
 
 def _read_cache() -> DigestCache:
     try:
-        found = json.loads((cache_folder() / DIGESTS_FILE).read_text(encoding="utf-8"))
+        entries = json.loads((cache_folder() / DIGESTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {
         path: entry
-        for path, entry in (found.items() if isinstance(found, dict) else ())
+        for path, entry in (entries.items() if isinstance(entries, dict) else ())
         if isinstance(entry, list) and len(entry) == 4 and re.fullmatch("[0-9a-f]{64}", str(entry[-1]))
     }
 

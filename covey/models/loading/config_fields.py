@@ -144,7 +144,7 @@ def read_rope_scaling(rope: Mapping[str, Any], c: Mapping[str, Any], layers: str
         WeightsError: the scaling is not supported, or `rope` and the older form contradict each other.
     """
     old: dict[str, Any] = c.get("rope_scaling") or {}
-    _refuse_contradiction(rope, old)
+    _check_contradiction(rope, old)
     scaling = rope or old
     if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
         raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
@@ -173,7 +173,7 @@ def rope_kind(scaling: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def _refuse_contradiction(rope: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+def _check_contradiction(rope: Mapping[str, Any], old: Mapping[str, Any]) -> None:
     """Refuse two scalings: transformers takes one of them, and the base of the rotation from neither."""
     numbers = {name: value for name, value in old.items() if name not in ("type", "rope_type")}
     if (
@@ -205,8 +205,8 @@ def _read_yarn(scaling: Mapping[str, Any], c: Mapping[str, Any]) -> RopeScaling:
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
-    if (given := scaling.get("attention_factor")) is not None:
-        return float(given)
+    if (factor := scaling.get("attention_factor")) is not None:
+        return float(factor)
 
     def grown(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0

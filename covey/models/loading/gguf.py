@@ -16,7 +16,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.families import NameTable, check_tensor_names, convert_layout, has_experts, shared_rows, tensor_names
+from covey.models.families import (
+    NameTable,
+    check_shared_rows,
+    check_tensor_names,
+    convert_layout,
+    has_experts,
+    shared_rows,
+    tensor_names,
+)
 from covey.models.loading.gguf_reader import Metadata, open_reader
 from covey.text.tokenizer import Tokenizer
 from covey.text.tokenizers_library import library_errors
@@ -46,17 +54,11 @@ class GGUFCheckpoint:
         names = name_table(self.config.family)
         wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
-        self._check_shared_rows(parts, wanted)
+        shapes = {wanted[path]: [int(size) for size in self._tensors[wanted[path]].shape[::-1]] for path in parts}
+        check_shared_rows(parts, wanted, shapes, str(self.path))
         for path, name in wanted.items():
             tensor = _dequantise(self._tensors[name])[slice(*parts.get(path, (None,)))]
             yield path, convert_layout(path, self._restore_order(path, tensor))
-
-    def _check_shared_rows(self, parts: Mapping[str, tuple[int, int]], names: Mapping[str, str]) -> None:
-        """Refuse a tensor of several projections that has more or fewer rows than they have."""
-        for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
-            shape = [int(size) for size in reversed(self._tensors[name].shape)]
-            if shape[:1] != [rows]:
-                raise WeightsError(f"{name} has shape {shape}", want=f"{rows} rows", where=str(self.path))
 
     def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])
@@ -155,10 +157,10 @@ def _num_layers(fields: Metadata, key: str, tensors: Mapping[str, Any]) -> int:
 
 
 def _num_kv_heads(fields: Metadata, key: str, heads: int) -> int:
-    found = fields.count(key, heads)
-    if heads % found:
-        raise WeightsError(f"{key!r} is {found}", want=f"a divisor of the {heads} query heads", where=fields.where)
-    return found
+    kv_heads = fields.count(key, heads)
+    if heads % kv_heads:
+        raise WeightsError(f"{key!r} is {kv_heads}", want=f"a divisor of the {heads} query heads", where=fields.where)
+    return kv_heads
 
 
 def _shortest_decimal(value: float) -> float:

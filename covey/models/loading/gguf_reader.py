@@ -47,10 +47,10 @@ def open_reader(path: Path) -> Any:
         data = property(lambda self: self._data, lambda self, data: setattr(self, "_data", data.view(np.ndarray)))
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
-            found = super()._get(offset, dtype, count, override_order)  # a slice: it ends where the file does
-            if len(found) < count:
-                raise ValueError(f"it claims {count} elements at {offset}, where the file has {len(found)}")
-            return found
+            elements = super()._get(offset, dtype, count, override_order)  # a slice: it ends where the file does
+            if len(elements) < count:
+                raise ValueError(f"it claims {count} elements at {offset}, where the file has {len(elements)}")
+            return elements
 
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
             if raw_type != gguf.GGUFValueType.ARRAY:
@@ -71,14 +71,14 @@ def open_reader(path: Path) -> Any:
         def _get_strings(self, offset: int, count: int) -> tuple[list[np.ndarray], int]:
             """Return the bytes of the strings from `offset` on, and the offset behind them."""
             order = "<" if self.endianess == gguf.GGUFEndian.LITTLE else ">"
-            read_size, found, buffer = struct.Struct(f"{order}Q").unpack_from, [], memoryview(self.data)
+            read_size, values, buffer = struct.Struct(f"{order}Q").unpack_from, [], memoryview(self.data)
             for _ in range(count):
                 (size,) = read_size(buffer, offset)
                 begin, offset = offset + 8, offset + 8 + size
                 if offset > len(buffer):
                     raise ValueError(f"it claims a string of {size} bytes at {begin}, where the file has fewer")
-                found.append(self.data[begin:offset])
-            return found, offset
+                values.append(self.data[begin:offset])
+            return values, offset
 
     try:
         return Reader(path)

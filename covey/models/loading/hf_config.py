@@ -45,7 +45,7 @@ def _read_common(c: Config, **switches: Any) -> ModelConfig:
 
 def read_llama(c: Config) -> ModelConfig:
     """Read Llama 1 to 3, SmolLM2, and other models of type llama."""
-    _refuse_switches(c, "attention_bias", "mlp_bias")
+    _check_switches_off(c, "attention_bias", "mlp_bias")
     return _read_common(c)
 
 
@@ -73,13 +73,13 @@ def read_phi3(c: Config) -> ModelConfig:
 
 def read_olmo2(c: Config) -> ModelConfig:
     """Read OLMo 2."""
-    _refuse_switches(c, "attention_bias")
+    _check_switches_off(c, "attention_bias")
     return _read_common(c, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
 
 
 def read_smollm3(c: Config) -> ModelConfig:
     """Read SmolLM3: every fourth layer does not rotate, or those that `no_rope_layers` marks with 0."""
-    _refuse_switches(c, "attention_bias", "mlp_bias")
+    _check_switches_off(c, "attention_bias", "mlp_bias")
     c = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, **c}
     layers, every = range(c["num_hidden_layers"]), c.get("no_rope_layer_interval", 4)
     marks = c.get("no_rope_layers")
@@ -99,7 +99,7 @@ def read_qwen2(c: Config) -> ModelConfig:
 
 def read_qwen3(c: Config) -> ModelConfig:
     """Read dense Qwen3."""
-    _refuse_switches(c, "attention_bias", "use_sliding_window")
+    _check_switches_off(c, "attention_bias", "use_sliding_window")
     return _read_common(c, qk_norm=True, head_dim=c["head_dim"])
 
 
@@ -148,7 +148,7 @@ def _read_gemma3_ropes(c: Config) -> Fields:
 
 def read_nanochat(c: Config) -> ModelConfig:
     """Read nanochat in its transformers form, where tensors have Llama's names."""
-    _refuse_switches(c, "attention_bias")
+    _check_switches_off(c, "attention_bias")
     return _read_common(
         c,
         gated_mlp=False,
@@ -161,7 +161,7 @@ def read_nanochat(c: Config) -> ModelConfig:
 
 
 def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
-    _refuse_switches(c, "attention_bias", "use_bidirectional_attention")
+    _check_switches_off(c, "attention_bias", "use_bidirectional_attention")
     common = {
         "head_dim": c["head_dim"],
         "post_norms": True,
@@ -196,7 +196,7 @@ def _activation(c: Config) -> str:
     return ACTIVATIONS[name]
 
 
-def _refuse_switches(c: Config, *switches: str) -> None:
+def _check_switches_off(c: Config, *switches: str) -> None:
     for name in switches:
         if c.get(name):
             raise WeightsError(f"{name}: {c[name]!r} is not supported for {c['model_type']}")

