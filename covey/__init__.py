@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.config.recipe import Recipe, SFTRecipe
-    from covey.config.reward_safety import RewardSafetyConfig
     from covey.config.schema import (
         DataConfig,
         EnvsConfig,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         ModelOptions,
         OptimizerConfig,
         PPOConfig,
+        RewardSafetyConfig,
         RLTrainingConfig,
         RolloutConfig,
         SFTConfig,
@@ -132,7 +132,7 @@ _HOMES = {
     "RLTrainingConfig": "covey.config.schema",
     "Recipe": "covey.config.recipe",
     "RewardRunner": "covey.rewards",
-    "RewardSafetyConfig": "covey.config.reward_safety",
+    "RewardSafetyConfig": "covey.config.schema",
     "Role": "covey.rl.roles",
     "RolloutConfig": "covey.config.schema",
     "SFTConfig": "covey.config.schema",

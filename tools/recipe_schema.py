@@ -14,8 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from covey.config import recipe
-from covey.config.base import Config, classes_in
-from covey.config.explanations import explanations
+from covey.config.base import Config, classes_in, explanations
 
 FILE = Path(__file__).parents[1] / "docs" / "recipe.schema.json"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli.checks import check_run, new_run_folder
 from covey.cli.words import join_pairs, list_recipes, split_exactly
 from covey.config import recipe
-from covey.config.origins import ResolvedSetting, resolve_settings
+from covey.config.recipe import ResolvedSetting, resolve_settings
 from covey.display import echo
 from covey.errors import CoveyError
 

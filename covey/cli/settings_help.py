@@ -12,8 +12,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, defaults, describe, without_check
-from covey.config.explanations import explanations
+from covey.config.base import Config, classes_in, defaults, describe, explanations, without_check
 from covey.errors import CoveyError, nearest
 
 ALL = "all"

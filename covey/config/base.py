@@ -6,15 +6,21 @@ NumPy scalars are valid as numbers, lists as tuples, and paths as text. `Keyword
 and clusters with the same errors. This module does not import JAX.
 """
 
+import ast
+import difflib
+import inspect
 import os
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from inspect import Signature, signature
+from functools import cache
+from itertools import pairwise
 from numbers import Number
+from pathlib import Path
 from threading import RLock
 from typing import (
     Annotated,
@@ -35,13 +41,17 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
 
-from covey.config import suggestions
+import covey
+from covey.config import foreign_names
 from covey.errors import RecipeError, nearest, raise_together
 
 MAX_INT = 2**31 - 1
 """Largest whole number of any setting: counts beyond it cannot be meant, and lists of such a length fill the memory."""
 MAX_SHOWN = 200
 """Largest number of characters of a wrong value that an error shows."""
+
+CLASSES: list[type] = []
+"""Public classes whose keywords are suggested, as far as they are imported."""
 
 Int = Annotated[int, Le(MAX_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
@@ -140,7 +150,7 @@ class Config:
 
     unset: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
-    __signature__: ClassVar[Signature]
+    __signature__: ClassVar[inspect.Signature]
     _validates: ClassVar[Any]
 
     def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
@@ -155,11 +165,11 @@ class Config:
         if unset:
             _make_optional(cls)
         dataclass(frozen=True)(cls)
-        cls.__signature__ = signature(cls)
+        cls.__signature__ = inspect.signature(cls)
         names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
         cls.kinds = {name: kind for name, kind in hints.items() if name in names}
         del cls.__init__  # so that it is the one below, which validates
-        suggestions.register(cls)
+        _register(cls)
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         names = [f.name for f in fields(self)]
@@ -222,7 +232,7 @@ class Config:
         key = f"{path}.{name}".lstrip(".")
         if error["type"] == "unexpected_keyword_argument":
             what = f"{cls.__name__} has no keyword {name!r}"
-            return Problem(name, what, fix=suggestions.suggest(cls, name), basic=True)
+            return Problem(name, what, fix=suggest(cls, name), basic=True)
         kind, what = cls.kinds[name], f"{key} is {shown(given[name])}"
         if error["type"] in _RANGES:
             return Problem(name, what, _range_in_words(kind, error))
@@ -274,13 +284,13 @@ class Keywords:
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
-        suggestions.register(cls)
+        _register(cls)
 
 
 def _mistakes(cls: type, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[RecipeError]:
-    if (known := suggestions.keywords_of(cls)) is not None:
+    if (known := keywords_of(cls)) is not None:
         given = dict(zip(known, args, strict=False)) | dict(keywords)
-        yield from wrong_keywords(cls.__name__, given, known, lambda name: suggestions.suggest(cls, name))
+        yield from wrong_keywords(cls.__name__, given, known, lambda name: suggest(cls, name))
 
 
 def wrong_keywords(
@@ -301,6 +311,63 @@ def wrong_keywords(
         wanted = classes_in(known[name])
         if wanted and value is not None and not isinstance(value, tuple(wanted)):
             yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee)
+
+
+def _register(cls: type) -> None:
+    """Suggest keywords of `cls` from now on, if it is public."""
+    if cls.__name__ in covey.__all__:
+        CLASSES.append(cls)
+
+
+def keywords_of(cls: type) -> dict[str, Any] | None:
+    """Return the keywords of the constructor of `cls` and their types, in order, with those passed to a base class.
+
+    The result is None if it takes any keyword: a user's own class with `**others`.
+    """
+    if is_dataclass(cls):
+        return {name: kind for name, kind in get_type_hints(cls).items() if name in cls.__dataclass_fields__}
+    kinds: dict[str, Any] = {}
+    for one in (one for one in cls.__mro__ if "__init__" in vars(one)):
+        parameters = list(inspect.signature(vars(one)["__init__"]).parameters.values())[1:]
+        kinds |= {p.name: p.annotation for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+        if one.__module__.partition(".")[0] != covey.__name__:
+            return None
+    return kinds
+
+
+def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
+    """Return advice about the unknown keyword `name` of `cls`, or of its function with the keywords `more`."""
+    known = [*(keywords_of(cls) or ()), *more]
+    if advice := foreign_names.argument(name) or foreign_names.answer(name, lambda path: _spelt(path, cls)):
+        return advice
+    if owners := list(_owners(name)):
+        return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
+    everywhere = {key for one in _concrete() for key in keywords_of(one) or ()}
+    for close in difflib.get_close_matches(name, sorted(everywhere.union(known)), n=1):
+        if close not in known:
+            return f"did you mean {next(_owners(close)).__name__}({close}=...)?"
+    return nearest(name, known)
+
+
+def _owners(name: str) -> Iterator[type]:
+    """Return the classes that take the keyword `name`, except subclasses of another of them."""
+    having = [cls for cls in _concrete() if name in (keywords_of(cls) or ())]
+    return (cls for cls in having if not any(cls is not other and issubclass(cls, other) for other in having))
+
+
+def _concrete() -> list[type]:
+    """Return the classes of which objects can be made."""
+    return [cls for cls in CLASSES if not inspect.isabstract(cls)]
+
+
+def _spelt(path: str, asked: type) -> str | None:
+    """Return a recipe's setting `path` as a keyword, of the class `asked` if the section is its own."""
+    section, _, name = path.rpartition(".")
+    of_section = [cls for cls in CLASSES if getattr(cls, "section", None) == section]
+    owners = [asked] if asked in of_section else of_section
+    return next((f"{cls.__name__}({name}=...)" for cls in owners if name in (keywords_of(cls) or ())), None)
 
 
 def unread_settings(
@@ -374,6 +441,32 @@ def on_resume(cls: type[Config], inherited: OnResume | None = None, prefix: str 
         for section in classes_in(kind):
             treatments |= on_resume(section, own, f"{prefix}{name}.")
     return treatments
+
+
+def explanations(cls: type[Config]) -> dict[str, str]:
+    """Return the string under each field of a class of settings, inherited ones included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Config):
+            inherited = {name: f"{text} {base.unset}" for name, text in found.items()} if base.unset else found
+            found = inherited | _in_body(_class_definitions(base.__module__)[base.__qualname__])
+    return found
+
+
+@cache
+def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax tree of each class in the source of `module`."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+
+
+def _in_body(cls: ast.ClassDef) -> dict[str, str]:
+    return {
+        field.target.id: " ".join(str(after.value.value).split())
+        for field, after in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:

@@ -6,16 +6,15 @@ two classes. This module does not import JAX.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from covey.config import metrics, strict_yaml
-from covey.config.algorithms import algorithm_of, config_for
-from covey.config.base import Config, Decisive, Ignored, NonNegativeInt, Problem, Reported
+from covey.config.algorithms import PRESETS, algorithm_of, config_for
+from covey.config.base import Config, Decisive, Ignored, NonNegativeInt, Problem, Reported, flatten
 from covey.config.overrides import apply
-from covey.config.reward_safety import RewardSafetyConfig
 from covey.config.schema import (
     DataConfig,
     EnvsConfig,
@@ -23,6 +22,7 @@ from covey.config.schema import (
     GRPOConfig,
     ModelOptions,
     PPOConfig,
+    RewardSafetyConfig,
     RLTrainingConfig,
     RoleMeshes,
     RolloutConfig,
@@ -387,6 +387,46 @@ def _unused_lora(recipe: AnyRecipe, item: strict_yaml.Item, file: strict_yaml.It
             what = f"model.lora.{name} is set without a model.lora.rank: every weight would be trained"
             yield RecipeError(what, want=f"--model.lora.rank 16, for example; or no model.lora.{name}", where=where)
 
+
+class ResolvedSetting(NamedTuple):
+    """One setting: its dotted name, the value that the run uses, and where that value comes from."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+def resolve_settings(recipe: Recipe | SFTRecipe, places: Mapping[str, str]) -> Iterator[ResolvedSetting]:
+    """Yield every setting of `recipe` in the order of its classes.
+
+    Args:
+        places: where the settings that are not defaults are written, as `places_of` returns it.
+    """
+    for name, value in flatten(asdict(recipe)).items():
+        if name in HIDDEN:
+            continue
+        if value is None and isinstance(recipe, Recipe) and (found := _from_preset(name, recipe)):
+            yield found
+        else:
+            yield ResolvedSetting(name, value, _place(name, places) or DEFAULT)
+
+
+def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
+    """Return the setting `name` as the run's algorithm has it; None if that leaves it unset too."""
+    field, algorithm = name.removeprefix(SECTION), recipe.grpo.algorithm
+    value = vars(algorithm_of(recipe.grpo)).get(field) if name.startswith(SECTION) else None
+    origin = f"preset {algorithm}" if field in PRESETS[algorithm].settings else DEFAULT
+    return None if value is None else ResolvedSetting(name, value, origin)
+
+
+def _place(name: str, places: Mapping[str, str]) -> str:
+    """Return where `name` is written, or the first entry of a mapping under it."""
+    return places.get(name) or next((at for key, at in places.items() if key.startswith(f"{name}.")), "")
+
+
+DEFAULT = "default"
+SECTION = "grpo."
+"""Beginning of the names of settings that a preset may set."""
 
 HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}
 """Settings of the config classes that a recipe cannot set, each with the reason."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import RewardSafetyConfig
 from covey.errors import RewardError
 from covey.exits import block_exit
 from covey.rewards.call import (

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 import numpy as np
 from flax import nnx
 
-from covey.config import suggestions
 from covey.config.algorithms import algorithm_of
-from covey.config.base import Keywords, wrong_keywords
+from covey.config.base import Keywords, suggest, wrong_keywords
 from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
 from covey.errors import RecipeError, raise_together
 from covey.losses.policy import Surrogate
@@ -392,7 +391,7 @@ class RLCluster(Keywords):
 def _check_load_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords that `RLCluster.load` lacks, before anything is loaded."""
     known = {**get_type_hints(DecoderOptions), "lora": LoRAConfig | None}
-    advice = partial(suggestions.suggest, RLCluster, more=known)
+    advice = partial(suggest, RLCluster, more=known)
     raise_together(list(wrong_keywords("RLCluster.load", keywords, known, advice)))
     if (lora := keywords["lora"]) is not None:
         check_rank(lora)

@@ -6,9 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from covey.config import recipe
-from covey.config.algorithms import READ_IF, algorithm_of
+from covey.config.algorithms import PRESETS, READ_IF, algorithm_of
 from covey.config.base import Problem, ReadIf, without_none
-from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from covey.config.algorithms import Algorithm, algorithm_of
-from covey.config.presets import PRESETS, Preset
+from covey.config.algorithms import PRESETS, Algorithm, Preset, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss

@@ -24,7 +24,7 @@ import pytest
 
 from covey import child
 from covey.config import recipe
-from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
@@ -259,7 +259,7 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
     import threading, time
     import numpy as np
     from covey.rewards import RewardRunner, score
-    from covey.config.reward_safety import RewardSafetyConfig
+    from covey.config.schema import RewardSafetyConfig
     from covey.types import Completion, FinishReason, Group
 
     runner, none = RewardRunner(RewardSafetyConfig(workers=2)), np.zeros(1)
@@ -303,7 +303,7 @@ SCORING = """
 import logging, os, sys
 import numpy as np
 from covey.rewards import RewardRunner, score
-from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
 logging.basicConfig(stream=sys.stdout)

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import Algorithm, algorithm_of
+from covey.config.algorithms import PRESETS, Algorithm, algorithm_of
 from covey.config.base import without_check
-from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from covey.config.algorithms import Algorithm, algorithm_of
-from covey.config.presets import PRESETS
+from covey.config.algorithms import PRESETS, Algorithm, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack

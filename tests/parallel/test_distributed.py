@@ -27,8 +27,7 @@ from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, SILENT
-from covey.config.reward_safety import RewardSafetyConfig
-from covey.config.schema import EnvsConfig
+from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
 from covey.envs import EnvironmentRunner
 from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError, Stopped

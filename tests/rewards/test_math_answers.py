@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from covey.cli.main import main
-from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.extras import install_command
 from covey.rewards import RewardRunner, resolve, score

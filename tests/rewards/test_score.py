@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.reward_safety import RewardSafetyConfig
+from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, function_names, runner, score
 from covey.rewards.call import ARGUMENTS

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.config.reward_safety import RewardSafetyConfig
-from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import distributed
 from covey.rewards import RewardRunner

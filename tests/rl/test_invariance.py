@@ -22,9 +22,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import algorithm_of
+from covey.config.algorithms import PRESETS, algorithm_of
 from covey.config.metrics import CLOCKS
-from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.config.algorithms import algorithm_of
+from covey.config.algorithms import PRESETS, algorithm_of
 from covey.config.metrics import RL, is_logged
-from covey.config.presets import PRESETS
 from covey.config.schema import GRPOConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError

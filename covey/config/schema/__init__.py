@@ -8,10 +8,9 @@ from covey.config.schema.data import HUBS, DataConfig, SFTDataConfig
 from covey.config.schema.envs import EnvsConfig
 from covey.config.schema.evaluation import EvalConfig, SFTEvalConfig
 from covey.config.schema.model import LORA_TARGETS, LoRAConfig, MeshConfig, ModelOptions, RoleMeshConfig, RoleMeshes
-from covey.config.schema.optimizer import OptimizerConfig
-from covey.config.schema.rollout import CALCULATOR_MARKERS, RolloutConfig
-from covey.config.schema.sampling import SamplingConfig
-from covey.config.schema.training import RLTrainingConfig, SFTConfig
+from covey.config.schema.rewards import RewardSafetyConfig
+from covey.config.schema.rollout import CALCULATOR_MARKERS, RolloutConfig, SamplingConfig
+from covey.config.schema.training import OptimizerConfig, RLTrainingConfig, SFTConfig
 
 __all__ = [
     "CALCULATOR_MARKERS",
@@ -27,6 +26,7 @@ __all__ = [
     "OptimizerConfig",
     "PPOConfig",
     "RLTrainingConfig",
+    "RewardSafetyConfig",
     "RoleMeshConfig",
     "RoleMeshes",
     "RolloutConfig",

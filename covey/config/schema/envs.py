@@ -18,7 +18,7 @@ from covey.config.base import (
     Reported,
     unread_settings,
 )
-from covey.config.reward_safety import OnRewardError
+from covey.config.schema.rewards import OnRewardError
 
 PythonEngine = Literal["auto", "child", "wasm"]
 ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral", "mistral_args", "qwen3_coder"]

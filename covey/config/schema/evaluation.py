@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Literal
 
 from covey.config.base import GroupSize, NonNegativeInt, Problem
-from covey.config.schema.sampling import SamplingConfig
+from covey.config.schema.rollout import SamplingConfig
 
 
 class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when not set."):
