@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.envs.calling import LateError
-from covey.envs.protocol import Environment, Step, checked_prompt, checked_step
+from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.sampling.turns import Response, Rewrite, SamePrompt, Turn

@@ -4,19 +4,48 @@
     environment.reset()    ─▶ the prompt: chat messages, or text
     environment.step(reply) ─▶ Step: messages, a reward, whether the episode is over
 
-Both methods may be async. What they return is checked: it is not trusted.
+Both methods may be async. What they return is checked: it is not trusted. Async ones are called in the event loop,
+others in a thread of their own, which is left behind if it hangs.
+
+Numbers in `Step.info` become the metrics `env/<name>`. `info` may hold anything, so what is no number is not looked at.
+A number that cannot be a metric is left out, and the first of each kind is warned of.
 """
 
-import math
-import numbers
+import asyncio
+import inspect
+import logging
+import re
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from numbers import Real
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from covey.config.metrics import OWN_NUMBER, TABLE
+from covey.display import safe_format
 from covey.errors import CoveyError, EpisodeError
-from covey.rewards.call import excerpt
+from covey.exits import block_exit
+from covey.rewards.call import as_float, excerpt
 from covey.text.messages import check_messages
 from covey.types import Message, Prompt
+
+log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+NAME = re.compile(OWN_NUMBER)
+MAX_LENGTH = 40
+"""Maximum characters of a name."""
+MAX_NAMES = 32
+"""Largest number of names in a run: each is a metric of every step."""
+LARGEST = 1e100
+"""Limit of a number's magnitude, so that sums of many are finite."""
+COUNTED = ("tool_calls", "tool_failures")
+"""Numbers of `info` that are summed over the turns, as metrics of their own."""
+TAKEN = {row.name.removeprefix("env/") for row in TABLE if row.name.startswith("env/")}
+"""Names of other metrics."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +90,7 @@ def checked_prompt(prompt: Any, limit: int) -> Prompt:
     """
     if not prompt:
         raise EpisodeError(f"returned {excerpt(prompt)} from reset", want="chat messages, or text")
-    checked = _checked_messages(prompt, "reset", limit)
-    return checked
+    return _checked_messages(prompt, "reset", limit)
 
 
 def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
@@ -77,7 +105,7 @@ def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
     """
     if not isinstance(step, Step):
         raise EpisodeError(f"returned {excerpt(step)} from step", want="a covey.envs.Step")
-    if isinstance(step.reward, bool) or not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
+    if isinstance(step.reward, bool) or not isinstance(step.reward, Real) or as_float(step.reward) is None:
         raise EpisodeError(f"gave the reward {excerpt(step.reward)}", want="a finite number")
     if not isinstance(step.done, bool):
         raise EpisodeError(f"said {excerpt(step.done)} for done", want="True or False")
@@ -104,3 +132,88 @@ def _checked_messages(messages: Any, method: str, limit: int) -> Prompt:
         what, fix = f"returned {size:,} characters from {method}", "a larger envs.max_characters, or shorter messages"
         raise EpisodeError(what, want=f"at most {limit:,}", fix=fix)
     return checked
+
+
+class FaultError(EpisodeError):
+    """A fault of this machine, and not of the call that the model wrote, which ends the episode by `envs.on_error`."""
+
+
+class LateError(EpisodeError):
+    """An environment took longer than `envs.timeout`."""
+
+
+def independent(function: F) -> F:
+    """Declare that a call of this tool neither depends on the other calls of a turn nor changes what they return, so
+    that neighbouring calls of such tools run at once.
+    """
+    function.independent = True  # type: ignore[attr-defined]
+    return function
+
+
+async def call(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+    """Call an async function in the loop, another in a thread; await the result if it is awaitable."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    future: Future[tuple[Any, Exception | None]] = Future()
+    future.set_running_or_notify_cancel()  # it is not cancelled where nobody waits any more
+    threading.Thread(target=lambda: future.set_result(_outcome(function, args)), daemon=True).start()
+    value, error = await asyncio.wrap_future(future)
+    if error is not None:
+        raise error
+    return await value if isinstance(value, Awaitable) else value
+
+
+def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    """Call a function; return its value, or the error that it raised: a future cannot hold every exception."""
+    try:
+        with block_exit():
+            return function(*args), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:  # an exit in an environment must not end the loop
+        return None, EpisodeError(f"raised {type(error).__name__}: {excerpt(safe_format(error, str))}")
+
+
+class OwnNumbers:
+    """Numbers of the episodes of one environment.
+
+    Args:
+        environment: its name in warnings.
+    """
+
+    def __init__(self, environment: str):
+        self._environment = environment
+        self._names: set[str] = set()
+        self._warned: set[str] = set()
+
+    def of(self, info: Any) -> dict[str, float]:
+        """Return the numbers of a step that can be metrics, by name; True and False are 1 and 0."""
+        if not isinstance(info, Mapping):
+            return {}
+        return {
+            name: float(value)
+            for name, value in info.items()
+            if isinstance(value, Real | np.bool_) and name not in COUNTED and self._takes(name, value)
+        }
+
+    def _takes(self, name: Any, value: Any) -> bool:
+        """Return whether a number can be a metric, and warn of the first that cannot for the same reason."""
+        reason = _objection(name, value)
+        if not reason and name not in self._names and len(self._names) == MAX_NAMES:
+            reason = f"there are {MAX_NAMES} others, and each is a metric of every step"
+        if not reason:
+            self._names.add(name)
+        elif reason not in self._warned:
+            self._warned.add(reason)
+            shown = f"the number {name!r:.80} in the info of the environment {self._environment!r}"
+            log.warning(f"{shown} is no metric: {reason}; such numbers are left out")
+        return not reason
+
+
+def _objection(name: Any, value: Any) -> str:
+    """Return the reason why a number cannot be a metric; empty if there is none."""
+    if not isinstance(name, str) or len(name) > MAX_LENGTH or not NAME.fullmatch(name):
+        return f"a name has small letters, digits and _, begins with a letter, and has at most {MAX_LENGTH} characters"
+    if name in TAKEN:
+        return "a metric of every environment has its name"
+    return "" if abs(value) < LARGEST else f"it is not finite, or beyond {LARGEST:g}"

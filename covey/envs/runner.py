@@ -3,13 +3,16 @@
 An event loop in a thread of its own awaits async environments; each call of another environment has a thread, so that a
 call that hangs can be left behind. The results do not depend on the order in which calls return, as long as each
 environment depends on its row and its replies alone.
+
+An environment may hold a remote sandbox, which would go on without it. So each is closed behind its episode, and those
+that are left where the run ends, also by an error.
 """
 
 import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -19,20 +22,15 @@ import numpy as np
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
-from covey.display import safe_format
 from covey.envs import rehearsal
-from covey.envs.arguments import with_arguments
-from covey.envs.calling import LateError, call
 from covey.envs.calls import choose_format
-from covey.envs.closing import OpenEnvironments
 from covey.envs.episodes import Episodes
-from covey.envs.own_numbers import OwnNumbers
-from covey.envs.protocol import Environment, Factory
-from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
+from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, call
+from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool, with_arguments
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
-from covey.rewards.call import deep_copy
+from covey.rewards.call import deep_copy, describe
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 
@@ -41,10 +39,79 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0
 """Maximum time to close the environments that are left when a run ends."""
+CANCEL_SECONDS = 1.0
+"""Maximum time to wait for calls of `close` that were cancelled."""
 END_SECONDS = 5.0 + CLOSE_SECONDS
 """Maximum time to wait for the end of the event loop."""
-MAX_MESSAGE = 500
-"""Maximum characters kept of an exception's message."""
+
+
+class EnvironmentCalls:
+    """Calls of environments within their limits, and the environments that were not closed yet.
+
+    It is used in the event loop alone, whose thread holds it and not the runner, which ends when nothing else holds it.
+
+    Args:
+        name: name of the environment in warnings.
+        seconds: time limit of a call; None for none.
+        concurrency: largest number of calls at the same time.
+    """
+
+    def __init__(self, name: str, seconds: float | None, concurrency: int):
+        self._name, self._seconds, self._places = name, seconds, asyncio.Semaphore(concurrency)
+        self._closes: dict[int, Callable[..., Any]] = {}
+        self._failures = 0
+
+    async def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; see `EnvironmentRunner.call`."""
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._seconds) as limit:
+                    return await call(function, args)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise _raised(what, error) from error
+                took = f"took longer than {self._seconds:g} s in {what}"
+                raise LateError(took, fix="a longer envs.timeout") from None
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                raise
+            except BaseException as error:
+                raise _raised(what, error) from error
+
+    def add(self, environment: Any) -> None:
+        """Keep an environment that was made, if it can be closed."""
+        if callable(close := getattr(environment, "close", None)):
+            self._closes[id(environment)] = close
+
+    async def close(self, environment: Any) -> None:
+        """Close an environment whose episode is over, if it can be closed."""
+        if (close := self._closes.pop(id(environment), None)) is not None:
+            await self._close(close)
+
+    async def close_rest(self, seconds: float) -> None:
+        """Close all environments that are left, within a limit of time."""
+        tasks = [asyncio.create_task(self._close(close)) for close in self._closes.values()]
+        self._closes = {}
+        late = (await asyncio.wait(tasks, timeout=seconds))[1] if tasks else ()
+        for task in late:
+            task.cancel()
+            self._report(f"took longer than {seconds:g} s in close, at the end of the run")
+        if late:
+            await asyncio.wait(late, timeout=CANCEL_SECONDS)
+        if self._failures > 1:
+            log.warning(f"{self._failures} environments {self._name!r} could not be closed")
+
+    async def _close(self, close: Callable[..., Any]) -> None:
+        """Close an environment. An error is logged: the episode is what it is."""
+        try:
+            await self.call("close", close)
+        except EpisodeError as error:
+            self._report(error.what)
+
+    def _report(self, what: str) -> None:
+        """Log the first error, and count all: there may be as many as there are episodes."""
+        self._failures += 1
+        if self._failures == 1:
+            log.warning(f"the environment {self._name!r} {what}; what it holds may be left behind")
 
 
 class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
@@ -90,18 +157,17 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self.tools: Toolset | None = None
         self._factory: Callable[..., Environment] = ToolEnvironment
         self.name = "tools"
-        self._seconds: float | None = None  # each call of a tool has its own limit
         if chosen:
-            self.name, self._seconds = environment_name(chosen), self.config.timeout or None
+            self.name = environment_name(chosen)
             self._factory = _factory(chosen, self.config, self.name)
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
         self.failed, self.warned_of_waiting = 0, False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(self.config.concurrency)
+        seconds = (self.config.timeout or None) if chosen else None  # each call of a tool has its own limit
+        self._calls = EnvironmentCalls(self.name, seconds, self.config.concurrency)
         self.own_numbers = OwnNumbers(self.name)
-        self._open = OpenEnvironments(self.name, self.config.concurrency)
 
     def prepare(self, template: str | None) -> None:
         """Choose the form in which a model with this chat template calls the tools, if there are any.
@@ -110,8 +176,9 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             RecipeError: the form is not known, or the model has no chat template.
         """
         if self._tools:
-            if self.tools is None:
-                _start(self._tools.values())
+            for tool in self._tools.values() if self.tools is None else ():
+                if callable(begin := getattr(tool.function, "at_start", None)):
+                    begin()
             self.tools = _toolset(self._tools, self.config, template)
 
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Episodes:
@@ -143,7 +210,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(self._loop, self._open), name="environments", daemon=True)
+                thread = threading.Thread(target=_run, args=(self._loop, self._calls), name="environments", daemon=True)
                 thread.start()
                 self._end = weakref.finalize(self, _stop, self._loop, thread)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -162,7 +229,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         if self._tools:
             arguments = (tools or self.tools,) if self.keeps_prompts else (tools or self.tools, self.config.max_turns)
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
-        self._open.add(environment)
+        self._calls.add(environment)
         return environment
 
     async def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -174,23 +241,11 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: it raised or exited; `LateError` if it took too long.
         """
-        async with self._places:
-            try:
-                async with asyncio.timeout(self._seconds) as limit:
-                    return await call(function, args)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise _raised(what, error) from error
-                took = f"took longer than {self.config.timeout:g} s in {what}"
-                raise LateError(took, fix="a longer envs.timeout") from None
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                raise
-            except BaseException as error:
-                raise _raised(what, error) from error
+        return await self._calls.call(what, function, *args)
 
     async def close_environment(self, environment: Environment | None) -> None:
         """Close the environment of an episode that is over, if it can be closed."""
-        await self._open.close(environment, self.call)
+        await self._calls.close(environment)
 
     def accept(self, error: EpisodeError) -> float | None:
         """Count a failure and return the reward of its episode, by the policy.
@@ -270,21 +325,14 @@ def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None
 
 
 def _tools_by_name(functions: Sequence[str | Callable[..., Any]], engine: PythonEngine = "auto") -> dict[str, Tool]:
-    tools = [Tool.of(resolve_tool(one, engine) if isinstance(one, str) else one) for one in functions]
-    found = {tool.name: tool for tool in tools}
-    if len(found) < len(tools):
+    tools = [Tool.of(resolve_tool(tool, engine) if isinstance(tool, str) else tool) for tool in functions]
+    by_name = {tool.name: tool for tool in tools}
+    if len(by_name) < len(tools):
         raise RecipeError("two tools have the same name", want="functions of different names", where="envs.tools")
-    return found
+    return by_name
 
 
-def _start(tools: Iterable[Tool]) -> None:
-    """Call the function `at_start` of each tool that has one."""
-    for tool in tools:
-        if callable(begin := getattr(tool.function, "at_start", None)):
-            begin()
-
-
-def _run(loop: asyncio.AbstractEventLoop, environments: OpenEnvironments) -> None:
+def _run(loop: asyncio.AbstractEventLoop, calls: EnvironmentCalls) -> None:
     """Run a loop until it is stopped, then cancel what is under way and close the environments that are left."""
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
@@ -292,7 +340,7 @@ def _run(loop: asyncio.AbstractEventLoop, environments: OpenEnvironments) -> Non
         task.cancel()
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks))
-    loop.run_until_complete(environments.close_rest(CLOSE_SECONDS))
+    loop.run_until_complete(calls.close_rest(CLOSE_SECONDS))
     loop.close()
 
 
@@ -303,8 +351,4 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 
 def _raised(what: str, error: BaseException) -> EpisodeError:
-    if isinstance(error, EpisodeError):
-        return error
-    text = safe_format(error, str)[:MAX_MESSAGE]
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return EpisodeError(f"raised {type(error).__name__} in {what}: {shown}")
+    return error if isinstance(error, EpisodeError) else EpisodeError(describe(error, f" in {what}"))

@@ -24,11 +24,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.config.schema import EnvsConfig
 from covey.display import safe_format
-from covey.envs.calling import FaultError, call
 from covey.envs.calls import Call, CallFormat, lists_tools, read_json
-from covey.envs.protocol import Step
+from covey.envs.protocol import FaultError, Step, call, independent
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey.errors import DataError, EpisodeError, RecipeError
+from covey.sampling.calculator import calculate
 from covey.text.tokenizer import Tokenizer
 from covey.types import Message, Prompt
 
@@ -290,3 +290,16 @@ def as_text(result: Any) -> str:
         except (TypeError, ValueError, RecursionError):  # what it holds is no JSON
             return safe_format(result)
     return safe_format(result, str)
+
+
+@independent
+def calculator(expression: str) -> str:
+    """Compute the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, brackets and the operators + - * / //, for example (12 + 30) / 7
+    """
+    value = calculate(expression)
+    if value is None:
+        raise ValueError(f"no value: wanted numbers, brackets and + - * / //, got {expression!r:.80}")
+    return value

@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs.arguments import with_arguments
-from covey.envs.calling import call
-from covey.envs.protocol import Step
+from covey.envs.protocol import Step, call
+from covey.envs.registry import with_arguments
 from covey.envs.tools import ToolEnvironment, Toolset
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import import_user_module

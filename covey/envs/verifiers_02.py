@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from covey.envs.arguments import check_arguments
 from covey.envs.dialogue import Ask, plain_messages
+from covey.envs.registry import check_arguments
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import excerpt
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from covey.config.schema import DataConfig
 from covey.data import arithmetic, first_letter, load, long_sums
-from covey.envs.calculator import calculator
 from covey.envs.calls import FORMATS
+from covey.envs.tools import calculator
 from covey.rewards.numbers import arithmetic_answer
 
 SEEDS = st.integers(0, 2**31 - 1)

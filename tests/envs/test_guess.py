@@ -6,7 +6,7 @@ import re
 import pytest
 
 from covey.data import guess as data
-from covey.envs.guess import Guess
+from covey.envs.games import Guess
 
 
 def test_it_answers_in_the_form_of_its_prompt() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from covey.data import wordle as data
 from covey.data.wordle import mark_letters
-from covey.envs.wordle import Wordle
+from covey.envs.games import Wordle
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 
 from covey.config.schema.envs import PythonEngine
-from covey.envs.calling import FaultError, independent
+from covey.envs.protocol import FaultError, independent
 from covey.envs.python_tool import wasm
 from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
