@@ -5,7 +5,7 @@ shapes name; those may be a description of devices that are not there (`jax.expe
 the object that the run itself calls, so that what is planned is what runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -53,15 +53,20 @@ def on_host() -> AbstractContextManager[Any]:
     return context
 
 
-def replace_leaves(tree: Tree, chosen: Sequence[bool], replace: Callable[[list[Any]], list[Any]]) -> Tree:
-    """Return `tree` with `replace` of those leaves that are `chosen`: one call for all, which may be one program."""
-    leaves, structure = jax.tree.flatten(tree)
-    given = [leaf for leaf, one in zip(leaves, chosen, strict=True) if one]
-    new = iter(replace(given) if given else ())
-    replaced: Tree = jax.tree.unflatten(
-        structure, [next(new) if one else leaf for leaf, one in zip(leaves, chosen, strict=True)]
-    )
-    return replaced
+def is_abstract(tree: Any) -> bool:
+    """Return whether `tree` has shapes in place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+def takes_shapes(function: Any, shardings: Any) -> Callable[..., Any]:
+    """Return a jitted function that also takes shapes, and then returns those of its results, on `shardings`."""
+
+    def call(*args: Any) -> Any:
+        if is_abstract(args):
+            return jax.tree.map(abstract, jax.eval_shape(function, *args), shardings)
+        return function(*args)
+
+    return call
 
 
 def abstract(tree: Tree, sharding: Sharding | None = None) -> Tree:

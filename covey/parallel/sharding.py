@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from covey.parallel import distributed
 from covey.parallel.mesh import own_part, platform_of, spans_processes, with_auto_axes
-from covey.parallel.programs import abstract
+from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -191,17 +191,25 @@ def _with_auto_axes(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def place_model(model: Model, mesh: Mesh | None) -> Model:
-    """Put `model` on `mesh`, or leave it on its devices. Arrays already there are put too: JAX recompiles for arguments
-    whose device was chosen and not defaulted, so it is chosen for all of them from the start.
+def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
+    """Put `model` on a mesh or a device, or leave it on its devices. Arrays already there are put too: JAX recompiles
+    for arguments whose device was chosen and not defaulted, so it is chosen for all of them from the start. A model of
+    shapes gets the same shardings, and its devices need not be there.
 
     Raises:
-        RecipeError: `mesh` has devices of several processes, and the model that these give differs.
+        RecipeError: the mesh has devices of several processes, and the model that these give differs.
     """
     graph, params = nnx.split(model)
-    if spans_processes(mesh):
+    if place is None or isinstance(place, Mesh):
+        targets = weight_shardings(params, place)
+    else:
+        device = SingleDeviceSharding(place)
+        targets = jax.tree.map(lambda _: device, params)
+    if is_abstract(params):
+        return build_for_devices(nnx.merge(graph, jax.tree.map(abstract, params, targets)))
+    if isinstance(place, Mesh) and spans_processes(place):
         _refuse_different_models(params)
-    return build_for_devices(nnx.merge(graph, reshard(params, weight_shardings(params, mesh))))
+    return build_for_devices(nnx.merge(graph, reshard(params, targets)))
 
 
 def _refuse_different_models(params: Any) -> None:
@@ -218,20 +226,6 @@ def on_own_devices(params: Tree) -> Tree:
         return params
     own: Tree = reshard(params, shardings(params, own_part(mesh)))
     return own
-
-
-def place_abstract(model: Model, place: Mesh | jax.Device, platform: str | None = None) -> Model:
-    """Return a model of shapes with the shardings that `place_model` gives to one of arrays.
-
-    Args:
-        model: with shapes in place of arrays.
-        place: a mesh or one device; devices of a description of a topology need not be there.
-        platform: the platform for which its programs are built, if it is not that of the devices.
-    """
-    graph, params = nnx.split(model)
-    device = None if isinstance(place, Mesh) else SingleDeviceSharding(place)
-    to = shardings(params, place) if isinstance(place, Mesh) else jax.tree.map(lambda _: device, params)
-    return build_for_devices(nnx.merge(graph, jax.tree.map(abstract, params, to)), platform)
 
 
 def build_for_devices(model: Model, platform: str | None = None) -> Model:

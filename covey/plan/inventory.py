@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 def inventory(recipe: Recipe, made: RLPrograms) -> list[Entry]:
     """Return the programs of a run of `recipe`; none where shapes follow the lengths, as on a CPU."""
-    return [*_training(recipe, made), *_sampling(recipe, made)] if made.fixed_shapes else []
+    return [*_training(recipe, made), *_sampling(recipe, made)] if made.cluster.fixed_shapes else []
 
 
 def has_token_values(recipe: Recipe) -> bool:
@@ -45,19 +45,18 @@ def _training(recipe: Recipe, made: RLPrograms) -> Iterator[Entry]:
     yield Entry("apply", "")
     if algorithm.needs_reference:
         yield from (Entry("score of the reference", shape) for shape in rows)
-    if algorithm.needs_reference and (recipe.model.adapter or not has_lora(made.model)):
+    if algorithm.needs_reference and (recipe.model.adapter or not has_lora(made.cluster.program_actor)):
         yield Entry("copy for the reference", "")
     if algorithm.needs_old_logps:
         yield from (Entry("score", shape) for shape in rows)
     if has_token_values(recipe):
-        yield Entry("token values", "{} rows of {}".format(*made.shown_size()))
+        yield Entry("token values", "{} rows of {}".format(*made.token_value_size()))
 
 
 def _sampling(recipe: Recipe, made: RLPrograms) -> Iterator[Entry]:
     scheduler = made.scheduler()
     slots = f"{len(scheduler.slots)} slots of {scheduler.cache_length}"
-    if made.rounds:
-        yield Entry("weights to sample with", "")
+    yield Entry("weights to sample with", "")
     yield Entry("prefill", "{} prompts of {}".format(*scheduler.prefill_shape))
     yield Entry("empty cache", slots)
     yield Entry("admit", slots)

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.models.lora import split_trainable
 from covey.parallel.programs import Program
 from covey.plan.memory import RunResidents
 
@@ -36,7 +34,7 @@ class Outline:
 
 def make_outline(
     recipe: Recipe | SFTRecipe,
-    model: nnx.Module,
+    trainable: Any,
     programs: Sequence[Program],
     residents: RunResidents,
     left_out: Sequence[str],
@@ -45,7 +43,7 @@ def make_outline(
 
     Args:
         recipe: the settings.
-        model: shapes of the model that is trained.
+        trainable: shapes of the weights that are trained.
         programs: programs of the run.
         residents: arrays on its devices.
         left_out: what is not counted.
@@ -54,7 +52,7 @@ def make_outline(
     return Outline(
         {role: held.most() for role, held in residents._asdict().items() if held},
         _step(recipe),
-        _total_bytes(split_trainable(model)[1]) + _total_bytes(optimizer),
+        _total_bytes(trainable) + _total_bytes(optimizer),
         _checkpoints(recipe),
         left_out,
     )

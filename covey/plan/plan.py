@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import psutil
-from flax import nnx
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
@@ -171,7 +170,7 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
 
 def _outline(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Outline:
     programs = _programs_run(recipe, made)
-    return make_outline(recipe, made.model, programs, _residents(recipe, made), _left_out(recipe, ()))
+    return make_outline(recipe, made.trainer.trainable, programs, _residents(recipe, made), _left_out(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RLPrograms | SFTPrograms:
@@ -182,9 +181,10 @@ def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RLPrograms | SFTP
 
 
 def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> RunResidents:
-    copied = isinstance(made, RLPrograms) and made.synced is not None
-    copy = (made.rollout, made.synced) if isinstance(made, RLPrograms) and copied else (None, None)
-    return run_residents(nnx.state(made.model), _programs_run(recipe, made), _has_reference(recipe), *copy)
+    rollout = synced = None
+    if isinstance(made, RLPrograms) and not made.config.shares_weights:
+        rollout, synced = made.cluster.rollout.params, split_trainable(made.cluster.rollout.model)[1]
+    return run_residents(made.trainer.params, _programs_run(recipe, made), _has_reference(recipe), rollout, synced)
 
 
 def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[CompiledProgram]) -> int:
@@ -264,7 +264,7 @@ def _phase_times(
     lengths: Lengths,
 ) -> list[PhaseTime]:
     count, own, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
-    trainable = nbytes(split_trainable(made.model)[1])
+    trainable = nbytes(made.trainer.trainable)
     # The update reads and writes weights and moments, and reads the gradients.
     moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
     itemsize = jnp.dtype(recipe.model.dtype).itemsize
@@ -273,7 +273,8 @@ def _phase_times(
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
     compile_cost = 0.0 if target.platform == "cpu" else math.inf  # there every row has the default length
     processes = made.num_processes if isinstance(made, RLPrograms) else 1
-    phases = step_phases(recipe, made.model.config, lengths, sizes, shards, compile_cost, processes)
+    model = made.cluster.program_actor if isinstance(made, RLPrograms) else made.learner.program_model
+    phases = step_phases(recipe, model.config, lengths, sizes, shards, compile_cost, processes)
     flops, on_cpu = machine.flops[_compute_dtype(recipe, target)], target.platform == "cpu"
 
     def rates(phase: str) -> Rates:
@@ -291,7 +292,7 @@ def _sampled_weights(made: RLPrograms | SFTPrograms) -> tuple[float | None, int]
         return None, 1
     mesh = made.config.mesh(Role.ROLLOUT)
     size, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
-    return float(nbytes(made.rollout) * size), copies
+    return float(nbytes(made.cluster.rollout.params) * size), copies
 
 
 def _compute_dtype(recipe: Recipe | SFTRecipe, target: Target) -> str:

@@ -29,12 +29,12 @@ from covey.parallel import distributed
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, initial_reference, mixed, own_arrays
-from covey.rl.micro_batches import TrainBatch, policy_micro_batches, value_micro_batches
-from covey.rl.programs import policy_training, value_training
+from covey.rl.micro_batches import TrainBatch, policy_loss_fn, policy_micro_batches, value_loss_fn, value_micro_batches
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.turns import ResponderFactory
 from covey.text.tokenizer import Tokenizer
+from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
@@ -62,6 +62,8 @@ class RLCluster(Keywords):
         environments: runs the environment in which the model acts (`covey.EnvironmentRunner`), whose reward is one more
             reward function; None for completions of one turn.
 
+    A cluster of models of shapes (`abstract_decoder`) runs nothing; `rl.programs` asks it for its programs.
+
     A source in place of a model is loaded as by `RLCluster.load`. On accelerators the cluster copies the layers of the
     models given into stacks (`models.layer_stack`): drop other references to them, or their memory stays in use.
 
@@ -71,6 +73,7 @@ class RLCluster(Keywords):
         fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
+        scorer, token_scorer: compute the actor's log-probs, and log-probs with entropies.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class RLCluster(Keywords):
         )
         self.inference = InferenceWorker(placed, temperature)
         graph = nnx.split(self._actor)[0]
-        self._old_scorer, self._token_scorer = RowScorer(graph, temperature), TokenValueScorer(graph, temperature)
+        self.scorer, self.token_scorer = RowScorer(graph, temperature), TokenValueScorer(graph, temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
         self.compile_cost = 0.0
@@ -172,14 +175,19 @@ class RLCluster(Keywords):
             self._host_reference(config)
         else:
             self.inference.release(Role.REFERENCE)
-        self.trainer = Trainer(self._actor, *policy_training(self.config, config, total_steps, surrogate))
+        self.trainer = self.make_trainer(config, total_steps, surrogate)
         if algorithm.needs_critic:
-            self.critic_trainer = Trainer(
-                self._host_critic(), *value_training(self.config, config, total_steps), "critic"
-            )
+            optimizer = make_optimizer(self.config.training_config.critic_optimizer, total_steps)
+            self.critic_trainer = Trainer(self._host_critic(), optimizer, value_loss_fn(algorithm.value_clip), "critic")
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()
+
+    def make_trainer(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> Trainer:
+        """Make the trainer of the actor; arguments as for `prepare`."""
+        optimizer = make_optimizer(self.config.training_config.actor_optimizer, total_steps)
+        loss = policy_loss_fn(algorithm_of(config), self.config.rollout_config.temperature, surrogate)
+        return Trainer(self._actor, optimizer, loss)
 
     def generate(
         self,
@@ -209,12 +217,12 @@ class RLCluster(Keywords):
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self._old_scorer(params, rows, lengths, self.rows_at_a_time(rows))
+        return self.scorer(params, rows, lengths, self.rows_at_a_time(rows))
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self._token_scorer.values(params, rows, lengths, self.rows_at_a_time(rows))
+        return self.token_scorer.values(params, rows, lengths, self.rows_at_a_time(rows))
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
@@ -269,14 +277,14 @@ class RLCluster(Keywords):
     def update_reference(self, mixing: float) -> None:
         """Set reference ← α·actor + (1 − α)·reference; see `inference.mixed`."""
         reference = self.inference.params[Role.REFERENCE]
-        self.inference.update_params(Role.REFERENCE, mixed(reference, self._current_actor, mixing))
+        self.inference.update_params(Role.REFERENCE, mixed(reference, self.program_actor, mixing))
 
     def sync_weights(self) -> None:
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
         adapters alone).
         """
         trainer = self._trainer(Role.ACTOR)
-        if self.config.mesh(Role.ROLLOUT) == self.config.mesh(Role.ACTOR):
+        if self.config.shares_weights:
             self.rollout.update_params(trainer.params)
             return
         _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
@@ -325,10 +333,11 @@ class RLCluster(Keywords):
     @property
     def actor(self) -> Decoder:
         """Actor with its current weights, its layers a list; on accelerators their arrays are copies."""
-        return unstack_layers(self._current_actor)
+        return unstack_layers(self.program_actor)
 
     @property
-    def _current_actor(self) -> Decoder:
+    def program_actor(self) -> Decoder:
+        """Actor with its current weights as programs take it: on accelerators with stacks of layers."""
         actor: Decoder = self._actor
         if self.trainer is not None:
             actor = nnx.merge(self.trainer.graph, self.trainer.params)
@@ -354,7 +363,7 @@ class RLCluster(Keywords):
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
         self.trainer = self.critic_trainer = None
-        for name in ("rollout", "_actor", "_old_scorer", "_token_scorer", "inference"):
+        for name in ("rollout", "_actor", "scorer", "token_scorer", "inference"):
             self.__dict__.pop(name, None)
 
     def _trainer(self, role: Role) -> Trainer:

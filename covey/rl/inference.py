@@ -26,7 +26,7 @@ from covey.models.lora import adapters_change_base, merge_lora, split_trainable,
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.order import launched_together
-from covey.parallel.programs import Program, abstract, replace_leaves
+from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import reshard, to_host
 from covey.parallel.sharding import put_rows, rows_placement
 
@@ -41,6 +41,8 @@ class RowScorer:
         temperature: temperature of the log-softmax.
     """
 
+    name = "score"
+
     def __init__(self, graph: Any, temperature: float):
         self.graph = graph
         score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
@@ -49,7 +51,7 @@ class RowScorer:
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
         rows = abstract_rows(count, length, rows_placement(params))
-        return Program("score", self._score, (self._rounded(abstract(params)), rows))
+        return Program(self.name, self._score, (self._rounded(abstract(params)), rows))
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
@@ -63,6 +65,8 @@ class RowScorer:
 
 class TokenValueScorer(RowScorer):
     """Compute log-probs and entropies of rows, slice by slice; arguments as for `RowScorer`."""
+
+    name = "token values"
 
     def __init__(self, graph: Any, temperature: float):
         self.graph = graph
@@ -274,8 +278,10 @@ def own_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
     """
     graph, params = nnx.split(merge_lora(reference) if moves else reference)
     overwritten = set().union(*map(_buffers, jax.tree.leaves(split_trainable(actor)[1])))
-    copied = [moves or bool(_buffers(x) & overwritten) for x in jax.tree.leaves(params)]
-    return nnx.merge(graph, replace_leaves(params, copied, _copy_all))
+    leaves, structure = jax.tree.flatten(params)
+    indices = [i for i, x in enumerate(leaves) if moves or _buffers(x) & overwritten]
+    copies = dict(zip(indices, _copy_all([leaves[i] for i in indices]) if indices else (), strict=True))
+    return nnx.merge(graph, jax.tree.unflatten(structure, [copies.get(i, x) for i, x in enumerate(leaves)]))
 
 
 def mixed(reference: Any, actor: Decoder, mixing: float) -> Any:

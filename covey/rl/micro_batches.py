@@ -113,12 +113,6 @@ def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> Ro
     return RowBatch(rows, inputs)
 
 
-def abstract_value_batch(rows: Rows) -> RowBatch:
-    """Return the shapes of the inputs of the value loss beside `rows`, which are shapes too."""
-    per_token = jax.ShapeDtypeStruct(rows.tokens.shape, jnp.float32, sharding=rows.tokens.sharding)
-    return RowBatch(rows, ValueInputs(per_token, per_token, per_token))
-
-
 def policy_loss_fn(algorithm: Algorithm, temperature: float, surrogate: Surrogate | None = None) -> LossFn:
     """Return the policy's loss on a `RowBatch` with `LossInputs`.
 

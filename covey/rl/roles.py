@@ -72,12 +72,17 @@ class ClusterConfig(Config):
         return named
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether the rollout samples with the actor's own arrays, because both have one mesh."""
+        return self.mesh(Role.ROLLOUT) == self.mesh(Role.ACTOR)
+
+    @property
     def samples_apart(self) -> bool:
         """Whether the roles that each process plays share no device with the others, so that a thread may sample while
         another one trains. In one process it is enough that actor and rollout have different meshes.
         """
         if jax.process_count() == 1:
-            return self.mesh(Role.ROLLOUT) != self.mesh(Role.ACTOR)
+            return not self.shares_weights
         used = {role: _devices(self.mesh(role)) for role in Role}
         own = set().union(*(used[role] for role in OF_EACH_PROCESS))
         return all(own.isdisjoint(devices) for role, devices in used.items() if role not in OF_EACH_PROCESS)

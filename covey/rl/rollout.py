@@ -15,7 +15,7 @@ from covey.models.decoder import Decoder
 from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_head
 from covey.models.layer_stack import LayerStacks, unstack_layers
 from covey.packing.rows import pack, rows_at_a_time
-from covey.parallel.programs import abstract, replace_leaves
+from covey.parallel.programs import abstract, takes_shapes
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
 from covey.sampling.calculator import Tool, make_tool
@@ -78,6 +78,11 @@ class RolloutWorker:
             completion is its last turn; None for completions of one turn.
         fixed_shapes: see `sampling.engine.Sampler`.
 
+    Attributes:
+        params: current weights; `sampling_params` are those that the sampler takes.
+        sampler: draws the tokens.
+        tool: the tool that `config` names; None without one.
+
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
     there is both a tool and an environment.
     """
@@ -92,11 +97,11 @@ class RolloutWorker:
     ):
         self._graph, self.params = nnx.split(model)
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
-        graph, self._convert = _conversion(with_rounded_head(model), fixed_shapes)
+        graph, self._convert = _conversion(with_rounded_head(model))
         self.sampler = Sampler(graph, tokenizer.stop_ids, config, fixed_shapes)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
-        self._prepare(config)
+        self.tool = self._prepare(config)
 
     @property
     def stats(self) -> SamplerStats:
@@ -147,8 +152,8 @@ class RolloutWorker:
             Request(encode(prompt), one.size, first + one.row, step, one.first)
             for prompt, one in zip(row_prompts, shared, strict=True)
         ]
-        params = self._convert(nnx.split(with_rounded_head(self.model))[1])
-        sampled = self.sampler.generate(params, requests, config=config, responder=episodes or tool, progress=progress)
+        params, responder = self.sampling_params(), episodes or tool
+        sampled = self.sampler.generate(params, requests, config=config, responder=responder, progress=progress)
         if episodes:
             episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
@@ -196,6 +201,10 @@ class RolloutWorker:
         """Set new weights for the next call: all of them, or some (for example only the adapters)."""
         self.params = nnx.merge_state(self.params, params)
 
+    def sampling_params(self) -> Any:
+        """Return the current weights as the sampler's programs take them; of a model of shapes, their shapes."""
+        return self._convert(nnx.split(with_rounded_head(self.model))[1])
+
     def _prepare(self, config: RolloutConfig) -> Tool | None:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
@@ -212,7 +221,7 @@ class RolloutWorker:
         return dataclasses.replace(completion, text=read(completion.tokens))
 
 
-def _conversion(model: Decoder, fixed_shapes: bool) -> tuple[Any, Callable[[Any], Any]]:
+def _conversion(model: Decoder) -> tuple[Any, Callable[[Any], Any]]:
     """Return the graph of the model that samples, and the function that makes its parameters of those of `model`.
 
     It has a list of layers. A step of decoding reads all weights once, as fast as memory gives them only from arrays of
@@ -222,7 +231,7 @@ def _conversion(model: Decoder, fixed_shapes: bool) -> tuple[Any, Callable[[Any]
     graph, params = nnx.split(model)
     dtype = sampling_type(model)
     if not model.stacked:
-        return graph, _rounding(params, dtype, fixed_shapes)
+        return graph, partial(round_for_sampling, dtype=dtype)
     stacks, shapes = LayerStacks(model), abstract(params)
     graph = nnx.split(unstack_layers(nnx.merge(graph, shapes)))[0]
 
@@ -230,22 +239,10 @@ def _conversion(model: Decoder, fixed_shapes: bool) -> tuple[Any, Callable[[Any]
         return round_for_sampling(stacks.unstack(layers), dtype)
 
     places = jax.tree.map(lambda x: x.sharding, listed(stacks.split(shapes)[0]))
-    convert = jax.jit(listed, out_shardings=places)
+    convert = takes_shapes(jax.jit(listed, out_shardings=places), places)
 
     def converted(params: Any) -> Any:
         layers, rest = stacks.split(params)
         return nnx.merge_state(convert(layers), rest)
 
     return graph, converted
-
-
-def _rounding(params: Any, dtype: Any, fixed_shapes: bool) -> Callable[[Any], Any]:
-    """Return `round_for_sampling` for states like `params`; with `fixed_shapes` one program rounds all arrays."""
-    rounded = partial(round_for_sampling, dtype=dtype)
-    if not fixed_shapes:
-        return rounded
-    shapes = abstract(params)
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(rounded(shapes)), strict=True)
-    changed = [old.dtype != new.dtype for old, new in pairs]
-    cast = jax.jit(lambda arrays: [x.astype(dtype) for x in arrays])
-    return lambda params: replace_leaves(params, changed, cast)

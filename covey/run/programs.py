@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, chain_of_runs
 from covey.models import scratch
@@ -17,11 +17,12 @@ from covey.models.loading import peft, weights
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
 from covey.parallel.mesh import platform_of
+from covey.parallel.sharding import place_model
+from covey.rl.cluster import RLCluster
 from covey.rl.programs import RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.load_model import decoder_options
-from covey.sampling.calculator import make_tool
-from covey.sft.learner import SFTPrograms
+from covey.sft.learner import SFTLearner, SFTPrograms
 from covey.text.tokenizer import Tokenizer
 
 
@@ -37,28 +38,27 @@ def policy_programs(
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    mesh, device = (place, None) if isinstance(place, Mesh) else (None, place)
-    platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
-    model, tokenizer = abstract_for(recipe, platform)
-    tool = make_tool(tokenizer, recipe.rollout)
-    meshes = {role: one for role, one in ((Role.ACTOR, mesh), (Role.ROLLOUT, rollout)) if one is not None}
-    return RLPrograms(
-        model,
-        ClusterConfig(meshes, recipe.training, recipe.rollout),
-        recipe.grpo,
-        total_steps=total_steps,
-        stop_ids=tokenizer.stop_ids,
-        pause_id=None if tool is None else tool.markers.end,
-        waits=bool(recipe.envs.environment or recipe.envs.tools),
-        device=device,
-    )
+    model, tokenizer = _placed_model(recipe, place)
+    meshes = {Role.ACTOR: place if isinstance(place, Mesh) else None, Role.ROLLOUT: rollout}
+    own = {role: mesh for role, mesh in meshes.items() if mesh is not None}
+    config = ClusterConfig(own, recipe.training, recipe.rollout)
+    cluster = RLCluster(actor=model, tokenizer=tokenizer, cluster_config=config)
+    is_async = bool(recipe.envs.environment or recipe.envs.tools)
+    return RLPrograms(cluster, recipe.grpo, total_steps=total_steps, is_async=is_async)
 
 
 def supervised_programs(recipe: SFTRecipe, place: Mesh | jax.Device, total_steps: int) -> SFTPrograms:
     """Return the programs of the supervised training of `recipe`; arguments and errors as for `policy_programs`."""
-    platform = platform_of(place if isinstance(place, Mesh) else jax.sharding.SingleDeviceSharding(place))
-    model, _ = abstract_for(recipe, platform)
-    return SFTPrograms(model, recipe.training, place, total_steps)
+    model, tokenizer = _placed_model(recipe, place)
+    mesh = place if isinstance(place, Mesh) else None
+    learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh)
+    return SFTPrograms(learner, total_steps)
+
+
+def _placed_model(recipe: AnyRecipe, place: Mesh | jax.Device) -> tuple[Decoder, Tokenizer]:
+    platform = platform_of(place if isinstance(place, Mesh) else SingleDeviceSharding(place))
+    model, tokenizer = abstract_for(recipe, platform)
+    return place_model(model, place), tokenizer
 
 
 def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:

@@ -94,8 +94,11 @@ class Sampler:
         config = config or self.config
         for number, request in enumerate(requests, 1):
             check_length(len(request.prompt), config, f"prompt {number}")
-        call = _Call(self.programs, params, requests, config, responder)
-        scheduler, self.stats, began = call.scheduler, call.device.stats, time.perf_counter()
+        is_async, max_num_seqs = (False, None) if responder is None else (responder.waits, responder.max_live)
+        sizes = [len(r.prompt) for r in requests], [r.samples for r in requests]
+        scheduler = self.scheduler(params, *sizes, config=config, is_async=is_async, max_live=max_num_seqs)
+        call = _Call(self.programs, params, requests, config, responder, scheduler)
+        self.stats, began = call.device.stats, time.perf_counter()
         while scheduler.unfinished:
             call.take_responses(block=scheduler.stalled)
             call.exchange()
@@ -108,6 +111,21 @@ class Sampler:
         self.stats.seconds = time.perf_counter() - began
         return [[call.collector.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
 
+    def scheduler(
+        self,
+        params: Any,
+        prompt_lengths: Sequence[int],
+        num_samples: Sequence[int],
+        *,
+        config: RolloutConfig | None = None,
+        is_async: bool = False,
+        max_live: int | None = None,
+    ) -> Scheduler:
+        """Return the scheduler of a call; arguments as for `Scheduler`, and whether its responses may come later."""
+        resizes = self.programs.cache_layout(params).divided and not is_async
+        fixed, config = self.programs.own is not None, config or self.config
+        return Scheduler(prompt_lengths, num_samples, config, resizes=resizes, max_live=max_live, fixed=fixed)
+
 
 class _Call:
     """State of a call of `Sampler.generate`: the batch, the tokens collected, the responses under way."""
@@ -119,13 +137,10 @@ class _Call:
         requests: Sequence[Request],
         config: RolloutConfig,
         responder: Responder | None,
+        scheduler: Scheduler,
     ):
+        self.scheduler = scheduler
         self.requests, self.keys = requests, _sample_keys(requests, config.seed)
-        lengths, samples = [len(r.prompt) for r in requests], [r.samples for r in requests]
-        waits, max_live = (False, None) if responder is None else (responder.waits, responder.max_live)
-        resizes = programs.cache_layout(params).divided and not waits
-        fixed = programs.own is not None
-        self.scheduler = Scheduler(lengths, samples, config, resizes=resizes, max_live=max_live, fixed=fixed)
         size = len(self.scheduler.slots), self.scheduler.cache_length
         demands = () if responder is None else (responder.pause_id, responder.turn_limit)
         self.device = DeviceState(programs, params, config, *size, *demands)

@@ -1,15 +1,14 @@
 """The loop of supervised fine-tuning.
 
 Each step takes examples, tokenizes them, lays them out as rows and updates the model. Observers log, print and save the
-results. If the model has LoRA adapters, only those are trained. `SFTPrograms` are the same programs, built from the
-settings for devices that need not be there.
+results. If the model has LoRA adapters, only those are trained. `SFTPrograms` names the programs of a learner,
+whose model may be of shapes, on devices that need not be there.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -27,7 +26,7 @@ from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_
 from covey.parallel import distributed, order
 from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
 from covey.parallel.programs import Program
-from covey.parallel.sharding import num_row_shards, place_abstract, place_model, rows_placement
+from covey.parallel.sharding import num_row_shards, place_model, rows_placement
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,
@@ -40,7 +39,7 @@ from covey.sft.batch import (
 )
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import last_learning_rate, make_optimizer
-from covey.train.programs import LossFn, UpdatePrograms
+from covey.train.programs import LossFn
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
 
@@ -64,6 +63,7 @@ class SFTLearner(Keywords):
 
     Attributes:
         history: metrics of the steps.
+        held_out: computes the loss on held-out examples.
         step: optimizer updates made; `nonfinite_guard.skipped` of them were skipped.
     """
 
@@ -91,7 +91,7 @@ class SFTLearner(Keywords):
             refuse_uneven_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
-        self._held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
+        self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         show = ("loss", *self.config.show, "eval/loss", "step_time")
         standard = [StepLines(show)] if distributed.is_first() else []
@@ -148,7 +148,7 @@ class SFTLearner(Keywords):
     def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
         """Compute `loss` and `perplexity` on `examples` with the current weights."""
         params = nnx.split(self._model)[1] if self.trainer is None else self.trainer.params
-        return self._held_out(params, self._to_groups(examples))
+        return self.held_out(params, self._to_groups(examples))
 
     @property
     def model(self) -> Decoder:
@@ -206,36 +206,28 @@ class SFTPrograms:
     """Programs of supervised training, by what they do.
 
     Args:
-        model: with shapes in place of arrays (`abstract_decoder`), not yet on its devices.
-        config: batch, length, optimizer.
-        place: a mesh or one device.
+        learner: holds the model, of arrays or of shapes.
         total_steps: optimizer updates of the whole run.
-
-    Attributes:
-        model: the model in shapes, on its devices.
     """
 
-    def __init__(self, model: Decoder, config: SFTConfig, place: Mesh | jax.Device, total_steps: int):
-        self.model = stack_layers(place_abstract(model, place))
-        self.config, self._mesh = config, place if isinstance(place, Mesh) else None
-        graph, self._params = nnx.split(self.model)
-        self._update = UpdatePrograms(self.model, make_optimizer(config.optimizer, total_steps), supervised_loss)
-        self._held_out = HeldOutLoss(graph, config, mesh=self._mesh)
+    def __init__(self, learner: SFTLearner, total_steps: int):
+        self.learner, self.trainer = learner, learner.prepare(total_steps)
 
     def loss(self, count: int, length: int) -> Program:
         """Return the program of the held-out loss of `count` rows of `length` tokens."""
-        return self._held_out.program(self._params, count, length)
+        return self.learner.held_out.program(self.trainer.params, count, length)
 
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
-        return self._update.gradients_program(abstract_rows(count, length, rows_placement(self._params)))
+        rows = abstract_rows(count, length, rows_placement(self.trainer.params))
+        return self.trainer.programs.gradients_program(rows)
 
     def apply(self) -> Program:
         """Return the program of the optimizer's update."""
-        return self._update.apply_program()
+        return self.trainer.programs.apply_program()
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the settings provide for."""
-        length = row_length_bucket(self.config.row_length)
-        rows = most_rows(length, self.config.max_tokens_per_micro_batch, num_row_shards(self._mesh)), length
+        config, length = self.learner.config, row_length_bucket(self.learner.config.row_length)
+        rows = most_rows(length, config.max_tokens_per_micro_batch, num_row_shards(self.learner.mesh)), length
         return [self.loss(*rows), self.gradients(*rows), self.apply()]

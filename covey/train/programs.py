@@ -13,7 +13,7 @@ from covey.models.decoder import Decoder, compiler_options
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel.order import launched_together
-from covey.parallel.programs import Program, abstract
+from covey.parallel.programs import Program, abstract, takes_shapes
 from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
@@ -41,9 +41,9 @@ class UpdatePrograms:
         graph: the model's graph.
         trainable, frozen: shapes of the two parts of its state.
         operand_type: type to which the frozen kernels are rounded before `accumulate`, see `models.dtypes`.
-        init: trainable → the optimizer's first state.
+        init: trainable → the optimizer's first state; shapes → shapes.
         layout: layout of the sums of gradients.
-        zeros: trainable → sums of no gradients.
+        zeros: trainable → sums of no gradients; shapes → shapes.
         accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
         norm: sums → their norm.
         apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
@@ -56,16 +56,16 @@ class UpdatePrograms:
         self.operand_type = operand_type(model)
         # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
         # gradients and weights would come back with another sharding: every function of them would be compiled again.
-        self._state_shardings = optimizer_shardings(optimizer, trainable)
+        state_shardings = optimizer_shardings(optimizer, trainable)
         shardings = jax.tree.map(lambda x: x.sharding, trainable)
         self.layout = GradientLayout(model, trainable)
-        self._sum_shardings = self.layout.shardings(trainable)
-        self.init = jax.jit(optimizer.init, out_shardings=self._state_shardings)
-        self.zeros = jax.jit(self.layout.zeros, out_shardings=self._sum_shardings)
+        sum_shardings = self.layout.shardings(trainable)
+        self.init = takes_shapes(jax.jit(optimizer.init, out_shardings=state_shardings), state_shardings)
+        self.zeros = takes_shapes(jax.jit(self.layout.zeros, out_shardings=sum_shardings), sum_shardings)
         accumulate = jax.jit(
             partial(accumulate_grads, self.graph, loss_fn, self.layout, _with_norm(model)),
             donate_argnums=(2,),
-            out_shardings=(self._sum_shardings, None),
+            out_shardings=(sum_shardings, None),
             compiler_options=compiler_options(model),
         )
         self.accumulate = launched_together("gradients", accumulate)
@@ -73,7 +73,7 @@ class UpdatePrograms:
         apply = jax.jit(
             partial(apply_sums, optimizer, self.layout),
             donate_argnums=(0, 1),
-            out_shardings=(shardings, self._state_shardings),
+            out_shardings=(shardings, state_shardings),
         )
         self.apply = launched_together("apply", apply)
         self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
@@ -87,17 +87,14 @@ class UpdatePrograms:
     def gradients_program(self, batch: Any) -> Program:
         """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
         frozen = round_kernels(self.frozen, self.operand_type)
-        return Program("gradients", self.accumulate, (self.trainable, frozen, self._sums, abstract(batch), 0))
+        sums = self.zeros(self.trainable)
+        return Program("gradients", self.accumulate, (self.trainable, frozen, sums, abstract(batch), 0))
 
     def apply_program(self) -> Program:
         """Return the program of the update."""
-        state = jax.tree.map(abstract, jax.eval_shape(self.init, self.trainable), self._state_shardings)
+        state, sums = self.init(self.trainable), self.zeros(self.trainable)
         rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
-        return Program("apply", self.apply, (self.trainable, state, self._sums, 1.0, rates))
-
-    @property
-    def _sums(self) -> Any:
-        return jax.tree.map(abstract, jax.eval_shape(self.layout.zeros, self.trainable), self._sum_shardings)
+        return Program("apply", self.apply, (self.trainable, state, sums, 1.0, rates))
 
 
 def accumulate_grads(

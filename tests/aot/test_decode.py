@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
-from covey.parallel.sharding import place_abstract
+from covey.parallel.sharding import place_model
 from covey.plan.hlo import Program
 from covey.sampling.device import Programs
 
@@ -39,7 +39,7 @@ def test_decoding_writes_to_the_cache_in_place(
     kinds = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
     there = topology("v5e:2x2").devices
     mesh = Mesh(np.array(there).reshape(1, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    model = place_abstract(abstract_decoder(config, **kinds), there[0] if devices == 1 else mesh)
+    model = place_model(abstract_decoder(config, **kinds), there[0] if devices == 1 else mesh)
     graph, params = nnx.split(model)
     rollout = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)
     program = Programs(graph, (2,)).decode_program(params, SLOTS, time, rollout)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
@@ -157,11 +156,11 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
     """As in each of several processes, on a part of the actor's mesh; on that mesh it shares them."""
     made = plan.programs_of(load([], ["model.mesh.fsdp=2", "model.mesh.tp=2"]), Places(make_mesh((2, 2))))
     assert isinstance(made, RLPrograms)
-    assert made.synced is None
-    weights, programs = nnx.state(made.model), made.largest()
+    assert made.config.shares_weights
+    weights, programs = made.trainer.params, made.largest()
     assert "weights of the rollout" not in run_residents(weights, programs, False).actor.always
     own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
-    copy = abstract(made.rollout, own)
+    copy = abstract(made.cluster.rollout.params, own)
     held = run_residents(weights, programs, False, copy, copy)
     assert held.rollout is None
     assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]

@@ -150,7 +150,7 @@ class Lab:
         self.start = self.learner.state()
         self.learner.prepare(100)
         if like is not None:
-            self.cluster._old_scorer = like.cluster._old_scorer
+            self.cluster.scorer = like.cluster.scorer
 
     def train(self, rows: int, sizes: Sizes = WHOLE, **training: Any) -> Steps:
         """Steps on data that end after so many rows; `training` is put in place of the settings for this call."""

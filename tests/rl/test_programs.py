@@ -4,23 +4,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import pytest
 from flax import nnx
 
-from covey.config.schema import GRPOConfig, LoRAConfig, PPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
-from covey.models.value_model import ValueModel
 from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import Program, abstract
-from covey.parallel.sharding import place_abstract, place_model
+from covey.parallel.sharding import place_model
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.programs import CriticPrograms, RLPrograms
+from covey.rl.programs import RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer
 
@@ -47,9 +47,11 @@ def cluster_config(mesh: tuple[int, ...] | None) -> ClusterConfig:
     return ClusterConfig({} if mesh is None else {Role.ACTOR: make_mesh(mesh)}, TRAINING, ROLLOUT)
 
 
-def programs(model: Decoder, mesh: tuple[int, ...] | None = None, **options: Any) -> RLPrograms:
-    options = {"total_steps": 2, "stop_ids": [2], "device": jax.devices()[0], **options}
-    return RLPrograms(model, cluster_config(mesh), GRPO, **options)
+def programs(model: Decoder, mesh: tuple[int, ...] | None = None, platform: str = "cpu") -> RLPrograms:
+    with patch("covey.parallel.sharding.platform_of", lambda _: platform):
+        placed = place_model(model, jax.devices()[0])
+        cluster = RLCluster(actor=placed, tokenizer=TOKENIZER, cluster_config=cluster_config(mesh))
+    return RLPrograms(cluster, GRPO, total_steps=2)
 
 
 # --- without an array
@@ -82,7 +84,7 @@ def test_sizes_come_from_the_configs() -> None:
 def test_a_model_of_shapes_is_the_model_in_shapes(lora: int) -> None:
     base = Decoder(SHAPE, rngs=nnx.Rngs(0))
     model = place_model(with_lora(base, LoRAConfig(rank=lora)) if lora else base, None)
-    (graph, shapes), (made, arrays) = nnx.split(place_abstract(policy(lora), jax.devices()[0])), nnx.split(model)
+    (graph, shapes), (made, arrays) = nnx.split(place_model(policy(lora), jax.devices()[0])), nnx.split(model)
     assert graph == made
     assert flatten(shapes) == flatten(abstract(arrays))
 
@@ -108,7 +110,7 @@ def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
     assert cluster.trainer is not None
     update, sampler = cluster.trainer.programs, cluster.rollout.sampler.programs
     places = {
-        "score": (cluster._old_scorer, "_score"),
+        "score": (cluster.scorer, "_score"),
         "gradients": (update, "accumulate"),
         **{name: (sampler, name) for name in ("prefill", "insert", "decode")},
         "apply": (update, "apply"),
@@ -135,7 +137,7 @@ def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | Non
     calls = {name: recorder.calls for name, recorder in recorded(learner).items()}
     learner.train([{"prompt": "hello there"}, {"prompt": "a"}])
 
-    planned = programs(policy(lora=4, compute_dtype=compute_dtype), mesh, stop_ids=TOKENIZER.stop_ids)
+    planned = programs(policy(lora=4, compute_dtype=compute_dtype), mesh)
     ((prompts, length),) = {shapes[1] for shapes in calls["prefill"].values()}
     slots = {
         (shapes[2].length[0], sum(block.keys[-1] for block in shapes[1][0])) for shapes in calls["decode"].values()
@@ -151,29 +153,6 @@ def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | Non
     for name, texts in calls.items():
         assert texts, name
         assert {program.lower().as_text() for program in from_shapes[name]} == set(texts), name
-
-
-@pytest.mark.slow
-def test_the_trainer_of_a_critic_calls_what_was_built_from_shapes() -> None:
-    critic = ValueModel(Decoder(SHAPE, rngs=nnx.Rngs(0)))
-    cluster = RLCluster(
-        actor=Decoder(SHAPE, rngs=nnx.Rngs(1)), critic=critic, tokenizer=TOKENIZER, cluster_config=cluster_config(None)
-    )
-    ppo = PPOConfig(num_generations=4)
-    cluster.prepare(ppo, 2)
-    trainer = cluster.critic_trainer
-    assert trainer is not None
-    shapes = nnx.eval_shape(lambda: ValueModel(Decoder(SHAPE, rngs=nnx.Rngs(0))))
-    planned = CriticPrograms(shapes, cluster.config, ppo, total_steps=2, device=jax.devices()[0])
-    update, grads = trainer.programs, trainer.programs.zeros(trainer.trainable)
-    gradients, score = planned.gradients(2, 64), planned.score(2, 64)
-    called = [
-        update.accumulate.lower(trainer.trainable, trainer.frozen, grads, gradients.args[3], trainer.step),
-        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, update.learning_rates(0)),
-        cluster.inference._scorers["critic"]._score.lower(trainer.params, score.args[1]),
-    ]
-    made = [gradients, planned.apply(), score]
-    assert [program.lower().as_text() for program in made] == [lowered.as_text() for lowered in called]
 
 
 # --- other platforms

@@ -10,7 +10,7 @@ from covey.config import recipe
 from covey.models.export import write_peft
 from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import abstract
-from covey.parallel.sharding import place_abstract, place_model
+from covey.parallel.sharding import place_model
 from covey.run.load_model import load_source
 from covey.run.programs import abstract_for, policy_programs, supervised_programs
 
@@ -31,7 +31,7 @@ def test_the_model_of_shapes_is_the_one_that_a_run_loads(settings: list[str]) ->
     loaded = place_model(load_source(ready.model, TINY, ready.seed)[0], None)
     device = jax.devices()[0]
     shapes, _ = abstract_for(ready, "cpu")
-    (graph, found), (made, arrays) = nnx.split(place_abstract(shapes, device)), nnx.split(loaded)
+    (graph, found), (made, arrays) = nnx.split(place_model(shapes, device)), nnx.split(loaded)
     assert graph == made
     assert flatten(found) == flatten(abstract(arrays))
 
@@ -65,5 +65,5 @@ def test_supervised_programs_are_those_of_the_recipe() -> None:
     ready = recipe.load("sft-tiny", kind=recipe.SFTRecipe)
     made = supervised_programs(ready, jax.devices()[0], total_steps=8)
     assert [program.name for program in made.largest()] == ["loss", "gradients", "apply"]
-    assert made.model.config.num_layers == 2
+    assert made.learner.program_model.config.num_layers == 2
     assert made.largest()[1].args[3].tokens.shape == (8, 128)

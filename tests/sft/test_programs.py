@@ -11,6 +11,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.packing.rows import Rows
 from covey.parallel import make_mesh
+from covey.parallel.sharding import place_model
 from covey.sft.batch import groups_of, pack_rows, put_micro_batches
 from covey.sft.learner import SFTLearner, SFTPrograms
 from covey.text.tokenizer import Tokenizer
@@ -32,11 +33,12 @@ def test_a_learner_calls_what_was_built_from_shapes(mesh: tuple[int, ...] | None
     batch = next(put_micro_batches(rows, CONFIG, trainer.trainable, place)).batch
     grads = update.zeros(trainer.trainable)
     called = [
-        learner._held_out._sum.lower(trainer.params, batch),
+        learner.held_out._sum.lower(trainer.params, batch),
         update.accumulate.lower(trainer.trainable, trainer.frozen, grads, batch, trainer.step),
         update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, update.learning_rates(0)),
     ]
-    planned = SFTPrograms(abstract_decoder(SHAPE), CONFIG, place or jax.devices()[0], total_steps=2)
+    shapes = place_model(abstract_decoder(SHAPE), place or jax.devices()[0])
+    planned = SFTPrograms(SFTLearner(model=shapes, tokenizer=TOKENIZER, config=CONFIG, mesh=place), total_steps=2)
     size = batch.tokens.shape
     made = [planned.loss(*size), planned.gradients(*size), planned.apply()]
     assert [program.lower().as_text() for program in made] == [lowered.as_text() for lowered in called]
