@@ -4,10 +4,13 @@ Any other exception that escapes is a bug in Covey and keeps its traceback.
 """
 
 import difflib
+import signal
 from collections.abc import Iterable, Sequence
 
 MAX_LISTED = 20
 """Largest number of problems that one error describes."""
+STOPPED = 75
+"""Exit code of a run that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h, try again later."""
 
 
 class CoveyError(ValueError):
@@ -67,13 +70,18 @@ class Stopped(KeyboardInterrupt):
     """Raised when a signal requested a run to stop and it has stopped cleanly.
 
     Args:
-        signal: the signal's name.
+        name: name of the signal.
         step: the last saved step; None when no step was saved.
     """
 
-    def __init__(self, signal: str, step: int | None = None):
-        self.signal, self.step = signal, step
-        super().__init__(signal)
+    def __init__(self, name: str, step: int | None = None):
+        self.signal, self.step = name, step
+        super().__init__(name)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command: `STOPPED`, or that of a process killed by the signal if nothing is saved."""
+        return STOPPED if self.step is not None else 128 + signal.Signals[self.signal]
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -56,8 +56,7 @@ class Registry:
         """
         if name in self.table:
             self._check_package(name)
-            module, _, attribute = self.table[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            return import_name(self.table[name])
         module, colon, attribute = name.partition(":")
         if not colon:
             module, attribute = self._offered(name).value.split(":")
@@ -97,6 +96,12 @@ class Registry:
         if find_spec(module) is None:
             what = f"the {self.kind} {name!r} needs the package {module.replace('_', '-')}"
             raise RecipeError(what, fix=install_command(extra), where=self.where)
+
+
+def import_name(name: str) -> Any:
+    """Return `attribute` of `module`, which is imported now, for the name `module:attribute`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def import_user_module(module_name: str, what: str, want: str, where: str) -> ModuleType:

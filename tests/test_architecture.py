@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 import covey
+from covey.cli import launch
 from covey.cli import main as cli
-from covey.cli.help import PAGES
+from covey.cli.commands import COMMANDS
+from covey.cli.parse import Line, build_settings
+from covey.config import recipe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "covey").rglob("*.py"))
@@ -148,8 +151,8 @@ def documented():
         inline = re.findall(r"(?<!`)`(covey [^`\n]+)`", text)
         for block in [*fence.findall(text), *inline]:
             yield from ((document.name, command) for command in commands_in(block))
-    for page, (text, _) in PAGES.items():
-        yield from ((f"{page} --help", command) for command in commands_in(text.partition("examples\n")[2]))
+    for name, row in COMMANDS.items():
+        yield from ((f"{name} --help", command) for command in commands_in(row.examples))
 
 
 @pytest.mark.parametrize(("place", "command"), [pytest.param(p, c, id=f"{p}: {c}") for p, c in documented()])
@@ -158,7 +161,22 @@ def test_documented_commands_are_understood(place, command, tmp_path, monkeypatc
     Path("mine.yaml").write_text("name: mine\nrewards: [first_letter]\n")
     words = shlex.split(command)[1:]
     if not any(re.fullmatch(r"[A-Z_]{2,}|\[.*", word) for word in words[:2]):  # a usage line has placeholders there
-        assert callable(cli.parse(words))
+        check(words)
+
+
+def check(words):
+    """Check a command line, with the settings that it changes, without executing it."""
+    line = cli.parse(words).args[0]
+    if not isinstance(line, Line):  # help
+        return
+    sources = [line.options["--recipe"]] if "--recipe" in line.options else line.arguments
+    if line.command.is_prefix:
+        launch.parse(line.arguments)
+    elif any(issubclass(cls, recipe.AnyRecipe) for cls in line.command.classes):
+        if "NAME_OR_YAML" in line.command.arguments or "--recipe" in line.options:
+            recipe.load_any(sources[0], line.settings) if sources else None
+    elif line.command.classes:
+        build_settings(line.command.classes[0], line)
 
 
 def test_commands_are_found_in_documents():

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from covey.cli.commands import COMMANDS
 from covey.envs import registry as envs
 from covey.errors import RecipeError
+from covey.registry import import_name
 from covey.rewards import registry as rewards
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
@@ -28,6 +30,12 @@ def test_every_name_of_a_table_leads_to_something_callable(name: str) -> None:
     assert registry.table
     for known in registry.table:
         assert callable(registry.resolve(known))
+
+
+def test_every_command_names_its_function() -> None:
+    for name, command in COMMANDS.items():
+        assert name == command.name
+        assert callable(import_name(command.function))
 
 
 @pytest.mark.parametrize("name", REGISTRIES)

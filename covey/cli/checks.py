@@ -144,7 +144,7 @@ def _check_stages(recipe: Recipe) -> None:
     stage_sizes(recipe.training, recipe.grpo.num_generations)
 
 
-def refuse_model(source: str, kind: type[AnyRecipe]) -> None:
+def check_not_model(source: str, kind: type[AnyRecipe]) -> None:
     """Refuse a model in the place of a recipe of this kind.
 
     Raises:
@@ -203,7 +203,7 @@ def has_checkpoint(run: str | Path) -> bool:
     return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
 
 
-def refuse_processes(command: str) -> None:
+def check_one_process(command: str) -> None:
     """Refuse a command of one process where the environment names several, or asks the cluster: each would do all of
     the work.
 

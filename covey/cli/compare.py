@@ -1,15 +1,12 @@
-"""Implement `covey compare`: what differs between runs, and their results with standard errors, in the terminal."""
+"""Execute `covey compare` and `covey report`: results of runs and their differences, in the terminal and as a page."""
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.words import take_switches
-from covey.config.overrides import split
-from covey.display import make_console, printable
-from covey.errors import CoveyError
+from covey.cli.parse import Line
+from covey.display import echo, make_console, printable
 
 if TYPE_CHECKING:
     from rich.table import Table  # late in what follows: mistakes are answered without it
@@ -17,22 +14,9 @@ if TYPE_CHECKING:
     from covey.report.comparison import Figure
     from covey.report.run_data import RunData
 
-USAGE = "covey compare RUN RUN [RUN ...] [--json]"
 
-
-def parse(words: Sequence[str]) -> Callable[[], None]:
-    """Parse `covey compare RUN RUN [RUN ...] [--json]`."""
-    switches, words = take_switches(words, ("--json",))
-    runs, pairs = split(words, len(words))
-    if pairs:
-        raise CoveyError(f"compare has no setting {pairs[0][0]}", want=USAGE)
-    if len(runs) < 2:
-        raise CoveyError("there are not two runs to compare", want=USAGE)
-    return partial(compare, [Path(run) for run in runs], bool(switches))
-
-
-def compare(folders: Sequence[Path], as_json: bool = False) -> None:
-    """Print the differences and the results of the runs in `folders`.
+def compare(line: Line) -> None:
+    """Execute `covey compare RUN RUN [RUN ...] [--json]`: print the differences and the results of the runs.
 
     Raises:
         CoveyError: one of them is no run folder.
@@ -40,16 +24,27 @@ def compare(folders: Sequence[Path], as_json: bool = False) -> None:
     from covey.report.comparison import results_table, settings_table  # late, here and below: they need NumPy
     from covey.report.run_data import read_run
 
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(Path(folder)) for folder in line.arguments]
     settings = {row["name"]: row["values"] for row in settings_table(runs) if row["differs"]}
     results = results_table(runs)
-    if as_json:
+    if "--json" in line.options:
         figures = {name: [one and one._asdict() for one in row] for name, row in results.items()}
         states = [run.state for run in runs]
-        found: dict[str, Any] = {"runs": [str(folder) for folder in folders], "states": states}
+        found: dict[str, Any] = {"runs": line.arguments, "states": states}
         print(json.dumps(found | {"settings": settings, "results": figures}))
         return
     _print(runs, settings, results)
+
+
+def report(line: Line) -> None:
+    """Execute `covey report RUN [RUN ...] [--out FILE]`."""
+    runs, out = [Path(run) for run in line.arguments], line.options.get("--out")
+    from covey.report import REPORT, write_report
+
+    file = Path(out).expanduser() if out else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+    size = write_report(file, runs)
+    echo(f"{file} ({size / 1e6:.1f} MB): open it in a browser; it needs no network")
+    echo("it holds prompts and completions of the run: to publish it is to publish them")
 
 
 def _print(

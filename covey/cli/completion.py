@@ -1,121 +1,82 @@
 """Print the completion script of a shell: `covey completion bash|zsh|fish`.
 
-The scripts are static: they hold the commands, the settings of each and their values, from the schema, and start no
-Python. In bash and zsh a word may be a full name (`--grpo.beta`) or, where no full name begins so, the end of one that
-is unique (`--beta`).
+The scripts are static: they hold the commands, the settings of each and their values, from the table of commands and
+the schema, and start no Python. In bash and zsh a word may be a full name (`--grpo.beta`) or, where no full name begins
+so, the end of one that is unique (`--beta`).
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
 
-from covey.cli import options
-from covey.cli.words import split_exactly
+from covey.cli.commands import COMMANDS, Command
+from covey.cli.parse import Line
 from covey.config import recipe
-from covey.config.base import Config, without_none
+from covey.config.base import without_none
 from covey.config.overrides import resolve
 from covey.config.strict_yaml import leaves
 from covey.errors import CoveyError, nearest
-from covey.launch import JobOptions, LocalOptions
-from covey.plan import machines
-from covey.rewards import registry as rewards
+from covey.launch import JOBS
+from covey.plan.machines import EXAMPLES
+from covey.rewards.registry import REGISTRY
 
 FILES = "FILES"
 """Stands for the names of files and folders among values."""
 PATHS = ("model.source", "model.adapter", "data.path", "data.test_path", "critic", "reward_model", "out")
-"""Settings whose value is a path, or may be one."""
+"""Settings of recipes whose value is a path, or may be one."""
+LAUNCH_PATHS = ("file", "logs", "workdir")
+"""Settings of `covey launch` whose value is a path."""
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
 """Settings whose value is the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
 
-Flags = Mapping[str, Sequence[str]]
-"""Map from a flag to its values; none if it is a switch or if any value is possible."""
 
-
-class Command(NamedTuple):
-    """One command: a summary of one line, the values of its first argument, its flags, and those that are switches."""
-
-    summary: str
-    arguments: Sequence[str]
-    flags: Flags
-    switches: Sequence[str]
-
-
-def parse(words: Sequence[str]) -> Callable[[], None]:
-    """Parse `covey completion bash|zsh|fish`."""
-    (shell,), _ = split_exactly(1, words, f"covey completion {'|'.join(SHELLS)}")
+def completion(line: Line) -> None:
+    """Execute `covey completion bash|zsh|fish`."""
+    (shell,) = line.arguments
     if shell not in SHELLS:
         raise CoveyError(f"there is no completion for {shell!r}", want=", ".join(SHELLS), fix=nearest(shell, SHELLS))
-    return partial(print_script, shell)
+    print("\n".join(script(shell)))
 
 
-def print_script(shell: str) -> None:
-    """Print the completion script of `shell`."""
-    write: dict[str, Callable[[Mapping[str, Command]], Iterable[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-    print("\n".join(write[shell](commands())))
+def script(shell: str) -> list[str]:
+    """Return the lines of the completion script of `shell`."""
+    if shell == "fish":
+        return [*FISH, *(text for command in COMMANDS.values() for text in _fish(command))]
+    values: dict[str, Collection[str]] = {}
+    for command in COMMANDS.values():
+        values |= _values_by_word(command)
+    head, body = {"bash": (BASH_HEAD, BASH), "zsh": (ZSH_HEAD, ZSH)}[shell]
+    cases = ["_covey_values() {", "  values=", '  case "$1" in', *_cases(values), "  esac", "}"]
+    return [*head, *cases, f"_covey_commands={_quote(COMMANDS)}", *body.splitlines()]
 
 
-def check_flags(name: str, words: Iterable[str]) -> None:
-    """Refuse an option of another command, which `name` does not have.
-
-    Raises:
-        CoveyError: it has none; the error names the commands that do.
-    """
-    for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
-        owners = [other for other, (switches, taking) in OPTIONS.items() if flag in (*switches, *taking)]
-        if owners and name not in owners and not _is_setting(name, flag):
-            fix = f"leave it out; it belongs to covey {' or '.join(owners)}"
-            raise CoveyError(f"{flag} is no option of covey {name}", want=f"covey {name} --help", fix=fix)
+def flags_of(command: Command) -> dict[str, Sequence[str]]:
+    """Return the flags of the command's options and settings with their values; none if any value is possible."""
+    flags: dict[str, Sequence[str]] = {"--help": ()}
+    for cls in command.classes:
+        for path, kind in leaves(cls).items():
+            if path not in recipe.HIDDEN:
+                flag = "--" + path.replace("_", "-")
+                flags[flag] = tuple(dict.fromkeys((*flags.get(flag, ()), *_values(path, kind))))
+    return flags | {option.flag: values_of(option.value, command) for option in command.options}
 
 
-def _is_setting(name: str, flag: str) -> bool:
-    """Return whether a setting of the command `name` may be meant by `flag`."""
-    ends = "." + flag.removeprefix("--").replace("-", "_")
-    return any(f".{path}".endswith(ends) for cls in SETTINGS.get(name, ()) for path in leaves(cls))
+def values_of(placeholder: str, command: Command) -> Sequence[str]:
+    """Return the values that may stand in the place of `placeholder` in the usage of a command."""
+    known = {
+        "": (), "N": (), "NAME_OR_YAML": (*command.recipes, FILES), "[NAME]": (*command.recipes, "copy"),
+        "PLACE": ("local", *JOBS), "MACHINE": EXAMPLES, "bash|zsh|fish": SHELLS,
+    }  # fmt: skip
+    return known.get(placeholder, (FILES,))
 
 
-def commands() -> dict[str, Command]:
-    """Return every command by name, with what can follow it."""
-    from covey.cli.help import OVERVIEW, PAGES
-
-    summaries = dict(reversed(re.findall(r"^  covey (\w+) [^ ].*?  +(.+)$", OVERVIEW, re.M)))  # the first of each
-    return {name: _command(name, summaries.get(name, "")) for name in PAGES}
+def _switches(command: Command) -> Sequence[str]:
+    return ("--help", *(option.flag for option in command.options if not option.value))
 
 
-def _command(name: str, summary: str) -> Command:
-    """Return the command `name` with its own options and its settings."""
-    switches, taking = OPTIONS.get(name, ((), {}))
-    flags: dict[str, Sequence[str]] = dict.fromkeys(("--help", *switches), ())
-    for cls in SETTINGS.get(name, ()):
-        for flag, values in _settings(cls).items():
-            flags[flag] = tuple(dict.fromkeys((*flags.get(flag, ()), *values)))
-    return Command(summary, _arguments(name), flags | dict(taking), ("--help", *switches))
-
-
-def _arguments(name: str) -> Sequence[str]:
+def _arguments(command: Command) -> Sequence[str]:
     """Return the values of the first argument of a command."""
-    if name in ("train", "rewards", "rollout"):
-        return (*recipe.names(recipe.Recipe), FILES)
-    if name == "sft":
-        return (*recipe.names(recipe.SFTRecipe), FILES)
-    return {
-        "validate": (*recipe.names(), FILES),
-        "plan": (*recipe.names(), FILES),
-        "recipes": (*recipe.names(), "copy"),
-        "completion": SHELLS,
-        "launch": ("local", "slurm", "k8s", "tpu-vm", "skypilot"),
-        "doctor": (),
-    }.get(name, (FILES,))
-
-
-def _settings(cls: type[Config]) -> dict[str, Sequence[str]]:
-    """Return the flags of the settings of `cls` with their values."""
-    return {
-        "--" + path.replace("_", "-"): _values(path, kind)
-        for path, kind in leaves(cls).items()
-        if path not in recipe.HIDDEN
-    }
+    return values_of(command.arguments.partition(" ")[0], command)
 
 
 def _values(path: str, kind: Any) -> Sequence[str]:
@@ -126,101 +87,67 @@ def _values(path: str, kind: Any) -> Sequence[str]:
         return tuple(map(str, get_args(inner)))
     if inner is bool:
         return ("true", "false")
-    return (FILES,) if path in PATHS else tuple(rewards.REGISTRY.names()) if path in JUDGES else ()
+    return (FILES,) if path in (*PATHS, *LAUNCH_PATHS) else tuple(REGISTRY.names()) if path in JUDGES else ()
 
 
-def _short(flags: Iterable[str]) -> dict[str, str]:
-    """Return the flag that each unique end of a dotted name means."""
+def _values_by_word(command: Command) -> dict[str, Collection[str]]:
+    """Return {command:word: values}: the words are the flags and their unique endings, and the kinds of words."""
+    flags = flags_of(command)
+    endings = _unique_endings(flags)
+    kinds = {"arguments": _arguments(command), "full": flags, "short": endings, "switches": _switches(command)}
+    values = kinds | flags | {ending: flags[flag] for ending, flag in endings.items()}
+    return {f"{command.name}:{word}": words for word, words in values.items()}
+
+
+def _unique_endings(flags: Iterable[str]) -> dict[str, str]:
+    """Return {end of a dotted name: the name} for those ends that stand for one setting."""
     paths = {flag.removeprefix("--").replace("-", "_") for flag in flags}
-    found = {}
+    endings = {}
     for end in {path.rpartition(".")[2] for path in paths if "." in path} - paths:
         try:
-            found["--" + end.replace("_", "-")] = "--" + resolve("--" + end, paths).replace("_", "-")
+            endings["--" + end.replace("_", "-")] = "--" + resolve("--" + end, paths).replace("_", "-")
         except CoveyError:  # several settings end so
             continue
-    return dict(sorted(found.items()))
+    return dict(sorted(endings.items()))
 
 
-def _cases(by_key: Mapping[str, Sequence[str]], indent: str) -> list[str]:
-    """Return the branches of a shell's `case` that set `values`; keys with the same values share one."""
-    keys: dict[tuple[str, ...], list[str]] = {}
-    for key, values in by_key.items():
-        if values:
-            keys.setdefault(tuple(values), []).append(key)
-    return [f"{indent}{'|'.join(names)}) values={_quote(values)} ;;" for values, names in keys.items()]
+def _cases(values: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the branches of a shell's `case` that set `values`; words with the same values share one."""
+    words: dict[tuple[str, ...], list[str]] = {}
+    for word, choices in values.items():
+        if choices:
+            words.setdefault(tuple(choices), []).append(word)
+    return [f"    {'|'.join(names)}) values={_quote(choices)} ;;" for choices, names in words.items()]
 
 
 def _quote(words: Iterable[str]) -> str:
     return "'" + " ".join(words) + "'"
 
 
-def _tables(known: Mapping[str, Command]) -> dict[str, list[str]]:
-    """Return the tables of the scripts for bash and zsh, as branches of `case`."""
-    every: dict[str, Sequence[str]] = {}
-    arguments, full, short, switches = dict(every), dict(every), dict(every), dict(every)
-    for name, command in known.items():
-        ends = _short(command.flags)
-        meant = {**{flag: flag for flag in command.flags}, **ends}
-        every |= {f"{name}:{flag}": command.flags[path] for flag, path in meant.items()}
-        arguments[name], full[name] = command.arguments, [*command.flags]
-        short[name], switches[name] = [*ends], command.switches
-    named = {"values": every, "arguments": arguments, "full": full, "short": short, "switches": switches}
-    return {table: _cases(rows, "    ") for table, rows in named.items()}
-
-
-def _lookup(function: str, key: str, cases: Sequence[str]) -> list[str]:
-    return [f"{function}() {{", "  values=", f"  case {key} in", *cases, "  esac", "}"]
-
-
-def _functions(known: Mapping[str, Command]) -> list[str]:
-    tables = _tables(known)
-    lines = _lookup("_covey_values", '"$1:$2"', tables["values"])
-    for table in ("arguments", "full", "short", "switches"):
-        lines += _lookup(f"_covey_{table}", '"$1"', tables[table])
+def _fish(command: Command) -> list[str]:
+    """Return the lines of a command in the script for fish."""
+    seen = f"complete -c covey -n '__fish_seen_subcommand_from {command.name}'"
+    summary, arguments = command.summary.replace("'", ""), _arguments(command)
+    lines = [f"complete -c covey -n __fish_use_subcommand -a {command.name} -d '{summary}'"]
+    if arguments:
+        lines.append(f"{seen}{' -F' if FILES in arguments else ''} -a '{_without_files(arguments)}'")
+    for flag, values in flags_of(command).items():
+        kind = "" if flag in _switches(command) else " -r -F" if FILES in values else " -x"
+        words = f" -a '{_without_files(values)}'" if _without_files(values) else ""
+        lines.append(f"{seen} -l {flag[2:]}{kind}{words}")
     return lines
 
 
-def _bash(known: Mapping[str, Command]) -> list[str]:
-    return [
-        "# Completion of covey for bash: source <(covey completion bash)",
-        *_functions(known),
-        f"_covey_commands={_quote(known)}",
-        *BASH.splitlines(),
-    ]
+def _without_files(values: Iterable[str]) -> str:
+    return " ".join(value for value in values if value != FILES)
 
 
-def _zsh(known: Mapping[str, Command]) -> list[str]:
-    return [
-        "#compdef covey",
-        "# Completion of covey for zsh: source <(covey completion zsh), or save it as _covey in a folder of $fpath",
-        *_functions(known),
-        f"_covey_commands={_quote(known)}",
-        *ZSH.splitlines(),
-    ]
-
-
-def _fish(known: Mapping[str, Command]) -> list[str]:
-    lines = ["# Completion of covey for fish: covey completion fish | source", "complete -c covey -f"]
-    for name, command in known.items():
-        summary = command.summary.replace("'", "")
-        lines.append(f"complete -c covey -n __fish_use_subcommand -a {name} -d '{summary}'")
-        seen = f"-n '__fish_seen_subcommand_from {name}'"
-        words = [word for word in command.arguments if word != FILES]
-        if command.arguments:
-            files = " -F" if FILES in command.arguments else ""
-            lines.append(f"complete -c covey {seen}{files} -a '{' '.join(words)}'")
-        for flag, values in command.flags.items():
-            lines.append(f"complete -c covey {seen} -l {flag[2:]}{_fish_values(flag in command.switches, values)}")
-    return lines
-
-
-def _fish_values(switch: bool, values: Sequence[str]) -> str:
-    if switch:
-        return ""
-    words = " ".join(word for word in values if word != FILES)
-    return (" -r -F" if FILES in values else " -x") + (f" -a '{words}'" if words else "")
-
-
+BASH_HEAD = ("# Completion of covey for bash: source <(covey completion bash)",)
+ZSH_HEAD = (
+    "#compdef covey",
+    "# Completion of covey for zsh: source <(covey completion zsh), or save it as _covey in a folder of $fpath",
+)
+FISH = ("# Completion of covey for fish: covey completion fish | source", "complete -c covey -f")
 BASH = r"""
 _covey() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} name=${COMP_WORDS[1]} flag= values= switches
@@ -233,19 +160,19 @@ _covey() {
   elif [[ $prev == = ]]; then flag=${COMP_WORDS[COMP_CWORD-2]}
   elif [[ $prev == --* ]]; then flag=$prev
   fi
-  _covey_switches "$name"; switches=" $values "
+  _covey_values "$name:switches"; switches=" $values "
   if [[ -n $flag && $switches != *" $flag "* ]]; then
-    _covey_values "$name" "$flag"
+    _covey_values "$name:$flag"
   elif [[ $cur == -* ]]; then
-    _covey_full "$name"
+    _covey_values "$name:full"
     COMPREPLY=($(compgen -W "$values" -- "$cur"))
     if ((${#COMPREPLY[@]} == 0)); then
-      _covey_short "$name"
+      _covey_values "$name:short"
       COMPREPLY=($(compgen -W "$values" -- "$cur"))
     fi
     return
   else
-    _covey_arguments "$name"
+    _covey_values "$name:arguments"
   fi
   if [[ " $values " == *" FILES "* ]]; then
     compopt -o filenames 2>/dev/null
@@ -270,53 +197,20 @@ _covey() {
   elif [[ $words[CURRENT-1] == --* ]]; then
     flag=$words[CURRENT-1]
   fi
-  _covey_switches $name; switches=" $values "
+  _covey_values $name:switches; switches=" $values "
   if [[ -n $flag && $switches != *" $flag "* ]]; then
-    _covey_values $name $flag
+    _covey_values $name:$flag
   elif [[ $words[CURRENT] == -* ]]; then
-    _covey_full $name
+    _covey_values $name:full
     compadd -- ${=values} && return
-    _covey_short $name
+    _covey_values $name:short
     compadd -- ${=values}
     return
   else
-    _covey_arguments $name
+    _covey_values $name:arguments
   fi
   [[ " $values " == *" FILES "* ]] && _files
   compadd -- ${=values/FILES/}
 }
 if [[ $funcstack[1] == _covey ]]; then _covey "$@"; else compdef _covey covey; fi
 """
-
-RL, SFT = recipe.Recipe, recipe.SFTRecipe
-SETTINGS: dict[str, Sequence[type[Config]]] = {
-    "train": (RL,), "rewards": (RL,), "rollout": (RL,), "sft": (SFT,),
-    "validate": (RL, SFT), "plan": (RL, SFT), "eval": (RL, SFT),
-    "generate": (options.GenerateOptions,), "chat": (options.ChatOptions,), "export": (options.ExportOptions,),
-    "report": (options.ReportOptions,), "push": (options.PushOptions,),
-}  # fmt: skip
-"""Classes of the settings of each command."""
-RUN: tuple[Sequence[str], Flags] = ("--dry-run", "--json"), {"--resume": (FILES,)}
-LAUNCH: Flags = {
-    "--" + path.replace("_", "-"): (FILES,) if path in ("file", "logs", "workdir") else ()
-    for cls in (LocalOptions, JobOptions)
-    for path in leaves(cls)
-} | {"--out": (FILES,)}
-OPTIONS: dict[str, tuple[Sequence[str], Flags]] = {
-    "train": RUN,
-    "sft": RUN,
-    "eval": ((), {"--recipe": (*recipe.names(), FILES)}),
-    "validate": (("--json", "--no-import"), {}),
-    "rewards": (("--json",), {"--samples": (FILES,), "--prompts": ()}),
-    "rollout": ((), {"--episodes": ()}),
-    "watch": (("--once", "--json"), {}),
-    "launch": (("--dry-run",), {**LAUNCH, "--recipe": (*recipe.names(), FILES)}),
-    "compare": (("--json",), {}),
-    "push": (("--yes", "--private", "--samples", "--no-report"), {}),
-    "recipes": (("--json",), {}),
-    "plan": (
-        ("--json", "--here", "--quick"),
-        {"--on": machines.EXAMPLES, "--prompt-tokens": (), "--completion-tokens": ()},
-    ),
-}
-"""Options of each command that are no settings: switches, and the values of the others."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from covey.cli.parse import Line
 from covey.display import make_console
 from covey.errors import RecipeError
 from covey.extras import install_command, missing_packages
@@ -26,8 +27,8 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def examine() -> int:
-    """Print all findings. Return exit code 2 if JAX does not work, otherwise 0 whatever they are."""
+def doctor(line: Line) -> int:
+    """Execute `covey doctor`: print all findings. Return exit code 2 if JAX does not work, otherwise 0."""
     console, works = make_console(highlight=False), True
     for check in CHECKS:
         for finding in check():

@@ -1,15 +1,15 @@
-"""Implement `--dry-run` of `covey train` and `covey sft`: show what a run would do. Nothing is written and no update is
-made; of the model only the header and the tokenizer are read.
+"""Execute `--dry-run` of `covey train` and `covey sft`, and `covey plan`: show what a run would do and need.
+
+Nothing is written and no update is made; of the model a dry run reads only the header and the tokenizer.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.checks import check_run, new_run_folder
-from covey.cli.words import join_pairs, list_recipes, split_exactly
+from covey.cli.checks import check_run, check_source, new_run_folder
+from covey.cli.parse import Line, missing_argument
 from covey.config import recipe
 from covey.config.recipe import ResolvedSetting, resolve_settings
 from covey.display import echo
@@ -25,37 +25,23 @@ LIMITS = "arrays that are held; the temporary memory of the programs comes on to
 """Description of the memory that is shown."""
 
 
-def parse(kind: type[recipe.RecipeT], words: Sequence[str], as_json: bool) -> Callable[[], None]:
-    """Parse the words beside --dry-run: NAME_OR_YAML [settings]."""
-    usage = f"{recipe.COMMANDS[kind.method]} NAME_OR_YAML --dry-run"
-    if "--resume" in words:
-        raise CoveyError("--dry-run beside --resume", want=usage, fix="leave one of them out")
-    if not words:
-        raise CoveyError("no recipe is given", want=usage, fix=list_recipes(kind))
-    (source,), pairs = split_exactly(1, words, usage)
-    settings = join_pairs(pairs)
-    return partial(dry_run, source, recipe.load(source, settings, kind), settings, as_json)
-
-
-def dry_run(
-    source: str, loaded: recipe.Recipe | recipe.SFTRecipe, settings: Sequence[str], as_json: bool = False
-) -> None:
+def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
     """Print what a run of the recipe would do.
-
-    Args:
-        source: the recipe's name or file.
-        loaded: the recipe with `settings`.
-        settings: words of the command line that change it.
-        as_json: print one line of JSON instead.
 
     Raises:
         CoveyError: the run would stop before its first step.
     """
+    if "--resume" in line.options:
+        raise CoveyError("--dry-run beside --resume", want=line.command.usage[0], fix="leave one of them out")
+    if not line.arguments:
+        raise missing_argument(line.command)
+    (source,) = line.arguments
+    loaded = recipe.load(source, line.settings, kind)
     check_run(loaded)
     out = new_run_folder(loaded)
-    resolved = list(resolve_settings(loaded, recipe.places_of(source, settings)))
+    resolved = list(resolve_settings(loaded, recipe.places_of(source, line.settings)))
     outline, found = _look_ahead(loaded)
-    if as_json:
+    if "--json" in line.options:
         from covey.run.preview import preview_to_json
 
         listed = [one._asdict() for one in resolved]
@@ -133,3 +119,18 @@ def _print_files(out: Path, found: "Preview", outline: "Outline") -> None:
     echo(f"files     {out}: {' '.join(found.files)}")
     echo(f"          {disk_line(outline)}")
     echo("nothing was written")
+
+
+def plan(line: Line) -> None:
+    """Execute `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--quick] [settings]`."""
+    from covey.plan.machines import parse_target
+
+    if {"--quick", "--here"} <= line.options.keys():
+        raise CoveyError("--quick beside --here", want="one of them", fix="leave --quick out to run two steps")
+    lengths = line.whole_number("--prompt-tokens"), line.whole_number("--completion-tokens")
+    target = parse_target(line.options.get("--on", "cpu"))
+    check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
+    from covey.plan import command
+
+    chosen = {name: f"--{name}" in line.options for name in ("here", "quick")}
+    command.plan(line.arguments[0], line.settings, target, lengths, as_json="--json" in line.options, **chosen)

@@ -1,369 +1,128 @@
-"""Print `--help` and `covey recipes`. The settings and their explanations come from the config classes."""
+"""Print the help: the overview of all commands, the page of one, and the settings of a command in layers.
+
+Everything comes from the table of commands and from the config classes. This module does not import JAX.
+"""
 
 import json
+import re
+import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from covey.cli import settings_help
-from covey.cli.options import ChatOptions, ExportOptions, GenerateOptions, PushOptions, ReportOptions
+from covey.cli.commands import COMMANDS, Command
 from covey.config import recipe, strict_yaml
-from covey.display import make_console
+from covey.config.base import Config, classes_in, defaults, describe, explanations, without_check
+from covey.errors import CoveyError, nearest
 
+ASKING = ("-h", "--help")
+"""Words that ask for help."""
+ALL = "all"
+"""Topic that shows every setting."""
+COLUMN = 36
+"""Column at which explanations begin."""
+PLAIN = ("a whole number", "a finite number", "true or false", "text")
+"""Descriptions of values that the shown value makes clear."""
+WIDTH = 100
+"""Width of the lines where no terminal is."""
+PAGE_WIDTH = 120
+"""Width of the lines of a page."""
 OVERVIEW = """\
 covey: improve a language model by comparing its own answers (GRPO, in JAX)
 
-  covey train NAME_OR_YAML       train as a recipe says
-  covey sft NAME_OR_YAML         train on given answers instead: supervised
-  covey train --resume RUN       go on with a run that was stopped; covey sft --resume RUN likewise
-  covey eval RUN_OR_MODEL        measure it on held-out prompts
-  covey rollout NAME_OR_YAML     play a few episodes of a recipe before it is trained
-  covey generate RUN_OR_MODEL "PROMPT"
-  covey chat RUN_OR_MODEL        talk to it
-  covey export RUN_OR_MODEL      write it for transformers, PEFT or llama.cpp
-  covey validate NAME_OR_YAML    check a recipe, its data and its rewards, without running it
-  covey rewards NAME_OR_YAML     is there a learning signal? scores samples of the untouched model
-  covey plan NAME_OR_YAML        what a run needs, on this or another machine
-  covey launch PLACE ... train   train with several processes, here or on a cluster
-  covey report RUN [RUN ...]     one HTML page of a run, or of several compared
-  covey watch RUN                a run that trains elsewhere, from its folder
-  covey compare RUN RUN          what differs between runs, and their results, in the terminal
-  covey push RUN hf:org/name     publish a run on the Hugging Face hub
-  covey recipes [NAME]           the built-in recipes, or the text of one
-  covey completion bash          complete commands and settings in bash, zsh or fish
-  covey doctor                   what this machine has, and what is missing
+{}
 
+covey train --resume RUN goes on with a run that was stopped; covey sft --resume RUN likewise.
 covey COMMAND --help says more, covey --help grpo lists the settings of a section. Start with: covey train quickstart
 """
 
-TRAIN = """\
-covey train NAME_OR_YAML [--dry-run] [--setting value ...]
-covey train --resume RUN [--setting value ...]
-
-Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
-Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
-and the end of a name is enough where only one setting ends so. Of a setting that is given twice the last value counts,
-and the parts of a list are joined: --rewards a --rewards b. Beside --resume the settings change the run's recipe,
-as far as it stays the same run; --max-steps trains a finished one longer. --help grpo lists the settings of a section,
---help beta explains one, and --help all lists all.
-
-With --dry-run nothing is written and no update is made: it shows every setting with its origin, the first prompt and
-its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON. As
-every run, it imports the modules that the recipe names (module:function), which executes them.
-
-examples
-  covey train quickstart
-  covey train quickstart --dry-run
-  covey train quickstart --max-steps 20 --seed 1 --out runs/longer
-  covey train gsm8k-smollm2 --data.path FOLDER --lora.rank 16
-  covey recipes quickstart > mine.yaml && covey train mine.yaml
-"""
-
-SFT = """\
-covey sft NAME_OR_YAML [--dry-run] [--setting value ...]
-covey sft --resume RUN [--setting value ...]
-
-Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
-Only the answer of a row is learnt, its stop token included. A row of the file is of one of these forms:
-
-FORMS
-
-Functions that judge the answers (module:function) are imported, and so executed, also with --dry-run.
-
-examples
-  covey sft sft-arithmetic
-  covey sft sft-smollm2 --data.path mine.jsonl --num-epochs 3
-  covey sft sft-smollm2 --data.path mine.jsonl --lora.rank 0 --learning-rate 1e-5
-  covey train quickstart --model.source runs/sft-smollm2-1
-"""
-
-EVAL = """\
-covey eval RUN_OR_MODEL [--recipe NAME_OR_YAML] [--setting value ...]
-
-Measures a trained run, or a model, on a recipe's held-out prompts. A run brings its own recipe.
-Under a recipe for covey sft that is the loss on held-out examples, and a few answers.
-
-examples
-  covey eval runs/quickstart-1
-  covey eval smollm2-135m --recipe quickstart --evaluation.samples 4
-
-The settings are those of covey train; the section evaluation matters here.
-"""
-
-ROLLOUT = """\
-covey rollout NAME_OR_YAML [--episodes N] [--setting value ...]
-
-Samples a few prompts of a recipe with the model that it begins with, and prints the conversations, turn by turn:
-what the model and the environment say, the reward, and how each episode ended. Nothing is trained or written.
-
-  --episodes N             number of episodes, each for another prompt; 4 when not given
-
-examples
-  covey rollout quickstart
-  covey rollout guess-tiny --episodes 8 --rollout.temperature 0.5
-
-The settings are those of covey train.
-"""
-
-GENERATE = """\
-covey generate RUN_OR_MODEL "PROMPT" [--setting value ...]
-
-Completes a prompt. A run brings the rollout settings it was trained with.
-
-examples
-  covey generate smollm2-135m "Write one short sentence about rivers that starts with the letter S."
-  covey generate runs/quickstart-1 "Write one short sentence about rain." --n 4 --temperature 0.7
-"""
-
-CHAT = """\
-covey chat RUN_OR_MODEL [--setting value ...]
-
-A conversation in the terminal; Ctrl-D ends it.
-
-examples
-  covey chat runs/quickstart-1
-  covey chat smollm2-135m --temperature 0.7
-"""
-
-EXPORT = """\
-covey export RUN_OR_MODEL --out FOLDER [--format hf|peft|gguf] [--setting value ...]
-
-Writes a model for others to use: a Hugging Face folder with the adapters merged, a PEFT adapter, or a GGUF file.
-What was written is read back, and its logits are compared with those of the model, before it is put in place.
-
-examples
-  covey export runs/quickstart-1 --out exported
-  covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
-  covey export runs/gsm8k-smollm2-1 --out adapter --format peft
-  covey export smollm2-135m --out for-llama-cpp --format gguf
-"""
-
-VALIDATE = """\
-covey validate NAME_OR_YAML [--no-import] [--json] [--setting value ...]
-
-Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
-columns of local data, the reward functions, the run folder. It lists all mistakes; the exit code is 2 if there is one.
-It imports the modules that the recipe names (module:function), which executes them: of a recipe from others, use
---no-import.
-
-  --no-import              import no module that the recipe names, and leave out the checks that need it
-  --json                   the same as one line of JSON
-
-examples
-  covey validate mine.yaml
-  covey validate gsm8k-smollm2 --data.path FOLDER --json
-
-The settings are those of covey train and covey sft.
-"""
-
-REWARDS = """\
-covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [--setting value ...]
-
-Scores completions of the untouched model with the recipe's reward functions and says whether there is a learning
-signal: mean of each function, spread within groups, share of groups with different scores, failures, a few examples;
-and where there is none, the setting to change. Groups whose completions all score alike teach nothing.
-
-  --samples FILE           score recorded completions instead: JSON lines as in samples.jsonl. No model is loaded
-  --prompts N              number of prompts; 16 when not given, all of a file
-  --json                   the same as one line of JSON
-
-examples
-  covey rewards quickstart
-  covey rewards mine.yaml --prompts 32 --grpo.num-generations 16
-  covey rewards quickstart --samples runs/quickstart-1/samples.jsonl --rewards first_letter
-
-The settings are those of covey train. A reward model is not asked, and the penalty for long completions
-(grpo.overlong_buffer) is not added; the output says so for a recipe that has them.
-"""
-
-PLAN = """\
-covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--quick] [--setting value ...]
-
-Says what a run of a recipe needs, without its weights: memory by part, flops and bytes by phase, the least and the
-expected seconds of a step, what moves between devices, and the first setting to change where it does not fit.
-What follows from shapes alone is printed first: the arrays on a device, tokens of a step, checkpoints on the disk. Then
-all programs of the run are compiled for the machine, which need not be there; a large model takes minutes.
-
-  --on MACHINE             cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4 or h100:8. TPUs need the extra 'plan',
-                           H100s the plugin for CUDA. The recipe's mesh must have as many devices
-  --json                   the same as one line of JSON
-  --quick                  stop after what follows from shapes, and compile nothing
-  --here                   run two steps too, and compare this machine's memory with the plan's
-  --prompt-tokens N        mean length of a prompt; the longest allowed when not given
-  --completion-tokens N    mean length of a completion; 35 % of the longest allowed when not given
-
-examples
-  covey plan quickstart
-  covey plan quickstart --quick
-  covey plan quickstart --here
-  covey plan gsm8k-gemma2 --on v5e:2x2
-  covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
-  covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
-
-The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
-its files are read.
-"""
-
-REPORT = """\
-covey report RUN [RUN ...] [--out FILE]
-
-Writes a run as one HTML page that needs no network: curves, held-out results before and after, completions, recipe.
-Several runs share their charts, and the page lists the settings that differ. A run that trains writes its own report;
-this command writes it again at any time. The page holds the prompts and completions of the run.
-
-examples
-  covey report runs/quickstart-1
-  covey report runs/quickstart-1 runs/longer --out comparison.html
-"""
-
-WATCH = """\
-covey watch RUN [--once] [--json]
-
-Shows a run that trains in another terminal or on another machine, from the files of its folder alone: its steps, a bar,
-the time left without compilation, memory, the phase and the program being compiled. It ends when the run ends, and says
-so when the run seems to be dead: no process holds the folder's lock, and the run has not said that it ended.
-A run on another machine seems to be dead when its heartbeat.json is not written any more.
-
-  --once                   show the present state and end
-  --json                   print each new state as one line of JSON
-
-The exit code is 0 when the run is finished (with --once: or goes on), and 75 when it ended too early.
-
-examples
-  covey watch runs/quickstart-1
-  covey watch runs/quickstart-1 --once --json
-"""
-
-LAUNCH = """\
-covey launch local [options] train NAME_OR_YAML [--setting value ...]
-covey launch local [options] eval RUN_OR_MODEL [--recipe NAME] [--setting value ...]
-covey launch local [options] export RUN_OR_MODEL --out FOLDER [--setting value ...]
-covey launch slurm|k8s|tpu-vm|skypilot [options] train NAME_OR_YAML --out FOLDER [--setting value ...]
-
-Trains with several processes (docs/scaling.md). 'local' starts them on this machine: process 0 writes to the terminal,
-the others to a file each. When one fails, all are stopped within half a minute, the first that failed is named, and
-its last lines are shown. The other places write a job file for review and say how to submit it; nothing is submitted.
-In place of the recipe may be --resume RUN; 'sft' is launched as 'train' is. 'eval' divides the prompts, and 'export'
-the weights.
-
-local
-  --processes N, -n N      number of processes (2)
-  --max-restarts N         go on from the last checkpoint after a failure, so many times (0)
-  --min-processes N        a restart leaves out the process that failed, and its GPUs, down to N; all when not set
-  --gpus-per-process N     give each process so many GPUs of its own; all see all GPUs when not set
-  --logs FOLDER            for the output of processes 1 and up; FOLDER-logs beside the run folder when not set
-
-job files
-  --dry-run                print the file instead of writing it
-  --file FILE              where to write it: covey-job.sh or covey-job.yaml when not set
-  --name NAME              name of the job (covey); for tpu-vm the name of the TPU VM
-  --nodes N                number of machines (1); a TPU VM has its own
-  --gpus-per-node N        number of GPUs of each machine (8); 0 for machines without
-  --cpus-per-task N        slurm, k8s: CPU cores of each process
-  --mem M                  slurm, k8s: memory of each machine, as in 64G
-  --workdir FOLDER         where the command runs (.); for k8s where the shared volume is mounted
-  --setup COMMAND          run first, as in 'source .venv/bin/activate'
-  --max-restarts N         as for local
-  --time T, --partition P  slurm: longest time, as in 12:00:00, and partition
-  --account A              slurm: account that is charged
-  --lines [--qos=high]     slurm: list of further options of sbatch, each a line of the script
-  --image I, --volume V    k8s: container image with Covey in it, and claim of a volume that all pods share
-  --tpus-per-node N        k8s: TPU chips of each machine in place of GPUs, with --accelerator and
-  --topology T             the topology of the slice, as in 4x4
-  --zone Z                 tpu-vm: zone of the cloud
-  --accelerator A          skypilot: kind of accelerator, as in H100; k8s: of TPU, as in tpu-v5-lite-podslice
-  --volume V, --mount M    skypilot: volume or gs://BUCKET that all machines share, and its path (/shared)
-
-examples
-  covey launch local -n 2 train quickstart --prompts-per-step 8
-  covey launch local -n 4 --gpus-per-process 2 --max-restarts 3 train mine.yaml --out runs/mine
-  covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
-  covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
-  covey launch skypilot --nodes 2 --accelerator H100 --volume data --dry-run train mine.yaml --out /shared/runs/a
-"""
-
-COMPARE = """\
-covey compare RUN RUN [RUN ...] [--json]
-
-Prints a table of the settings that differ between runs, and of their results: held-out figures before and after, the
-final and the best value of each curve, each with its standard error where that is known. The runs may be going on.
-
-  --json                   the same as one line of JSON
-
-examples
-  covey compare runs/quickstart-1 runs/longer
-"""
-
-PUSH = """\
-covey push RUN hf:org/name [--yes] [--private] [--samples] [--setting value ...]
-
-Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
-report.html. The report holds prompts, so text of your data, and completions of the model: all of it is published. It
-says so and asks first. It needs the extra 'hub' and a login (hf auth login).
-
-  --yes                    do not ask, as scripts need it
-  --private                make the repository private, if it is new
-  --samples                publish samples.jsonl too: every completion, with its prompt
-  --no-report              do not publish report.html
-
-examples
-  covey push runs/quickstart-1 hf:me/covey-quickstart --private
-  covey push runs/quickstart-1 hf:me/covey-quickstart --yes --no-report --format peft
-"""
-
-RECIPES = """\
-covey recipes [NAME]
-covey recipes copy NAME FILE
-covey recipes --json
-
-Lists the built-in recipes, prints the text of one, or copies it to a new file, to be changed. --json lists them as one
-line of JSON.
-
-examples
-  covey recipes quickstart
-  covey recipes copy quickstart mine.yaml
-"""
-
-COMPLETION = """\
-covey completion bash|zsh|fish
-
-Prints a script with which the shell completes commands, settings and their values. It starts no Python.
-
-  bash    source <(covey completion bash), in ~/.bashrc
-  zsh     source <(covey completion zsh), in ~/.zshrc after compinit
-  fish    covey completion fish > ~/.config/fish/completions/covey.fish
-
-examples
-  covey completion bash
-"""
-
-DOCTOR = """\
-covey doctor
-
-Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
-and how to get what is missing.
-"""
-
-
-def show(command: str, words: Sequence[str] = ()) -> None:
+COMMON: dict[type[Config], tuple[str, ...]] = {
+    recipe.Recipe: (
+        "model.source", "model.lora.rank", "data.task", "data.path", "data.test_path", "rewards",
+        "rollout.max_prompt_length", "rollout.max_new_tokens", "rollout.temperature", "rollout.slots",
+        "grpo.algorithm", "grpo.num_generations", "grpo.num_iterations", "grpo.beta",
+        "training.max_steps", "training.num_epochs", "training.prompts_per_step",
+        "training.actor_optimizer.learning_rate", "training.train_micro_batch_size",
+        "training.checkpoint_every_n_steps", "training.eval_every_n_steps",
+        "evaluation.prompts", "evaluation.accuracy", "seed", "out",
+    ),
+    recipe.SFTRecipe: (
+        "model.source", "model.dtype", "model.lora.rank", "model.lora.alpha", "data.task", "data.path",
+        "data.test_path", "data.prompt_column", "data.completion_column", "data.system",
+        "training.max_steps", "training.num_epochs", "training.batch_size", "training.optimizer.learning_rate",
+        "training.optimizer.schedule", "training.optimizer.warmup_ratio", "training.completion_only",
+        "training.max_length", "training.too_long", "training.checkpoint_every_n_steps",
+        "training.eval_every_n_steps", "evaluation.prompts", "evaluation.answers", "seed", "out",
+    ),
+}  # fmt: skip
+"""Settings that the first page of a training command shows: those that most runs change."""
+
+
+class Setting(NamedTuple):
+    """One setting: its dotted name, its value, and an explanation with the values that it takes."""
+
+    path: str
+    value: Any
+    text: str
+
+
+class Section(NamedTuple):
+    """One section of settings: its dotted name ("" for those outside all sections), a summary, and its settings."""
+
+    path: str
+    summary: str
+    settings: Sequence[Setting]
+
+
+def show_overview() -> None:
+    """Print one line for each command."""
+    rows = [f"  {command.synopsis:<30}  {command.summary}" for command in COMMANDS.values()]
+    print(OVERVIEW.format("\n".join(rows)), end="")
+
+
+def show(command: Command, words: Sequence[str] = ()) -> None:
     """Print the help of `command`.
 
     Args:
+        command: the command.
         words: the other words of the command line: a built-in recipe, whose values are shown; after --help a topic,
             which is a section, a setting, or `all`.
 
     Raises:
         CoveyError: there is no such topic.
     """
-    text, settings = PAGES[command]
-    choices = recipe.names(settings) if settings and issubclass(settings, recipe.AnyRecipe) else []
-    named = next((word for word in words if word in choices), "")
-    topic = _topic(words, choices) if choices else ""
+    trains = any(issubclass(cls, recipe.AnyRecipe) for cls in command.settings)
+    recipes = command.recipes if trains else ()
+    named = next((word for word in words if word in recipes), "")
+    topic = _topic(words, recipes) if trains else ""
     if not topic:
-        print(_with_forms(text) if command == "sft" else text, end="")
-    if settings:
-        shown = strict_yaml.build(settings, _read(named)) if named else settings()
+        print(page(command))
+    for cls in command.settings:
+        settings = recipe.load_any(named) if named else cls()
         heading = f"The settings, with {f'the values of {named}' if named else 'their defaults'}:"
-        settings_help.show_settings(shown, heading if topic else f"\n{heading}", topic, f"covey {command}")
+        show_settings(settings, heading if topic else f"\n{heading}", topic, f"covey {command.name}")
+
+
+def page(command: Command) -> str:
+    """Return the page of `command` without its settings."""
+    options = "\n".join(
+        textwrap.fill(
+            option.help,
+            PAGE_WIDTH,
+            initial_indent=f"  {option.label:<25}",
+            subsequent_indent=f"{'':27}",
+        )
+        for option in command.options
+        if option.help
+    )
+    about = command.about
+    if "FORMS" in about:
+        from covey.data import rows  # late: no other page needs it
+
+        about = about.replace("FORMS", textwrap.indent(rows.format_forms(), "  "))
+    usage = "\n".join(textwrap.fill(line, PAGE_WIDTH, break_on_hyphens=False) for line in command.usage)
+    return "\n\n".join(filter(None, (usage, about, options, command.examples)))
 
 
 def _topic(words: Sequence[str], recipes: Sequence[str]) -> str:
@@ -372,63 +131,107 @@ def _topic(words: Sequence[str], recipes: Sequence[str]) -> str:
     return next((word for word in words[at + 1 :] if word not in (*ASKING, *recipes)), "")
 
 
-def _with_forms(text: str) -> str:
-    from covey.data import rows  # late: no other page needs it
+def sections_of(settings: Config, path: str = "", named: type[Config] | None = None) -> Iterator[Section]:
+    """Yield the section with the settings directly in `settings`, then those of the sections in it.
 
-    return text.replace("FORMS", textwrap.indent(rows.format_forms(), "  "))
-
-
-def print_recipes_as_json() -> None:
-    """Print the built-in recipes as one line of JSON: name, command, description, needs and expectation of each."""
-    listed = []
-    for name in recipe.names():
-        about = {key: _read(name).value[key].value for key in ("description", "needs", "expect")}
-        listed.append({"name": name, "command": recipe.COMMANDS[recipe.kind_of(name).method], **about})
-    print(json.dumps(listed))
-
-
-def show_recipes() -> None:
-    """Print the table of built-in recipes."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold")
-    for heading in ("recipe", "what", "needs", "expect"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
-    for name in recipe.names():
-        about = _read(name).value
-        table.add_row(name, *(escape(about[key].value) for key in ("description", "needs", "expect")))
-    console = make_console()
-    console.print(table)
-    by_sft = ", ".join(recipe.names(recipe.SFTRecipe))
-    console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)
-    console.print(f"covey sft NAME runs: {by_sft}", highlight=False)
+    Args:
+        settings: a tree of settings.
+        path: dotted name of the section.
+        named: class whose docstring describes it, if not that of `settings`.
+    """
+    cls, prefix = type(settings), f"{path}." if path else ""
+    docs, inner = explanations(cls), [name for name, kind in cls.kinds.items() if classes_in(kind)]
+    names = [name for name in cls.kinds if name not in inner and prefix + name not in recipe.HIDDEN]
+    rows = [Setting(prefix + n, getattr(settings, n), _explain(docs.get(n, ""), cls.kinds[n])) for n in names]
+    yield Section(path, ((named or cls).__doc__ or "").strip().partition("\n")[0].rstrip("."), rows)
+    for name in inner:
+        kind = cls.kinds[name]
+        yield from sections_of(_whole(kind, getattr(settings, name)), prefix + name, classes_in(kind)[0])
 
 
-def _read(name: str) -> strict_yaml.Item:
-    return strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name)
+def show_settings(settings: Config, heading: str, topic: str = "", more: str = "") -> None:
+    """Print settings with their values.
+
+    Args:
+        settings: a tree of settings with the values to show.
+        heading: line above them.
+        topic: `all`, a section, or a setting; "" for the common settings, where `COMMON` lists some.
+        more: beginning of the command that shows a topic.
+
+    Raises:
+        CoveyError: there is no such topic.
+    """
+    sections = list(sections_of(settings))
+    common = () if topic else COMMON.get(type(settings), ())
+    by_path = {setting.path: setting for section in sections for setting in section.settings}
+    rows, shown = [by_path[path] for path in common], sections
+    if topic and topic != ALL:
+        rows, shown = _find_topic(topic, sections)
+    print(heading)
+    if rows:
+        print()
+        _print_rows(rows)
+    if common:
+        _print_contents(sections, more)
+    else:
+        _print_sections(shown)
 
 
-ASKING = ("-h", "--help")
-"""Words that ask for help."""
-PAGES: dict[str, tuple[str, type | None]] = {
-    "train": (TRAIN, recipe.Recipe),
-    "sft": (SFT, recipe.SFTRecipe),
-    "eval": (EVAL, None),
-    "rollout": (ROLLOUT, None),
-    "generate": (GENERATE, GenerateOptions),
-    "chat": (CHAT, ChatOptions),
-    "export": (EXPORT, ExportOptions),
-    "validate": (VALIDATE, None),
-    "rewards": (REWARDS, None),
-    "plan": (PLAN, None),
-    "report": (REPORT, ReportOptions),
-    "watch": (WATCH, None),
-    "launch": (LAUNCH, None),
-    "compare": (COMPARE, None),
-    "push": (PUSH, PushOptions),
-    "recipes": (RECIPES, None),
-    "completion": (COMPLETION, None),
-    "doctor": (DOCTOR, None),
-}
-"""Map from command to its text and the settings listed below it."""
+def _find_topic(topic: str, sections: Sequence[Section]) -> tuple[list[Setting], list[Section]]:
+    """Return the settings and the sections that `topic` names."""
+    name = topic.removeprefix("--").replace("-", "_")
+    inside = [section for section in sections if f".{name}." in f".{section.path}."]
+    settings = [setting for section in sections for setting in section.settings]
+    rows = [setting for setting in settings if f".{setting.path}".endswith(f".{name}")]
+    if not (inside or rows):
+        known = [ALL, *(section.path for section in sections if section.path), *(setting.path for setting in settings)]
+        ends = {path.rpartition(".")[2] for path in known}
+        raise CoveyError(f"there is no section or setting {topic!r}", fix=nearest(name, [*known, *ends]))
+    return rows, inside
+
+
+def _print_sections(sections: Sequence[Section]) -> None:
+    for section in sections:
+        print(f"\n{section.path or 'general'}  ({section.summary})")
+        _print_rows(section.settings)
+
+
+def _print_contents(sections: Sequence[Section], more: str) -> None:
+    total = sum(len(section.settings) for section in sections)
+    print(f"\nThese are the common ones of {total} settings. The others, by section:\n")
+    for section in sections:
+        if section.path and "." not in section.path:
+            print(f"  {more} --help {section.path:<14} {section.summary}")
+    print(f"  {more} --help {ALL:<14} Every setting")
+
+
+def _print_rows(rows: Sequence[Setting]) -> None:
+    width = min(shutil.get_terminal_size((WIDTH, 24)).columns, 2 * WIDTH)
+    for row in rows:
+        flag = f"  --{row.path.replace('_', '-')} {_shown(row.value)}"
+        lines = textwrap.wrap(row.text, max(width - COLUMN, 20)) or [""]
+        if len(flag) >= COLUMN and lines[0]:
+            lines.insert(0, "")
+        for left, line in zip_longest([flag], lines, fillvalue=""):
+            print(f"{left:{COLUMN}}{line}".rstrip())
+
+
+def _explain(text: str, kind: Any) -> str:
+    values = describe(kind)
+    return text + ("" if values.removesuffix(" (or null)") in PLAIN else f" ({values})")
+
+
+def _whole(kind: Any, settings: Config) -> Config:
+    """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
+    cls = classes_in(kind)[-1]
+    return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
+
+
+def _shown(value: Any) -> str:
+    """Return the value as it would be written in a recipe, truncated when long."""
+    if value is None or isinstance(value, bool | int):  # the writer of YAML takes a tenth of a second for all settings
+        return json.dumps(value)
+    if isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]*-[a-z0-9-]+|[a-z]+_[a-z_]+", value):
+        return value
+    text = strict_yaml.dump({"x": list(value) if isinstance(value, tuple) else value})[3:].strip()
+    return text if len(text) <= 2 * COLUMN else text[: 2 * COLUMN] + " …"

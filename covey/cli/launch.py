@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from covey.cli.checks import new_run_folder
-from covey.cli.words import take_switches
+from covey.cli.parse import Line
 from covey.config import recipe, strict_yaml
 from covey.config.overrides import apply, split
 from covey.display import echo
@@ -20,6 +20,11 @@ OptionsT = TypeVar("OptionsT", LocalOptions, JobOptions)
 USAGE = "covey launch local|slurm|k8s|tpu-vm|skypilot [--option value ...] train NAME_OR_YAML [--setting value ...]"
 NOT_IN_JOBS = {"eval": "RUN", "export": "RUN --out FOLDER"}
 """Command of several processes that no job file is written for → the words that it needs."""
+
+
+def launch_command(line: Line) -> int | None:
+    """Execute `covey launch PLACE [options] train NAME_OR_YAML [settings]`."""
+    return parse(line.arguments)()
 
 
 def parse(words: Sequence[str]) -> Callable[[], int | None]:
@@ -49,11 +54,12 @@ def _require_verb(place: str, options: Sequence[str]) -> None:
     Raises:
         CoveyError: there is a word that is neither an option nor the value of one.
     """
-    switches, words = take_switches(options, ("--dry-run",))
+    words = [word for word in options if word != "--dry-run"]
     for word in split(words, len(words))[0][:1]:
         known = word in recipe.names() or Path(word).suffix in (".yaml", ".yml")
         command = f"{recipe.COMMANDS[recipe.kind_of(word).method]} {word}".removeprefix("covey ") if known else ""
-        fix = f"covey launch {' '.join([place, *sorted(switches), command])}" if known else nearest(word, VERBS)
+        switches = ["--dry-run"] if "--dry-run" in options else []
+        fix = f"covey launch {' '.join([place, *switches, command])}" if known else nearest(word, VERBS)
         raise CoveyError(f"{word!r} is no command to launch", want=USAGE, fix=fix)
 
 

@@ -2,58 +2,48 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from covey.cli.checks import check_source
-from covey.cli.options import PushOptions
-from covey.cli.words import join_pairs, split_exactly, take_switches
-from covey.config import recipe, strict_yaml
-from covey.config.overrides import apply
+from covey.cli.commands import ExportOptions
+from covey.cli.parse import Line, build_settings
+from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.files import has_file
 from covey.monitor.run_files import REPORT, RUN_FILES, RunFile
 
-USAGE = "covey push RUN hf:org/name [--yes] [--private] [--samples] [--no-report]"
-SWITCHES = ("--yes", "--private", "--samples", "--no-report")
 
-
-def parse(words: Sequence[str]) -> Callable[[], int]:
-    """Parse `covey push RUN hf:org/name [--yes] [--private] [--samples] [--no-report] [settings]`."""
-    switches, words = take_switches(words, SWITCHES)
-    (run, target), pairs = split_exactly(2, words, USAGE)
-    found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)", target, re.ASCII)
-    if not found:
-        raise CoveyError(f"{target!r} names no repository", want="hf:org/name", fix=USAGE)
-    options = strict_yaml.build(PushOptions, apply(PushOptions, strict_yaml.Item({}, run), join_pairs(pairs)))
-    return partial(push, Path(run), found[1], switches, options, options.shard_bytes)
-
-
-def push(run: Path, repository: str, switches: set[str], options: PushOptions, shard_bytes: int) -> int:
-    """Publish `run` after asking; return the exit code: 0, or 2 if the user said no.
+def push(line: Line) -> int:
+    """Execute `covey push RUN hf:org/name`: publish the run after asking. Return 0, or 2 if the user said no.
 
     Raises:
         CoveyError: it is no run with a checkpoint, the question cannot be asked, or the hub refuses.
     """
+    run, target = Path(line.arguments[0]), re.fullmatch(r"hf:([\w.-]+/[\w.-]+)", line.arguments[1], re.ASCII)
+    if not target:
+        what = f"{line.arguments[1]!r} names no repository"
+        raise CoveyError(what, want="hf:org/name", fix=line.command.usage[0])
+    options = build_settings(ExportOptions, line)
+    shard_bytes = options.shard_bytes
     if not recipe.is_run(run):
         raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=str(run))
     check_source(str(run))
-    records = records_of(run, switches)
-    for line in describe(run, repository, records, options.format):
-        echo(line)
-    if "--yes" not in switches and not _agrees():
+    records = records_of(run, line.options)
+    for text in describe(run, target[1], records, options.format):
+        echo(text)
+    if "--yes" not in line.options and not _agrees():
         echo("nothing was published")
         return 2
     from covey.run.export import publish  # late: it needs JAX
 
     names = [file.name for file in records]
-    publish(run, repository, names, "--private" in switches, options.format, options.dtype, shard_bytes)
+    publish(run, target[1], names, "--private" in line.options, options.format, options.dtype, shard_bytes)
     return 0
 
 
-def records_of(run: Path, switches: set[str]) -> list[RunFile]:
+def records_of(run: Path, switches: Container[str]) -> list[RunFile]:
     """Return the files of the run that are published beside the model; the report is written anew.
 
     Raises:

@@ -5,14 +5,13 @@ reward functions score them. Recorded completions need neither a model nor JAX.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli.checks import check_run, checks_of
-from covey.cli.words import join_pairs, list_recipes, parse_count, split_exactly, take_options, take_switches
+from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
 from covey.config.base import MAX_INT
@@ -23,38 +22,20 @@ if TYPE_CHECKING:
     from covey.rewards.signal import FunctionSignal, Signal
     from covey.types import Group
 
-USAGE = "covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [--setting value ...]"
 PROMPTS = 16
 """Number of prompts that are sampled when --prompts is not given."""
 WIDTH = 100
 """Largest number of characters of a prompt or completion that are shown."""
 
 
-def parse(words: Sequence[str]) -> Callable[[], None]:
-    """Parse `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [settings]`."""
-    switches, words = take_switches(words, ("--json",))
-    if not words:
-        raise CoveyError("no recipe is given", want=USAGE, fix=list_recipes(recipe.Recipe))
-    (source,), pairs = split_exactly(1, words, USAGE)
-    own, pairs = take_options(pairs, ("--samples", "--prompts"))
-    loaded = recipe.load(source, join_pairs(pairs))
-    return partial(show_signal, source, loaded, own.get("--samples"), parse_count(own, "--prompts"), bool(switches))
-
-
-def show_signal(
-    source: str, loaded: recipe.Recipe, samples: str | None, prompts: int | None, as_json: bool = False
-) -> None:
-    """Print the learning signal of the recipe's reward functions.
-
-    Args:
-        source: the recipe's name or file.
-        loaded: the recipe with the settings of the command line.
-        samples: file with recorded completions; the model samples new ones if it is None.
-        prompts: number of prompts; of a file all if it is None.
+def show_signal(line: Line) -> None:
+    """Execute `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [settings]`.
 
     Raises:
         CoveyError: the recipe names no reward function, or the file, the data or the model cannot be read.
     """
+    loaded = recipe.load(line.arguments[0], line.settings)
+    samples, prompts = line.options.get("--samples"), line.whole_number("--prompts")
     if loaded.envs.environment or loaded.envs.tools:
         by = (
             f"the environment {loaded.envs.environment}"
@@ -62,7 +43,7 @@ def show_signal(
             else "what the model does with tools"
         )
         what = f"this recipe scores by {by}, in several turns"
-        raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {source} plays episodes")
+        raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {line.arguments[0]} plays episodes")
     if not loaded.rewards:
         also = ", and its reward model is not asked" if loaded.reward_model else ""
         what = f"this recipe names no reward function{also}"
@@ -74,7 +55,7 @@ def show_signal(
     scored, failed = _score(groups, loaded)
     signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic)
     examples = [_example(group, index) for group, index in choose_examples(scored)]
-    if as_json:
+    if "--json" in line.options:
         origin = samples or loaded.model.source
         found = {**signal.to_json(), "examples": examples, "not_included": not_included(loaded)}
         echo(json.dumps({"recipe": loaded.name, "samples": origin, **found}))

@@ -6,51 +6,34 @@ every mistake. Data in local files are read in full, so that a malformed line or
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from covey.cli.checks import checks_of, imports_module, judges, module_names, new_run_folder, reward_names
-from covey.cli.words import join_pairs, list_recipes, split_exactly, take_switches
+from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.schema import HUBS
 from covey.display import echo
 from covey.errors import CoveyError
 
-USAGE = "covey validate NAME_OR_YAML [--no-import] [--json] [--setting value ...]"
 NOT_IMPORTED = "not imported"
 """Subject of the names whose modules --no-import leaves out."""
 
 
-def parse(words: Sequence[str]) -> Callable[[], int]:
-    """Parse `covey validate NAME_OR_YAML [--no-import] [--json] [settings]`."""
-    switches, words = take_switches(words, ("--json", "--no-import"))
-    if not words:
-        raise CoveyError("no recipe is given to validate", want=USAGE, fix=list_recipes())
-    (source,), pairs = split_exactly(1, words, USAGE)
-    return partial(validate, source, join_pairs(pairs), "--json" in switches, "--no-import" not in switches)
-
-
-def validate(source: str, settings: Sequence[str], as_json: bool = False, imports: bool = True) -> int:
-    """Check the recipe at `source` and print what was found; return the exit code: 0, or 2 if something is wrong.
-
-    Args:
-        source: name or file of the recipe.
-        settings: words of the command line that change it.
-        as_json: print one line of JSON.
-        imports: import the modules of the reward functions, environments and tools that the recipe names, and so
-            execute them.
-    """
+def validate(line: Line) -> int:
+    """Execute `covey validate NAME_OR_YAML [--no-import] [--json] [settings]`; return 0, or 2 if something is wrong."""
+    (source,), imports = line.arguments, "--no-import" not in line.options
     found: dict[str, str] = {}
     problems: list[CoveyError] = []
     try:
-        checked = recipe.load_any(source, settings)
+        checked = recipe.load_any(source, line.settings)
     except CoveyError as error:
         problems += error.problems or [error]
     else:
         found["settings"] = f"{checked.name}, for {recipe.COMMANDS[checked.method]}"
         problems += _run_checks(checked, found, imports)
-    _print_json(source, found, problems) if as_json else _print(found, problems)
+    _print_json(source, found, problems) if "--json" in line.options else _print(found, problems)
     return 2 if problems else 0
 
 

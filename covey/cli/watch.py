@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from covey.cli.checks import resume_command
+from covey.cli.parse import Line
 from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
-from covey.errors import CoveyError
+from covey.errors import STOPPED, CoveyError
 from covey.monitor.formats import duration
 from covey.monitor.progress import Progress, SampleLine
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
@@ -30,8 +31,6 @@ INTERVAL = 1.0
 """Seconds between two looks at the files."""
 HISTORY = 15
 """Number of steps, of those before the command began, that are listed."""
-UNFINISHED = 75
-"""Exit code for a run that has ended before its last step: that of a run that can be resumed."""
 
 
 class WatchedProgress(Progress):
@@ -63,6 +62,11 @@ class WatchedProgress(Progress):
         return now if running else replace(now, phase=self.run.state, done=0, parts=0, compiling=0, phase_seconds=0.0)
 
 
+def watch_command(line: Line) -> int:
+    """Execute `covey watch RUN [--once] [--json]`."""
+    return watch(Path(line.arguments[0]).expanduser(), "--once" in line.options, "--json" in line.options)
+
+
 def watch(folder: Path, once: bool = False, as_json: bool = False, console: Console | None = None) -> int:
     """Show the run in `folder` until it ends, or once; return the exit code.
 
@@ -88,7 +92,7 @@ def watch(folder: Path, once: bool = False, as_json: bool = False, console: Cons
     except KeyboardInterrupt:
         echo("\nthe watch has ended, and the run goes on" if run.state == RUNNING else "", keep="\n")
         return 130
-    return 0 if run.state in (RUNNING, FINISHED) else UNFINISHED
+    return 0 if run.state in (RUNNING, FINISHED) else STOPPED
 
 
 class _Steps:

@@ -48,9 +48,9 @@ class JobOptions(Config):
     """Settings of `covey launch slurm`, `k8s`, `tpu-vm` and `skypilot`."""
 
     name: str = "covey"
-    """Name of the job: lower-case letters, digits and hyphens."""
+    """Name of the job: lower-case letters, digits and hyphens. tpu-vm: name of the TPU VM."""
     nodes: PositiveInt = 1
-    """Number of machines."""
+    """Number of machines; a TPU VM has its own."""
     gpus_per_node: NonNegativeInt = 8
     """Number of GPUs of each machine; 0 for machines without."""
     tpus_per_node: NonNegativeInt = 0
@@ -82,7 +82,9 @@ class JobOptions(Config):
     zone: str | None = None
     """tpu-vm: the zone of the cloud."""
     workdir: str = "."
-    """Folder in which the command runs; relative paths of the recipe and of --out start there."""
+    """Folder in which the command runs; relative paths of the recipe and of --out start there. k8s: where the
+    shared volume is mounted.
+    """
     setup: str = ""
     """Shell command that is run first, as in: source .venv/bin/activate."""
     max_restarts: NonNegativeInt = 0

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from covey import extras
+from covey import __version__, extras
 from covey.cli import doctor
 from covey.cli import main as cli
+from covey.cli.commands import COMMANDS, GenerateOptions
 from covey.config import recipe
 from covey.config.processes import PEER_LOST
-from covey.errors import Stopped
+from covey.errors import STOPPED, Stopped
 from covey.parallel.distributed import PeerError
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +155,7 @@ def test_mistakes_need_no_jax(answers, words, told):
 
 
 def test_help_of_every_command(capsys):
-    for name in cli.COMMANDS:
+    for name in COMMANDS:
         assert cli.main([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"covey {name}")
 
@@ -335,7 +336,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     assert "covey train --resume out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("stopped", "code"), [(Stopped("SIGTERM"), 143), (Stopped("SIGINT", step=3), cli.STOPPED)])
+@pytest.mark.parametrize(("stopped", "code"), [(Stopped("SIGTERM"), 143), (Stopped("SIGINT", step=3), STOPPED)])
 def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, capsys, stopped, code):
     fake, error = sys.modules["covey.run"], PeerError("process 1 has failed: it was stopped by a signal")
     error.stopped = stopped
@@ -384,9 +385,9 @@ def test_output_without_unicode_shows_escapes():
 
 def install_covey(folder, *requirements):
     """Installs a Covey with these requirements in front of the one that is there."""
-    told = folder / f"covey-{cli.__version__}.dist-info"
+    told = folder / f"covey-{__version__}.dist-info"
     told.mkdir()
-    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {cli.__version__}"]
+    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {__version__}"]
     (told / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requirements)]) + "\n")
 
 
@@ -435,15 +436,7 @@ def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
     assert "does not work" in capsys.readouterr().out
 
 
-def test_parsing_runs_nothing(calls):
-    for words in (["train", "quickstart"], ["chat", MODEL], ["eval", "nowhere"], ["doctor"]):
-        assert callable(cli.parse(words))
-    assert calls == []
-
-
 def test_options_of_sampling_commands_follow_their_seed():
-    from covey.cli.options import GenerateOptions
-
     assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9
 
 

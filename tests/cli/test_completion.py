@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from covey.cli import completion, help
+from covey.cli import completion
 from covey.cli import main as cli
+from covey.cli.commands import COMMANDS
 
 ASK = """
 source {script}
@@ -24,8 +25,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the scripts, and with a recipe and a file in it."""
     folder = tmp_path_factory.mktemp("scripts")
     for shell in completion.SHELLS:
-        lines = {"bash": completion._bash, "zsh": completion._zsh, "fish": completion._fish}[shell]
-        (folder / f"covey.{shell}").write_text("\n".join(lines(completion.commands())) + "\n")
+        (folder / f"covey.{shell}").write_text("\n".join(completion.script(shell)) + "\n")
     (folder / "mine.yaml").touch()
     return folder
 
@@ -55,7 +55,7 @@ def offered(scripts: Path, *words: str) -> set[str]:
         (("covey", "train", "quickstart", "--grpo.algorithm", "=", "gsp"), {"gspo", "gspo_token"}),
         (
             ("covey", "train", "quickstart", "--algorithm", "="),
-            set(completion.commands()["train"].flags["--grpo.algorithm"]),
+            set(completion.flags_of(COMMANDS["train"])["--grpo.algorithm"]),
         ),
         (("covey", "train", "quickstart", "--dry-run", "--res"), {"--resume"}),
         (("covey", "train", "quickstart", "--rewards", "first"), {"first_letter"}),
@@ -80,23 +80,13 @@ def test_the_shell_reads_its_script(scripts: Path, shell: str) -> None:
 
 def test_zsh_and_fish_offer_the_same_settings(scripts: Path) -> None:
     """They are made from one table, so that only the syntax differs."""
-    flags = completion.commands()["train"].flags
+    flags = completion.flags_of(COMMANDS["train"])
     fish = (scripts / "covey.fish").read_text()
     assert set(re.findall(r"_from train' -l (\S+)", fish)) == {flag.removeprefix("--") for flag in flags}
     assert re.search(r"_from train' -l grpo.algorithm -x -a '.*\bdapo\b.*'$", fish, re.M)
     zsh, bash = ((scripts / f"covey.{shell}").read_text() for shell in ("zsh", "bash"))
     tables = [text[text.index("_covey_values()") : text.index("\n_covey() {")] for text in (zsh, bash)]
     assert tables[0] == tables[1]
-
-
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_option_of_the_help_is_offered(name: str) -> None:
-    page = help.PAGES[name][0].partition("examples\n")[0]
-    listed = {
-        *re.findall(r"^  (--[a-z-]+)", page, re.M),
-        *re.findall(r"[\[ ](--[a-z-]+)[\] ]", page.partition("\n\n")[0]),
-    }
-    assert listed - {"--setting"} <= completion.commands()[name].flags.keys()
 
 
 def test_the_command_prints_a_script(capsys: Any) -> None:

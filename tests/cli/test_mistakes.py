@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.cli import main as cli
-from covey.cli.help import PAGES
+from covey.cli.commands import COMMANDS
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_no_mistake_needs_jax_or_numpy(folder: Path) -> None:
     """All rows in one process of its own, since that of the tests may have imported them."""
     code = "import sys, shlex; from covey.cli.main import main\n"
     code += f"for command in {[command for command, _ in ROWS]!r}: main(shlex.split(command)[1:])\n"
-    code += f"for command in {list(PAGES)!r}: main([command, '--help'])\n"
+    code += f"for command in {list(COMMANDS)!r}: main([command, '--help'])\n"
     code += "print('', {'jax', 'numpy'} & sys.modules.keys(), sep='\\n')"
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     done = subprocess.run(

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from covey.cli import help as help_texts
 from covey.cli import main as cli
+from covey.cli.commands import COMMANDS
+from covey.cli.help import page
 from covey.config import recipe, strict_yaml
 from covey.monitor.run_files import RUN_FILES
 
@@ -194,7 +195,7 @@ def test_nothing_that_a_link_leads_to_is_published(hub: type[FakeHub], name: str
 def test_what_is_published_stands_in_the_table_and_in_the_help() -> None:
     published = {file.name for file in RUN_FILES if file.publish != "never"}
     assert published == {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "report.html"}
-    assert all(name in help_texts.PUSH for name in published)
+    assert all(name in page(COMMANDS["push"]) for name in published)
 
 
 def test_nothing_is_published_without_consent(hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from covey.cli import help as help_texts
 from covey.cli import main as cli
+from covey.cli.commands import COMMANDS
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +147,6 @@ def test_without_imports_other_mistakes_are_found(capsys: Any) -> None:
 
 def test_the_help_says_what_is_executed() -> None:
     assert all(
-        "module:function" in page and "execute" in page
-        for page in (help_texts.TRAIN, help_texts.SFT, help_texts.VALIDATE)
+        "module:function" in COMMANDS[name].about and "execute" in COMMANDS[name].about
+        for name in ("train", "sft", "validate")
     )

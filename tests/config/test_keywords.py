@@ -153,12 +153,12 @@ def test_the_same_names_are_answered_in_a_recipe_and_on_the_command_line() -> No
         ("generate", "scratch:arithmetic-tiny", "hello", "--max-tokens", "3"): "write --rollout.max-new-tokens",
     }.items():
         with pytest.raises(CoveyError, match=re.escape(fix)):
-            parse(words)
+            parse(words)()
 
 
 def test_a_foreign_name_of_what_a_command_lacks_is_not_answered_with_it() -> None:
     with pytest.raises(CoveyError) as caught:
-        parse(["generate", "scratch:arithmetic-tiny", "hello", "--num-train-epochs", "3"])
+        parse(["generate", "scratch:arithmetic-tiny", "hello", "--num-train-epochs", "3"])()
     assert "num-epochs" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from covey.cli.options import ChatOptions
+from covey.cli.commands import ChatOptions
 from covey.config import recipe, strict_yaml
 from covey.config.base import bounds, classes_in, without_none
 from covey.config.recipe import Recipe, SFTRecipe

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from covey import run
-from covey.cli.main import STOPPED, main
+from covey.cli.main import main
 from covey.config import recipe
-from covey.errors import DataError, NumbersError, ResumeError
+from covey.errors import STOPPED, DataError, NumbersError, ResumeError
 from covey.monitor.writer import MetricsWriter
 from covey.run.base import Run
 from covey.run.rl import RLRun
@@ -51,7 +51,7 @@ def ready(*more: str) -> recipe.Recipe:
 STARTING = """
     import json, sys
     import covey.run
-    from covey.cli import main as cli
+    from covey.cli import main as cli, train
     from covey.run.base import Run
 
     def wait(word):
@@ -70,7 +70,7 @@ STARTING = """
         folder.write_summary({"steps": 0})
         return {}
 
-    cli.new_run_folder = looked(cli.new_run_folder)
+    train.new_run_folder = looked(train.new_run_folder)
     Run._execute = classmethod(hold)
     print("codes", *map(cli.main, json.loads(sys.argv[1])))
 """

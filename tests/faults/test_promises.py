@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from covey.cli.main import STOPPED
+from covey.errors import STOPPED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reliability.md").read_text()

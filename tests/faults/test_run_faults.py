@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from covey import run
-from covey.cli.main import STOPPED, main
+from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS
 from covey.config.recipe import SFTRecipe
-from covey.errors import NumbersError, ResumeError, Stopped
+from covey.errors import STOPPED, NumbersError, ResumeError, Stopped
 from covey.monitor.run_files import HEARTBEAT, STACKS
 from covey.monitor.status import read_heartbeat
 from covey.monitor.writer import MetricsWriter

@@ -44,12 +44,13 @@ from covey import (
     SFTConfig,
     SFTLearner,
 )
-from covey.cli.main import STOPPED, main
+from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS
 from covey.config.processes import ADDRESS, COUNT, NUMBER
 from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
+from covey.errors import STOPPED
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord

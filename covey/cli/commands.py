@@ -1,0 +1,499 @@
+"""The table of commands. The parser, the help, the completion and the suggestions for mistakes are made from it.
+
+A row names its function as `module:function`, which is imported when the command is executed, so that help and
+mistakes are answered at once.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Literal, NamedTuple, TypeVar
+
+from covey.config import recipe
+from covey.config.base import Config, GroupSize, NonNegativeInt
+from covey.config.schema import RolloutConfig
+from covey.config.strict_yaml import leaves
+from covey.errors import CoveyError
+from covey.launch import JobOptions, LocalOptions
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+ANY = 10_000
+"""Largest number of arguments of a command that takes any number."""
+
+
+class ChatOptions(Config):
+    """Settings of `covey chat`."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the samples drawn."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
+
+
+class GenerateOptions(ChatOptions):
+    """Settings of `covey generate`."""
+
+    n: GroupSize = 1
+    """Number of completions of the prompt."""
+
+
+class ExportOptions(Config):
+    """Settings of `covey export` and `covey push`."""
+
+    format: Literal["hf", "peft", "gguf"] = "hf"
+    """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
+    merged.
+    """
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights written; that of the run when not set."""
+    shard_size: str = "5GB"
+    """hf: largest size of a file of weights: 500MB, 5GB, or a number of bytes."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return `shard_size` in bytes.
+
+        Raises:
+            CoveyError: it is not a size.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)?", self.shard_size.strip(), re.IGNORECASE)
+        size = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
+        if size < 1:
+            raise CoveyError(f"--shard-size is {self.shard_size!r}", want="bytes, as in 500MB or 5GB")
+        return size
+
+
+OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions, ExportOptions)
+
+
+class Option(NamedTuple):
+    """An option that belongs to a command and not to a recipe.
+
+    Attributes:
+        flag: its name, with the dashes.
+        value: placeholder of its value; "" for a switch, which takes none.
+        help: explanation; "" if the text of the command explains it.
+    """
+
+    flag: str
+    value: str = ""
+    help: str = ""
+
+    @property
+    def label(self) -> str:
+        """The flag with the placeholder of its value."""
+        return f"{self.flag} {self.value}".rstrip()
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        name: the word behind `covey`.
+        function: `module:function`, which is called with the `Line` and returns the exit code or None.
+        arguments: placeholders of the positional words.
+        summary: purpose in a few words, for the overview.
+        about: paragraphs of the help above the options.
+        examples: paragraphs of the help below the options.
+        least: smallest number of positional words.
+        most: largest number of positional words.
+        missing: what is wrong with fewer words.
+        options: the command's own options.
+        settings: classes of the settings that it takes and that its help lists.
+        settings_of: commands whose settings it takes too.
+        usages: lines of usage, where they are not simply the arguments, options and settings.
+        is_prefix: whether another command with its options follows.
+    """
+
+    name: str
+    function: str
+    arguments: str
+    summary: str
+    about: str
+    examples: str = ""
+    least: int = 1
+    most: int = 1
+    missing: str = "an argument is missing"
+    options: tuple[Option, ...] = ()
+    settings: tuple[type[Config], ...] = ()
+    settings_of: tuple[str, ...] = ()
+    usages: tuple[str, ...] = ()
+    is_prefix: bool = False
+
+    @property
+    def synopsis(self) -> str:
+        """The command with its arguments."""
+        return f"covey {self.name} {self.arguments}".rstrip()
+
+    @property
+    def usage(self) -> Sequence[str]:
+        """Lines of usage."""
+        options = [option.label for option in self.options if option.flag not in self.arguments]
+        settings = ["[--setting value ...]"] if self.classes else []
+        return self.usages or (" ".join([self.synopsis, *(f"[{label}]" for label in options), *settings]),)
+
+    @property
+    def classes(self) -> Sequence[type[Config]]:
+        """Classes of all settings that the command takes."""
+        return (*self.settings, *(cls for name in self.settings_of for cls in COMMANDS[name].settings))
+
+    @property
+    def recipes(self) -> Sequence[str]:
+        """Names of the built-in recipes that the command takes."""
+        kinds = [cls for cls in self.classes if issubclass(cls, recipe.AnyRecipe)]
+        return recipe.names(kinds[0] if len(kinds) == 1 else recipe.AnyRecipe)
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """Flags of the command's own options."""
+        paths = (path for cls in self.settings if self.is_prefix for path in leaves(cls))
+        return (*(option.flag for option in self.options), *("--" + path.replace("_", "-") for path in paths))
+
+
+JSON = Option("--json", help="the same as one line of JSON")
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            "train", "covey.cli.train:train", "NAME_OR_YAML", "train as a recipe says",
+            """\
+Trains as a recipe says. A recipe is one of the built-in ones (covey recipes) or a YAML file.
+Any of its settings can be changed: --grpo.beta 0.1, --grpo.beta=0.1 and grpo.beta=0.1 are the same,
+and the end of a name is enough where only one setting ends so. Of a setting that is given twice the last value counts,
+and the parts of a list are joined: --rewards a --rewards b. Beside --resume the settings change the run's recipe,
+as far as it stays the same run; --max-steps trains a finished one longer. --help grpo lists the settings of a section,
+--help beta explains one, and --help all lists all.
+
+With --dry-run nothing is written and no update is made: it shows every setting with its origin, the first prompt and
+its tokens, tokens and number of steps, memory, and the files of the run; --json prints that as one line of JSON. As
+every run, it imports the modules that the recipe names (module:function), which executes them.""",
+            """\
+examples
+  covey train quickstart
+  covey train quickstart --dry-run
+  covey train quickstart --max-steps 20 --seed 1 --out runs/longer
+  covey train gsm8k-smollm2 --data.path FOLDER --lora.rank 16
+  covey recipes quickstart > mine.yaml && covey train mine.yaml""",
+            least=0,
+            missing="no recipe is given to train",
+            options=(Option("--dry-run"), Option("--json"), Option("--resume", "RUN")),
+            settings=(recipe.Recipe,),
+            usages=(
+                "covey train NAME_OR_YAML [--dry-run] [--setting value ...]",
+                "covey train --resume RUN [--setting value ...]",
+            ),
+        ),
+        Command(
+            "sft", "covey.cli.train:sft", "NAME_OR_YAML", "train on given answers instead: supervised",
+            """\
+Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
+Only the answer of a row is learnt, its stop token included. A row of the file is of one of these forms:
+
+FORMS
+
+Functions that judge the answers (module:function) are imported, and so executed, also with --dry-run.""",
+            """\
+examples
+  covey sft sft-arithmetic
+  covey sft sft-smollm2 --data.path mine.jsonl --num-epochs 3
+  covey sft sft-smollm2 --data.path mine.jsonl --lora.rank 0 --learning-rate 1e-5
+  covey train quickstart --model.source runs/sft-smollm2-1""",
+            least=0,
+            missing="no recipe is given to train",
+            options=(Option("--dry-run"), Option("--json"), Option("--resume", "RUN")),
+            settings=(recipe.SFTRecipe,),
+            usages=(
+                "covey sft NAME_OR_YAML [--dry-run] [--setting value ...]",
+                "covey sft --resume RUN [--setting value ...]",
+            ),
+        ),
+        Command(
+            "eval", "covey.cli.model:evaluate", "RUN_OR_MODEL", "measure it on held-out prompts",
+            """\
+Measures a trained run, or a model, on a recipe's held-out prompts. A run brings its own recipe.
+Under a recipe for covey sft that is the loss on held-out examples, and a few answers.""",
+            """\
+examples
+  covey eval runs/quickstart-1
+  covey eval smollm2-135m --recipe quickstart --evaluation.samples 4
+
+The settings are those of covey train; the section evaluation matters here.""",
+            options=(Option("--recipe", "NAME_OR_YAML"),),
+            settings_of=("train", "sft"),
+        ),
+        Command(
+            "rollout", "covey.cli.model:rollout", "NAME_OR_YAML",
+            "play a few episodes of a recipe before it is trained",
+            """\
+Samples a few prompts of a recipe with the model that it begins with, and prints the conversations, turn by turn:
+what the model and the environment say, the reward, and how each episode ended. Nothing is trained or written.""",
+            """\
+examples
+  covey rollout quickstart
+  covey rollout guess-tiny --episodes 8 --rollout.temperature 0.5
+
+The settings are those of covey train.""",
+            options=(Option("--episodes", "N", "number of episodes, each for another prompt; 4 when not given"),),
+            settings_of=("train",),
+        ),
+        Command(
+            "generate", "covey.cli.model:generate", 'RUN_OR_MODEL "PROMPT"', "complete a prompt",
+            "Completes a prompt. A run brings the rollout settings it was trained with.",
+            """\
+examples
+  covey generate smollm2-135m "Write one short sentence about rivers that starts with the letter S."
+  covey generate runs/quickstart-1 "Write one short sentence about rain." --n 4 --temperature 0.7""",
+            most=2,
+            settings=(GenerateOptions,),
+        ),
+        Command(
+            "chat", "covey.cli.model:chat", "RUN_OR_MODEL", "talk to it",
+            "A conversation in the terminal; Ctrl-D ends it.",
+            """\
+examples
+  covey chat runs/quickstart-1
+  covey chat smollm2-135m --temperature 0.7""",
+            settings=(ChatOptions,),
+        ),
+        Command(
+            "export", "covey.cli.model:export", "RUN_OR_MODEL --out FOLDER",
+            "write it for transformers, PEFT or llama.cpp",
+            """\
+Writes a model for others to use: a Hugging Face folder with the adapters merged, a PEFT adapter, or a GGUF file.
+What was written is read back, and its logits are compared with those of the model, before it is put in place.""",
+            """\
+examples
+  covey export runs/quickstart-1 --out exported
+  covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
+  covey export runs/gsm8k-smollm2-1 --out adapter --format peft
+  covey export smollm2-135m --out for-llama-cpp --format gguf""",
+            options=(Option("--out", "FOLDER", "folder to write: a new or an empty one. No file is ever replaced"),),
+            settings=(ExportOptions,),
+        ),
+        Command(
+            "validate", "covey.cli.validate:validate", "NAME_OR_YAML",
+            "check a recipe, its data and its rewards, without running it",
+            """\
+Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
+columns of local data, the reward functions, the run folder. It lists all mistakes; the exit code is 2 if there is one.
+It imports the modules that the recipe names (module:function), which executes them: of a recipe from others, use
+--no-import.""",
+            """\
+examples
+  covey validate mine.yaml
+  covey validate gsm8k-smollm2 --data.path FOLDER --json
+
+The settings are those of covey train and covey sft.""",
+            missing="no recipe is given to validate",
+            options=(
+                Option(
+                    "--no-import",
+                    help="import no module that the recipe names, and leave out the checks that need it",
+                ),
+                JSON,
+            ),
+            settings_of=("train", "sft"),
+        ),
+        Command(
+            "rewards", "covey.cli.rewards:show_signal", "NAME_OR_YAML",
+            "is there a learning signal? scores samples of the untouched model",
+            """\
+Scores completions of the untouched model with the recipe's reward functions and says whether there is a learning
+signal: mean of each function, spread within groups, share of groups with different scores, failures, a few examples;
+and where there is none, the setting to change. Groups whose completions all score alike teach nothing.""",
+            """\
+examples
+  covey rewards quickstart
+  covey rewards mine.yaml --prompts 32 --grpo.num-generations 16
+  covey rewards quickstart --samples runs/quickstart-1/samples.jsonl --rewards first_letter
+
+The settings are those of covey train. A reward model is not asked, and the penalty for long completions
+(grpo.overlong_buffer) is not added; the output says so for a recipe that has them.""",
+            missing="no recipe is given",
+            options=(
+                Option(
+                    "--samples",
+                    "FILE",
+                    "score recorded completions instead: JSON lines as in samples.jsonl. No model is loaded",
+                ),
+                Option("--prompts", "N", "number of prompts; 16 when not given, all of a file"),
+                JSON,
+            ),
+            settings_of=("train",),
+        ),
+        Command(
+            "plan", "covey.cli.dry_run:plan", "NAME_OR_YAML", "what a run needs, on this or another machine",
+            """\
+Says what a run of a recipe needs, without its weights: memory by part, flops and bytes by phase, the least and the
+expected seconds of a step, what moves between devices, and the first setting to change where it does not fit.
+What follows from shapes alone is printed first: the arrays on a device, tokens of a step, checkpoints on the disk. Then
+all programs of the run are compiled for the machine, which need not be there; a large model takes minutes.""",
+            """\
+examples
+  covey plan quickstart
+  covey plan quickstart --quick
+  covey plan quickstart --here
+  covey plan gsm8k-gemma2 --on v5e:2x2
+  covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
+  covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
+
+The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
+its files are read.""",
+            options=(
+                Option(
+                    "--on",
+                    "MACHINE",
+                    "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4 or h100:8. TPUs need the extra 'plan', H100s the "
+                    "plugin for CUDA. The recipe's mesh must have as many devices",
+                ),
+                JSON,
+                Option("--quick", help="stop after what follows from shapes, and compile nothing"),
+                Option("--here", help="run two steps too, and compare this machine's memory with the plan's"),
+                Option("--prompt-tokens", "N", "mean length of a prompt; the longest allowed when not given"),
+                Option(
+                    "--completion-tokens",
+                    "N",
+                    "mean length of a completion; 35 % of the longest allowed when not given",
+                ),
+            ),
+            settings_of=("train", "sft"),
+        ),
+        Command(
+            "launch", "covey.cli.launch:launch_command", "PLACE ... train",
+            "train with several processes, here or on a cluster",
+            """\
+Trains with several processes (docs/scaling.md). 'local' starts them on this machine: process 0 writes to the terminal,
+the others to a file each. When one fails, all are stopped within half a minute, the first that failed is named, and
+its last lines are shown. The other places write a job file for review and say how to submit it; nothing is submitted.
+In place of the recipe may be --resume RUN; 'sft' is launched as 'train' is. 'eval' divides the prompts, and 'export'
+the weights. -n N is short for --processes N.""",
+            """\
+examples
+  covey launch local -n 2 train quickstart --prompts-per-step 8
+  covey launch local -n 4 --gpus-per-process 2 --max-restarts 3 train mine.yaml --out runs/mine
+  covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
+  covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
+  covey launch skypilot --nodes 2 --accelerator H100 --volume data --dry-run train mine.yaml --out /shared/runs/a""",
+            options=(Option("--dry-run", help="print the job file instead of writing it"),),
+            settings=(LocalOptions, JobOptions),
+            usages=(
+                "covey launch local [options] train NAME_OR_YAML [--setting value ...]",
+                "covey launch local [options] eval RUN_OR_MODEL [--recipe NAME] [--setting value ...]",
+                "covey launch local [options] export RUN_OR_MODEL --out FOLDER [--setting value ...]",
+                "covey launch slurm|k8s|tpu-vm|skypilot [options] train NAME_OR_YAML --out FOLDER [--setting ...]",
+            ),
+            is_prefix=True,
+        ),
+        Command(
+            "report", "covey.cli.compare:report", "RUN ...", "one HTML page of a run, or of several compared",
+            """\
+Writes a run as one HTML page that needs no network: curves, held-out results before and after, completions, recipe.
+Several runs share their charts, and the page lists the settings that differ. A run that trains writes its own report;
+this command writes it again at any time. The page holds the prompts and completions of the run.""",
+            """\
+examples
+  covey report runs/quickstart-1
+  covey report runs/quickstart-1 runs/longer --out comparison.html""",
+            most=ANY,
+            missing="no run is given to report on",
+            options=(
+                Option(
+                    "--out",
+                    "FILE",
+                    "file to write; report.html in the folder of a single run, or here for several",
+                ),
+            ),
+        ),
+        Command(
+            "watch", "covey.cli.watch:watch_command", "RUN", "a run that trains elsewhere, from its folder",
+            """\
+Shows a run that trains in another terminal or on another machine, from the files of its folder alone: its steps, a bar,
+the time left without compilation, memory, the phase and the program being compiled. It ends when the run ends, and says
+so when the run seems to be dead: no process holds the folder's lock, and the run has not said that it ended.
+A run on another machine seems to be dead when its heartbeat.json is not written any more.""",
+            """\
+The exit code is 0 when the run is finished (with --once: or goes on), and 75 when it ended too early.
+
+examples
+  covey watch runs/quickstart-1
+  covey watch runs/quickstart-1 --once --json""",
+            options=(
+                Option("--once", help="show the present state and end"),
+                Option("--json", help="print each new state as one line of JSON"),
+            ),
+        ),
+        Command(
+            "compare", "covey.cli.compare:compare", "RUN RUN ...",
+            "what differs between runs, and their results, in the terminal",
+            """\
+Prints a table of the settings that differ between runs, and of their results: held-out figures before and after, the
+final and the best value of each curve, each with its standard error where that is known. The runs may be going on.""",
+            """\
+examples
+  covey compare runs/quickstart-1 runs/longer""",
+            least=2,
+            most=ANY,
+            missing="there are not two runs to compare",
+            options=(JSON,),
+        ),
+        Command(
+            "push", "covey.cli.push:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
+            """\
+Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
+report.html. The report holds prompts, so text of your data, and completions of the model: all of it is published. It
+says so and asks first. It needs the extra 'hub' and a login (hf auth login).""",
+            """\
+examples
+  covey push runs/quickstart-1 hf:me/covey-quickstart --private
+  covey push runs/quickstart-1 hf:me/covey-quickstart --yes --no-report --format peft""",
+            least=2,
+            most=2,
+            options=(
+                Option("--yes", help="do not ask, as scripts need it"),
+                Option("--private", help="make the repository private, if it is new"),
+                Option("--samples", help="publish samples.jsonl too: every completion, with its prompt"),
+                Option("--no-report", help="do not publish report.html"),
+            ),
+            settings=(ExportOptions,),
+        ),
+        Command(
+            "recipes", "covey.cli.recipes:recipes", "[NAME]", "the built-in recipes, or the text of one",
+            """\
+Lists the built-in recipes, prints the text of one, or copies it to a new file, to be changed. --json lists them as one
+line of JSON.""",
+            """\
+examples
+  covey recipes quickstart
+  covey recipes copy quickstart mine.yaml""",
+            least=0,
+            most=3,
+            options=(Option("--json"),),
+            usages=("covey recipes [NAME]", "covey recipes copy NAME FILE", "covey recipes --json"),
+        ),
+        Command(
+            "completion", "covey.cli.completion:completion", "bash|zsh|fish",
+            "complete commands and settings in a shell",
+            """\
+Prints a script with which the shell completes commands, settings and their values. It starts no Python.
+
+  bash    source <(covey completion bash), in ~/.bashrc
+  zsh     source <(covey completion zsh), in ~/.zshrc after compinit
+  fish    covey completion fish > ~/.config/fish/completions/covey.fish""",
+            """\
+examples
+  covey completion bash""",
+        ),
+        Command(
+            "doctor", "covey.cli.doctor:doctor", "", "what this machine has, and what is missing",
+            """\
+Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
+and how to get what is missing.""",
+            least=0,
+            most=0,
+        ),
+    )
+}  # fmt: skip
+"""Map from the name of a command to its row, in the order of the overview."""

@@ -1,0 +1,88 @@
+"""Execute the commands that use a model without training it: eval, rollout, generate, chat and export."""
+
+from pathlib import Path
+
+from covey.cli.checks import check_not_recipe, check_one_process, check_run, check_source
+from covey.cli.commands import ChatOptions, ExportOptions, GenerateOptions
+from covey.cli.parse import Line, build_settings, list_recipes, missing_argument
+from covey.config import recipe
+from covey.display import echo
+from covey.errors import CoveyError
+
+DEFAULT_EPISODES = 4
+"""Number of episodes that `covey rollout` plays."""
+
+
+def evaluate(line: Line) -> None:
+    """Execute `covey eval RUN_OR_MODEL [--recipe NAME] [settings]`."""
+    (source,) = line.arguments
+    chosen = line.options.get("--recipe") or (source if recipe.is_run(source) else None)
+    settings = recipe.load_any(chosen, line.settings) if chosen else None
+    check_source(source)
+    if settings is None:
+        what = f"no recipe is given to evaluate {source} on"
+        raise CoveyError(what, want="covey eval MODEL --recipe NAME", fix=list_recipes(line.command))
+    check_run(settings)
+    from covey import run
+    from covey.parallel import distributed
+
+    with distributed.start():
+        if isinstance(settings, recipe.SFTRecipe):
+            run.evaluate_sft(source, settings)
+        else:
+            run.evaluate(source, settings)
+
+
+def rollout(line: Line) -> None:
+    """Execute `covey rollout NAME_OR_YAML [--episodes N] [settings]`."""
+    settings, episodes = recipe.load(line.arguments[0], line.settings), line.whole_number("--episodes")
+    check_one_process("covey rollout")
+    check_run(settings)
+    from covey import run
+
+    run.play(settings, episodes or DEFAULT_EPISODES)
+
+
+def generate(line: Line) -> None:
+    """Execute `covey generate RUN_OR_MODEL "PROMPT" [settings]`."""
+    source = line.arguments[0]
+    if len(line.arguments) == 1:
+        check_not_recipe(source)  # it is the mistake, and not the prompt that is missing
+        raise missing_argument(line.command)
+    options = build_settings(GenerateOptions, line, source)
+    check_one_process("covey generate")
+    check_source(source)
+    from covey import run
+
+    answers = run.generate(source, line.arguments[1], options.n, options.rollout)
+    for number, text in enumerate(answers, start=1):
+        if len(answers) > 1:
+            echo(f"--- {number} of {len(answers)}")
+        echo(text, keep="\n\t")
+
+
+def chat(line: Line) -> None:
+    """Execute `covey chat RUN_OR_MODEL [settings]`."""
+    (source,) = line.arguments
+    options = build_settings(ChatOptions, line, source)
+    check_one_process("covey chat")
+    check_source(source)
+    from covey import run
+
+    run.chat(source, options.rollout)
+
+
+def export(line: Line) -> None:
+    """Execute `covey export RUN_OR_MODEL --out FOLDER [settings]`."""
+    (source,), options = line.arguments, build_settings(ExportOptions, line)
+    if "--out" not in line.options:
+        raise CoveyError("no folder is given to export to", want=line.command.synopsis)
+    if options.format == "peft" and options.dtype:
+        raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
+    shard_bytes = options.shard_bytes
+    check_source(source)
+    from covey import run
+    from covey.parallel import distributed
+
+    with distributed.start():
+        run.export(source, Path(line.options["--out"]).expanduser(), options.format, options.dtype, shard_bytes)

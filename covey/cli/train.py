@@ -1,0 +1,97 @@
+"""Execute `covey train` and `covey sft`: begin a run, or resume one."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from covey.cli.checks import (
+    check_not_model,
+    check_run,
+    has_checkpoint,
+    new_run_folder,
+    reserve_run_folder,
+    resume_command,
+)
+from covey.cli.parse import Line, missing_argument
+from covey.config import recipe
+from covey.display import echo
+from covey.errors import CoveyError
+
+
+def train(line: Line) -> None:
+    """Execute `covey train NAME_OR_YAML [--dry-run] [settings]` or `covey train --resume RUN [settings]`."""
+    _train(recipe.Recipe, line)
+
+
+def sft(line: Line) -> None:
+    """Execute `covey sft`, whose arguments are those of `covey train`."""
+    _train(recipe.SFTRecipe, line)
+
+
+def _train(kind: type[recipe.RecipeT], line: Line) -> None:
+    folder = line.options.get("--resume")
+    if "--dry-run" in line.options:
+        from covey.cli.dry_run import dry_run  # late: a run does not need it
+
+        dry_run(kind, line)
+    elif "--json" in line.options:
+        raise CoveyError("--json without --dry-run", fix="leave it out: a run writes metrics.jsonl and summary.json")
+    elif folder is not None:
+        if line.arguments:
+            what = f"--resume RUN and the recipe {line.arguments[0]}"
+            raise CoveyError(what, fix="leave it out: a run keeps its recipe")
+        _resume(kind, folder, line.settings)
+    elif line.arguments:
+        check_not_model(line.arguments[0], kind)
+        _begin(recipe.load(line.arguments[0], line.settings, kind))
+    else:
+        raise missing_argument(line.command)
+
+
+def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
+    out, here = new_run_folder(settings), Path.cwd()  # first: it takes less time than the other checks
+    check_run(settings)
+    from covey import run
+    from covey.parallel import distributed
+
+    try:
+        with distributed.start(), ExitStack() as stack:
+            if distributed.is_first():
+                out = stack.enter_context(reserve_run_folder(settings))
+            out = distributed.agreed(out, "run folder")
+            if isinstance(settings, recipe.SFTRecipe):
+                run.train_sft(settings, out)
+            else:
+                run.train(settings, out)
+    except KeyboardInterrupt:
+        _print_resume_command(settings.method, out, here)
+        raise
+
+
+def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:
+    if not recipe.is_run(folder):
+        raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
+    if recipe.kind_of(folder) is not kind:
+        raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
+    if recipe.load_any(folder, changes).out != recipe.load_any(folder).out:
+        raise CoveyError("--out beside --resume", fix="leave it out: a run goes on in its own folder", where=folder)
+    here = Path.cwd()
+    from covey import run
+    from covey.parallel import distributed
+
+    try:
+        with distributed.start():
+            if kind is recipe.SFTRecipe:
+                run.resume_sft(Path(folder), changes)
+            else:
+                run.resume(Path(folder), changes)
+    except KeyboardInterrupt:
+        _print_resume_command(kind.method, Path(folder), here)
+        raise
+
+
+def _print_resume_command(method: str, run: Path, here: Path) -> None:
+    """Print the command that resumes `run`, with a path relative to `here`, the working directory at the start."""
+    if has_checkpoint(here / run):
+        echo(f"\ngo on with: {recipe.COMMANDS[method]} --resume {run}", keep="\n", file=sys.stderr)
