@@ -191,8 +191,8 @@ def _command_for(source: str) -> str:
     texts = {name: find(name).read_text(encoding="utf-8") for name in names()}
     line = re.compile(rf"^out: .*{re.escape(source)}", re.M)
     for name in (name for name, text in texts.items() if line.search(text)):  # to parse all takes a quarter of a second
-        written = strict_yaml.read(texts[name], name).value
-        if "out" in written and written["out"].value == source:
+        written = strict_yaml.read(texts[name], name).tree
+        if written.get("out") == source:
             return f"{COMMANDS[kind_of(name).method]} {name}"
     return ""
 
@@ -224,9 +224,9 @@ def check_one_process(command: str) -> None:
 
 def resume_command(run: str | Path) -> str:
     """Return the command that resumes the run at `run`, or the call in the script that began it."""
-    data = section_of(run, "data").value
-    task = data["data"].value if isinstance(data, dict) and "data" in data else None
-    if isinstance(task, dict) and "task" in task and task["task"].value == FROM_PYTHON:
+    tree = section_of(run, "data").tree
+    data = tree.get("data") if isinstance(tree, dict) else None
+    if isinstance(data, dict) and data.get("task") == FROM_PYTHON:
         return "the script that began it: learner.train(rows, out=...)"
     return f"{COMMANDS[kind_of(run).method]} --resume {run}"
 

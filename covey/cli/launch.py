@@ -72,7 +72,7 @@ def _build(cls: type[OptionsT], words: Sequence[str]) -> OptionsT:
     _, pairs = split(
         [word.replace("-n", "--processes", 1) if word == "-n" else word for word in words if word != "--"], 0
     )
-    item = apply(cls, strict_yaml.Item({}, "covey launch"), [f"{flag}={value}" for flag, value in pairs])
+    item = apply(cls, strict_yaml.Document(), [f"{flag}={value}" for flag, value in pairs])
     return strict_yaml.build(cls, item)
 
 

@@ -65,10 +65,10 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
         line: the command line.
         source: run whose rollout settings are the defaults, if it is one.
     """
-    item = strict_yaml.Item({}, source or line.command.name)
+    document = strict_yaml.Document()
     if source and recipe.is_run(source):
-        item = recipe.section_of(source, "rollout")
-    return strict_yaml.build(cls, apply(cls, item, line.settings, recipe.HIDDEN))
+        document = recipe.section_of(source, "rollout")
+    return strict_yaml.build(cls, apply(cls, document, line.settings, recipe.HIDDEN))
 
 
 def before_dashes(words: Sequence[str]) -> Sequence[str]:

@@ -57,8 +57,8 @@ def show_recipes() -> None:
 
 def _about(name: str) -> dict[str, str]:
     """Return the description of a built-in recipe, without checking its settings."""
-    written = strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name).value
-    return {key: written[key].value for key in ABOUT}
+    written = strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name).tree
+    return {key: written[key] for key in ABOUT}
 
 
 def copy_recipe(name: str, file: Path) -> None:

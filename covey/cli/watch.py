@@ -206,7 +206,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         want = "the folder of a run, as covey train and covey sft write it"
         raise CoveyError(f"this is no run folder: it has no {RECIPE}", want=want, where=str(folder))
     path = folder / RECIPE
-    tree = strict_yaml.plain(strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)))
+    tree = strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)).tree
     tree = tree if isinstance(tree, dict) else {}
     sections = {name: tree[name] if isinstance(tree.get(name), dict) else {} for name in ("training", "data")}
     return {

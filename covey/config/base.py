@@ -14,12 +14,12 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
-from itertools import pairwise
+from functools import cache, reduce
+from itertools import islice, pairwise
 from numbers import Number
+from operator import getitem
 from pathlib import Path
 from threading import RLock
 from typing import (
@@ -39,11 +39,11 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
+from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, SchemaValidator
 
 import covey
 from covey.config import foreign_names
-from covey.errors import RecipeError, nearest, raise_together
+from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 
 MAX_INT = 2**31 - 1
 """Largest whole number of any setting: counts beyond it cannot be meant, and lists of such a length fill the memory."""
@@ -99,10 +99,10 @@ def shortened(value: Any) -> str:
 
 
 class Problem(NamedTuple):
-    """One mistake in the settings of a class.
+    """One mistake in settings.
 
     Attributes:
-        key: name of the setting.
+        key: dotted name of the setting.
         what: description of the mistake.
         want: values that would be valid.
         fix: how to fix it.
@@ -119,6 +119,15 @@ class Problem(NamedTuple):
     basic: bool = False
     unread: bool = False
 
+    def error(self, where: str) -> RecipeError:
+        """Return the error that reports the problem at the place `where`."""
+        return RecipeError(self.what, want=self.want, fix=self.fix, where=where)
+
+
+def problem_if(wrong: object, key: str, what: str, want: str = "", **more: Any) -> tuple[Problem, ...]:
+    """Return the problem of the setting `key` alone if `wrong` is true, else nothing."""
+    return (Problem(key, what, want, **more),) if wrong else ()
+
 
 class ReadIf(NamedTuple):
     """Condition under which settings are read.
@@ -132,6 +141,19 @@ class ReadIf(NamedTuple):
     names: tuple[str, ...]
     holds: Callable[[Any], bool]
     want: str
+
+
+class Wording(NamedTuple):
+    """Parts of errors that differ between Python and recipes.
+
+    Attributes:
+        show: converts a wrong value to text.
+        unknown_name: returns the problem of a name that a class of settings does not have, by the class, the dotted
+            name of its section and the name.
+    """
+
+    show: Callable[[Any], str]
+    unknown_name: Callable[[type["Config"], str, str], Problem]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -151,7 +173,6 @@ class Config:
     unset: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
     __signature__: ClassVar[inspect.Signature]
-    _validates: ClassVar[Any]
 
     def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
         """Make the class a dataclass.
@@ -166,78 +187,139 @@ class Config:
             _make_optional(cls)
         dataclass(frozen=True)(cls)
         cls.__signature__ = inspect.signature(cls)
+        cls.__init__ = Config.__init__  # type: ignore[method-assign]
         names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
         cls.kinds = {name: kind for name, kind in hints.items() if name in names}
-        del cls.__init__  # so that it is the one below, which validates
         _register(cls)
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        names = [f.name for f in fields(self)]
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, and {len(args)} were given")
-        problems = self.assign(dict(zip(names, args, strict=False)) | keywords, self.section)
-        where = type(self).__name__
-        raise_together(
-            [RecipeError(p.what, want=p.want, fix=p.fix, where="" if p.key not in names else where) for p in problems]
-        )
-
-    def assign(self, given: Mapping[str, Any], path: str, shown: Callable[[Any], str] = shortened) -> list[Problem]:
-        """Set the fields of this new object and return all that is wrong with them.
-
-        Fields that are not in `given`, or have a wrong type there, get their defaults, so that the object can be a part
-        of a larger tree that is checked for more problems.
-
-        Args:
-            path: dotted name of the section in error texts.
-            shown: converts a wrong value to text.
-        """
-        arguments = ArgsKwargs((), {name: _plain(value) for name, value in given.items()})
-        try:
-            self._validator().validate_python(arguments, self_instance=self)
-        except ValidationError as error:
-            wrong: dict[Any, ErrorDetails] = {}
-            for entry in error.errors(include_url=False):
-                wrong.setdefault(entry["loc"][0], entry)
-            problems = [self._problem(name, given, path, entry, shown) for name, entry in wrong.items()]
-            wrong_type = {problem.key for problem in problems if problem.basic}
-            for name, default in defaults(type(self)).items():
-                object.__setattr__(self, name, default if name in wrong_type else given.get(name, default))
-            told = [] if wrong_type else [one for one in self.contradictions() if one.key not in wrong]
-            return problems + told
-        return list(self.contradictions())
+        if len(args) > len(self.kinds):
+            raise TypeError(f"{type(self).__name__} takes {len(self.kinds)} arguments, and {len(args)} were given")
+        _, problems = validate(type(self), dict(zip(self.kinds, args, strict=False)) | keywords, IN_PYTHON, self)
+        raise_together([p.error(type(self).__name__ if p.key in self.kinds else "") for p in problems])
 
     @classmethod
-    def _validator(cls) -> Any:
-        if "_validates" not in vars(cls):  # late: most classes of settings are never used in a run
-            token = _building.set(cls)
-            with _without_plugins():
-                cls._validates = TypeAdapter(cls).validator
-            _building.reset(token)
-        return cls._validates
+    @cache
+    def validator(cls) -> SchemaValidator:
+        """Build the validator of this class and its sections, at the first use: a run needs few classes."""
+        with _without_plugins():
+            return TypeAdapter(cls).validator  # type: ignore[return-value]  # a plugin's, without which it is built
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of this class, or of a field that holds an object of it, which has checked itself."""
-        return handler(source) if _building.get() is cls else core_schema.is_instance_schema(cls)
+        """Return the schema of this class, which also accepts a mapping, unless validation is strict."""
+        schema = handler(source)
+        handler.resolve_ref_schema(schema).update(strict=False)  # type: ignore[attr-defined]
+        return schema
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each setting that contradicts another of this object."""
         yield from ()
 
-    @classmethod
-    def _problem(
-        cls, name: str, given: Mapping[str, Any], path: str, error: ErrorDetails, shown: Callable[[Any], str]
-    ) -> Problem:
-        """Return the problem that pydantic found with the setting `name`."""
-        key = f"{path}.{name}".lstrip(".")
-        if error["type"] == "unexpected_keyword_argument":
-            what = f"{cls.__name__} has no keyword {name!r}"
-            return Problem(name, what, fix=suggest(cls, name), basic=True)
-        kind, what = cls.kinds[name], f"{key} is {shown(given[name])}"
-        if error["type"] in _RANGES:
-            return Problem(name, what, _range_in_words(kind, error))
-        want = _classes(kind) or describe(kind)
-        return Problem(name, what, want, _nearest_choice(kind, error), error["loc"][1:], basic=True)
+
+def validate(
+    cls: type[C], values: Mapping[str, Any], wording: Wording, new: C | None = None
+) -> tuple[C, list[Problem]]:
+    """Return settings of `cls` with `values`, and everything that is wrong with them.
+
+    A section may be a mapping; its missing settings are those that the section has by default. Wrong names and types
+    come first; without any, the settings are compared with each other even if some are out of their range.
+
+    Args:
+        new: object whose fields are set; its sections must be objects.
+    """
+    complete = _with_defaults(cls, values, {})
+    unchecked = _unchecked(cls, complete)
+    try:
+        strict = None if new is None else True
+        settings = cls.validator().validate_python(ArgsKwargs((), complete), strict=strict, self_instance=new)
+        problems = []
+    except ValidationError as error:
+        settings, problems = unchecked, list(_translate(cls, error, values, wording))
+    if not any(problem.basic for problem in problems):
+        wrong = {problem.key for problem in problems}
+        contradictions = (
+            p._replace(key=start + p.key) for start, part in _sections(unchecked) for p in part.contradictions()
+        )
+        problems += [problem for problem in contradictions if problem.key not in wrong]
+    return settings, problems
+
+
+def _with_defaults(cls: type[Config], values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` as pydantic takes them, and all of `start` in addition; a section is completed by its default."""
+    complete = dict(start)
+    for name, value in values.items():
+        classes = classes_in(cls.kinds.get(name))
+        if classes and (value is None or isinstance(value, dict)):
+            value = _with_defaults(classes[-1], value or {}, vars(defaults(cls)[name]))
+        complete[name] = _plain(value)
+    return complete
+
+
+def _unchecked(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Return an object of `cls` with `values` as they are."""
+    classes = {name: classes_in(cls.kinds.get(name)) for name, value in values.items() if isinstance(value, dict)}
+    sections = {name: _unchecked(found[-1], values[name]) for name, found in classes.items() if found}
+    return without_check(cls, {**defaults(cls), **values, **sections})
+
+
+def _sections(settings: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:
+    """Yield each section of `settings` and the settings themselves, with what precedes their names."""
+    for name in settings.kinds:
+        if isinstance(section := getattr(settings, name), Config):
+            yield from _sections(section, f"{prefix}{name}.")
+    yield prefix, settings
+
+
+def _translate(
+    cls: type[Config], error: ValidationError, values: Mapping[str, Any], wording: Wording
+) -> Iterator[Problem]:
+    """Yield one problem of each setting with which pydantic found something wrong, up to the number that is listed."""
+    found: dict[tuple[str, ...], tuple[type[Config], Sequence[int | str], ErrorDetails]] = {}
+    for entry in sorted(error.errors(include_url=False), key=lambda entry: entry["type"] in _RANGES):
+        if place := _split(cls, entry["loc"]):
+            found.setdefault(place[1], (place[0], place[2], entry))
+    for names, (owner, loc, entry) in islice(found.items(), MAX_LISTED + 1):
+        *sections, name = names
+        if entry["type"] == "unexpected_keyword_argument":
+            yield wording.unknown_name(owner, ".".join(sections), name)._replace(basic=True)
+            continue
+        key, kind, value = ".".join(names), owner.kinds[name], reduce(getitem, names, values)
+        what = f"{f'{cls.section}.{key}'.lstrip('.')} is {wording.show(value)}"
+        if entry["type"] in _RANGES:
+            yield Problem(key, what, _range_in_words(kind, entry))
+        else:
+            want = _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind)
+            yield Problem(key, what, want, _nearest_choice(kind, entry), tuple(loc), basic=True)
+
+
+def _split(
+    cls: type[Config], loc: Sequence[int | str]
+) -> tuple[type[Config], tuple[str, ...], Sequence[int | str]] | None:
+    """Split a place of pydantic into class and dotted name of a setting, and the place in its value.
+
+    Return None for a place in a class of a union that is not the last one: that has all settings of the others.
+    """
+    names: list[str] = []
+    while loc:
+        name, *loc = loc
+        names.append(str(name))
+        classes = classes_in(cls.kinds.get(str(name)))
+        if len(classes) > 1 and loc:
+            branch, *loc = loc
+            if branch != classes[-1].__name__:
+                return None
+        if not classes or not loc:
+            break
+        cls = classes[-1]
+    return cls, tuple(names), loc
+
+
+def _unknown_keyword(cls: type[Config], section: str, name: str) -> Problem:
+    return Problem(name, f"{cls.__name__} has no keyword {name!r}", fix=suggest(cls, name))
+
+
+IN_PYTHON = Wording(shortened, _unknown_keyword)
 
 
 @contextmanager
@@ -532,8 +614,6 @@ def _plain(value: Any) -> Any:
         return value
 
 
-_building: ContextVar[type | None] = ContextVar("building", default=None)
-"""Class whose validator is being built."""
 _LIMITS = (Ge, Gt, Le, Lt)
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 _WORDS[JsonValue] = "text, numbers, true or false, null, lists and mappings"

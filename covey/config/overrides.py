@@ -8,45 +8,38 @@ value counts, and the parts of a list are joined: `--rewards a --rewards b` is `
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from covey.config import foreign_names
-from covey.config.strict_yaml import Item, from_text, leaves, override
+from covey.config.base import Config
+from covey.config.strict_yaml import Document, from_text, leaves
 from covey.errors import RecipeError
 
 
-def apply(cls: type, item: Item, tokens: Sequence[str], hidden: Mapping[str, str] | None = None) -> Item:
-    """Return `item` with its settings overridden by those in `tokens`.
+def apply(
+    cls: type[Config], document: Document, tokens: Sequence[str], hidden: Mapping[str, str] = MappingProxyType({})
+) -> Document:
+    """Override the settings of `document` by those in `tokens`, and return it.
 
     Args:
-        cls: the dataclass tree whose settings may be named.
-        item: tree of a recipe file, as `strict_yaml.read` returns it.
+        cls: class of the settings that may be named, with those of its sections.
         tokens: words of the command line; every one must belong to a setting.
         hidden: dotted names of `cls` that may not be set, each with the reason.
 
     Raises:
         RecipeError: a name is unknown or ambiguous, or has no value.
     """
-    positionals, pairs = split(tokens, 0)
-    assert not positionals
-    hidden = hidden or {}
     kinds = {path: kind for path, kind in leaves(cls).items() if path not in hidden}
-    values: dict[str, Item] = {}
-    for flag, text in pairs:
+    values: dict[str, Any] = {}
+    for flag, text in split(tokens, 0)[1]:
         if _name(flag) in hidden:
             raise RecipeError(f"{flag} {hidden[_name(flag)]}")
         path = resolve(flag, kinds)
-        value = from_text(kinds[path], text, flag)
-        values[path] = _joined(values[path], value) if path in values else value
-    for path, value in values.items():
-        item = override(item, path, value)
-    return item
-
-
-def _joined(first: Item, second: Item) -> Item:
-    """Return both parts of a list; of any other value the second."""
-    if not (isinstance(first.value, list) and isinstance(second.value, list)):
-        return second
-    return Item([*first.value, *second.value], first.where)
+        value, earlier = from_text(kinds[path], text), values.get(path)
+        values[path] = [*earlier, *value] if isinstance(earlier, list) and isinstance(value, list) else value
+        document.override(path, values[path], flag)
+    return document
 
 
 def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tuple[str, str]]]:

@@ -202,12 +202,12 @@ def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTR
     return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
 
 
-def section_of(source: str | Path, section: str) -> strict_yaml.Item:
+def section_of(source: str | Path, section: str) -> strict_yaml.Document:
     """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
-    item = strict_yaml.read(*_text(source))
-    if not isinstance(item.value, dict):
-        return item  # not a recipe: `strict_yaml.build` reports it
-    return strict_yaml.Item({name: entry for name, entry in item.value.items() if name == section}, item.where)
+    document = strict_yaml.read(*_text(source))
+    if isinstance(document.tree, dict):  # else `strict_yaml.build` reports it
+        document.tree = {name: value for name, value in document.tree.items() if name == section}
+    return document
 
 
 def is_from_python(recipe: AnyRecipe) -> bool:
@@ -220,7 +220,7 @@ def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, st
     the command line, or file and line.
     """
     text, name = _text(source)
-    return strict_yaml.places(apply(_kind(text, name), strict_yaml.read(text, name), overrides, HIDDEN))
+    return apply(_kind(text, name), strict_yaml.read(text, name), overrides, HIDDEN).places
 
 
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
@@ -244,11 +244,12 @@ def _text(source: str | Path) -> tuple[str, str]:
 
 
 def _kind(text: str, name: str) -> type[Recipe] | type[SFTRecipe]:
-    item = strict_yaml.read(text, name)
-    given = item.value.get("method") if isinstance(item.value, dict) else None
-    method = "rl" if given is None else str(given.value)
-    if given is not None and method not in METHODS:
-        raise RecipeError(f"there is no method {method!r}", fix=nearest(method, METHODS), where=given.where)
+    document = strict_yaml.read(text, name)
+    method = str(document.tree.get("method", "rl")) if isinstance(document.tree, dict) else "rl"
+    if method not in METHODS:
+        raise RecipeError(
+            f"there is no method {method!r}", fix=nearest(method, METHODS), where=document.place("method")
+        )
     return METHODS[method]
 
 
@@ -262,14 +263,12 @@ def parse(
     """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors. In the recipe of a
     run folder (`of_run`), settings that nothing reads are no mistake.
     """
-    file = strict_yaml.read(text, name)
-    item = apply(kind, file, overrides, HIDDEN)
-    hidden = [
-        RecipeError(f"{key} {HIDDEN[key]}", where=at) for key, at in strict_yaml.places(item).items() if key in HIDDEN
-    ]
-    raise_together(hidden)
-    recipe = strict_yaml.build(kind, item, contradictions, recorded=strict_yaml.places(file) if of_run else {})
-    raise_together(list(_unused_lora(recipe, item, file)))
+    document = strict_yaml.read(text, name)
+    of_file = document.places
+    places = apply(kind, document, overrides, HIDDEN).places
+    raise_together([RecipeError(f"{key} {HIDDEN[key]}", where=places[key]) for key in HIDDEN if key in places])
+    recipe = strict_yaml.build(kind, document, contradictions, recorded=of_file if of_run else {})
+    raise_together(list(_unused_lora(recipe, places, of_file)))
     return recipe
 
 
@@ -370,14 +369,13 @@ def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
             yield problem._replace(key=f"training.{problem.key}")
 
 
-def _unused_lora(recipe: AnyRecipe, item: strict_yaml.Item, file: strict_yaml.Item) -> Iterator[RecipeError]:
+def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[str, str]) -> Iterator[RecipeError]:
     """Yield an error for each setting of adapters beside a rank of 0, with which every weight would be trained.
 
     Args:
-        item: the tree with the command line's settings.
-        file: the tree of the file alone. There the settings may stand beside a rank of 0, as in every run folder.
+        places: where all settings are written.
+        of_file: those of the file alone. There the settings may stand beside a rank of 0, as in every run folder.
     """
-    places, of_file = strict_yaml.places(item), strict_yaml.places(file)
     if recipe.model.lora.rank:
         return
     for key, where in places.items():
@@ -408,7 +406,7 @@ def resolve_settings(recipe: Recipe | SFTRecipe, places: Mapping[str, str]) -> I
         if value is None and isinstance(recipe, Recipe) and (found := _from_preset(name, recipe)):
             yield found
         else:
-            yield ResolvedSetting(name, value, _place(name, places) or DEFAULT)
+            yield ResolvedSetting(name, value, places.get(name, DEFAULT))
 
 
 def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
@@ -417,11 +415,6 @@ def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
     value = vars(algorithm_of(recipe.grpo)).get(field) if name.startswith(SECTION) else None
     origin = f"preset {algorithm}" if field in PRESETS[algorithm].settings else DEFAULT
     return None if value is None else ResolvedSetting(name, value, origin)
-
-
-def _place(name: str, places: Mapping[str, str]) -> str:
-    """Return where `name` is written, or the first entry of a mapping under it."""
-    return places.get(name) or next((at for key, at in places.items() if key.startswith(f"{name}.")), "")
 
 
 DEFAULT = "default"

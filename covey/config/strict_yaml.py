@@ -9,8 +9,10 @@ that the same code checks both. A file may be hostile: its size and the number o
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, reduce
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+from itertools import accumulate
+from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -18,8 +20,17 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from covey.config import foreign_names
-from covey.config.base import Config, Problem, classes_in, defaults, describe, shortened, without_none
-from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
+from covey.config.base import (
+    Config,
+    Problem,
+    Wording,
+    classes_in,
+    describe,
+    shortened,
+    validate,
+    without_none,
+)
+from covey.errors import RecipeError, nearest, raise_together
 from covey.files import check_utf8
 
 C = TypeVar("C", bound=Config)
@@ -29,19 +40,39 @@ MAX_BYTES = 32_768
 """Largest file size in bytes. A recipe with every setting has about 5,000; parsing 100,000 takes a second."""
 
 
-@dataclass(frozen=True)
-class Item:
-    """A scalar, list or mapping, with its source location.
+@dataclass
+class Document:
+    """Content of a recipe or of a command line.
 
     Attributes:
-        value: the content: None, bool, int, float, str, list of Items, or dict from name to Item.
-        where: `file:line`, or the command-line flag.
-        key: `file:line` of the key, for an entry of a mapping.
+        tree: plain data; settings are a mapping, with one for each section.
+        places: where each value is written, by dotted name: `file:line`, or the flag.
     """
 
-    value: Any
-    where: str
-    key: str = ""
+    tree: Any = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def place(self, key: str, loc: Sequence[int | str] = ()) -> str:
+        """Return where the setting `key` is written, or the part at `loc` of its value; "" if it is nowhere."""
+        parts = accumulate(loc, "{}.{}".format, initial=key)
+        return next((self.places[part] for part in reversed([*parts]) if part in self.places), "")
+
+    def override(self, key: str, value: Any, where: str) -> None:
+        """Replace the value of the setting `key`; missing sections are added."""
+        tree, (*sections, name) = self.tree, key.split(".")
+        for section in sections:
+            if not isinstance(tree, dict):
+                return  # `build` reports it
+            tree[section] = {} if tree.get(section) is None else tree[section]
+            tree = tree[section]
+        if isinstance(tree, dict):
+            tree[name] = value
+            self.places = {k: at for k, at in self.places.items() if not k.startswith(f"{key}.")} | {key: where}
+
+    def remove(self, key: str) -> None:
+        """Remove the setting `key`, which is there."""
+        *sections, name = key.split(".")
+        del reduce(getitem, sections, self.tree)[name]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -78,12 +109,11 @@ def text_of(path: Path, name: str) -> str:
     raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=name)
 
 
-def read(text: str, name: str, one_line: bool = False) -> Item:
-    """Parse `text` to a tree; an empty document is an empty mapping.
+def read(text: str, name: str) -> Document:
+    """Parse `text`; without content it is an empty mapping.
 
     Args:
         name: stands before the line in errors.
-        one_line: leave the line out, since `text` is a value of the command line.
 
     Raises:
         RecipeError: the text is not YAML, or has a duplicate key, an anchor or a tag.
@@ -100,10 +130,10 @@ def read(text: str, name: str, one_line: bool = False) -> Item:
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
 
-    def locate(line: int) -> str:
-        return name if one_line else f"{name}:{line + 1}"
-
-    return Item({}, locate(0)) if node is None else _item(node, locate)
+    document = Document({}, {"": f"{name}:1"})
+    if node is not None:
+        document.tree = _value(node, "", name, document.places)
+    return document
 
 
 def dump(tree: Any) -> str:
@@ -114,50 +144,34 @@ def dump(tree: Any) -> str:
 
 def build(
     cls: type[C],
-    item: Item,
-    check: Callable[[C], Iterable[Problem]] = lambda made: (),
+    document: Document,
+    check: Callable[[C], Iterable[Problem]] = lambda settings: (),
     recorded: Mapping[str, str] = MappingProxyType({}),
 ) -> C:
-    """Build the settings `cls`, with those of its sections, from `item`; missing settings keep their defaults.
+    """Build the settings `cls`, with those of its sections, from `document`; missing settings keep their defaults.
 
     Args:
-        check: returns problems of the whole, whose keys are dotted names; called when all names and types are right.
+        check: returns problems of the whole; called when all names and types are right.
         recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads is
             left out and reported, since an earlier version of Covey may have accepted it: the run did not depend on it.
 
     Raises:
         RecipeError: the error lists all wrong names and types; if there are none, all other problems.
     """
-    builder, where = _Builder(cls), places(item)
-    made = builder.section(cls, item, "", {})
-    if not builder.basic:
-        for problem in check(made):
-            builder.add(problem.key, _error(problem, where.get(problem.key, "")), problem)
-    if unread := {key: error for key, error in builder.unread.items() if where.get(key, "") == recorded.get(key)}:
-        for error in unread.values():
-            _report_left_out(f"{error.where}: {error.what}: left out")
-        return build(cls, reduce(_without, unread, item), check, recorded)
-    raise_together(builder.basic or builder.found)
-    return made
-
-
-def override(item: Item, path: str, given: Item) -> Item:
-    """Return `item` with the value at the dotted `path` replaced by `given`; missing mappings on the way are added."""
-    if item.value is not None and not isinstance(item.value, dict):
-        return item  # not a section: `build` reports it
-    head, _, rest = path.partition(".")
-    entries = dict(item.value or {})
-    entries[head] = override(entries.get(head, Item({}, given.where)), rest, given) if rest else given
-    return Item(entries, item.where, item.key)
-
-
-def _without(item: Item, path: str) -> Item:
-    """Return `item` without the value at the dotted `path`, which it has."""
-    head, _, rest = path.partition(".")
-    others = {name: entry for name, entry in item.value.items() if name != head}
-    if rest:
-        others[head] = _without(item.value[head], rest)
-    return Item(others, item.where, item.key)
+    if not isinstance(document.tree, dict):
+        raise RecipeError(f"the file is {shown(document.tree)}", want=describe(dict), where=document.place(""))
+    settings, problems = validate(cls, document.tree, Wording(shown, partial(_unknown_name, cls)))
+    order = {key: number for number, key in enumerate(document.places)}
+    basic = sorted((problem for problem in problems if problem.basic), key=lambda problem: order.get(problem.key, 0))
+    problems = basic or [*problems, *check(settings)]
+    unread = [p for p in problems if p.unread and document.place(p.key) == recorded.get(p.key)]
+    for problem in unread:
+        _report_left_out(f"{recorded[problem.key]}: {problem.what}: left out")
+        document.remove(problem.key)
+    if unread:
+        return build(cls, document, check, recorded)
+    raise_together([problem.error(document.place(problem.key, problem.loc)) for problem in problems])
+    return settings
 
 
 @cache  # a command loads a recipe several times
@@ -165,20 +179,19 @@ def _report_left_out(text: str) -> None:
     log.warning(text)
 
 
-def from_text(kind: Any, text: str, where: str) -> Item:
+def from_text(kind: Any, text: str) -> Any:
     """Parse a command-line value for a field of type `kind`: text is taken literally, lists may have commas."""
     inner, optional = without_none(kind)
     if optional and text.lower() in ("null", "none", "~"):
-        return Item(None, where)
+        return None
     if inner is str or (get_origin(inner) is Literal and all(isinstance(a, str) for a in get_args(inner))):
-        return Item(text, where)
+        return text
     if get_origin(inner) is tuple and not text.startswith("["):
-        element = get_args(inner)[0]
-        return Item([from_text(element, part.strip(), where) for part in text.split(",") if part.strip()], where)
+        return [from_text(get_args(inner)[0], part.strip()) for part in text.split(",") if part.strip()]
     try:
-        return read(text, where, one_line=True)
+        return read(text, "").tree
     except RecipeError:
-        return Item(text, where)
+        return text
 
 
 def leaves(cls: type[Config], prefix: str = "") -> dict[str, Any]:
@@ -190,92 +203,46 @@ def leaves(cls: type[Config], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def places(item: Item, prefix: str = "") -> dict[str, str]:
-    """Return the source location of every value in the tree by dotted name."""
-    if not isinstance(item.value, dict) or not item.value:
-        return {prefix.rstrip("."): item.where}
-    return {k: v for name, entry in item.value.items() for k, v in places(entry, f"{prefix}{name}.").items()}
-
-
-def _item(node: yaml.Node, locate: Callable[[int], str]) -> Item:
-    where = locate(node.start_mark.line)
+def _value(node: yaml.Node, path: str, name: str, places: dict[str, str]) -> Any:
+    """Return the value of `node`, and record where it and its parts are: a part of a mapping is at its key."""
+    where = f"{name}:{node.start_mark.line + 1}"
+    places.setdefault(path, where)
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-        return _mapping(node, locate, where)
+        return _mapping(node, path, name, places)
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-        return Item([_item(child, locate) for child in node.value], where)
+        return [_value(part, f"{path}.{number}", name, places) for number, part in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
         try:
-            return Item(_SCALARS[node.tag](node.value), where)
+            return _SCALARS[node.tag](node.value)
         except ValueError as error:  # `!!int x`, or an integer of thousands of digits
             raise RecipeError(f"not a value: {error}", where=where) from None
     raise RecipeError(f"the tag {node.tag!r} is not read here", want="plain YAML without tags", where=where)
 
 
-def _mapping(node: yaml.MappingNode, locate: Callable[[int], str], where: str) -> Item:
-    entries: dict[str, Item] = {}
+def _mapping(node: yaml.MappingNode, path: str, name: str, places: dict[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
     for key, value in node.value:
-        at = locate(key.start_mark.line)
+        where = f"{name}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise RecipeError("a key must be a word", where=at)
-        if key.value in entries:
-            what = f"{key.value!r} is given twice, first at {entries[key.value].key}"
-            raise RecipeError(what, fix="leave one of them out", where=at)
-        item = _item(value, locate)
-        entries[key.value] = Item(item.value, item.where, at)
-    return Item(entries, where)
+            raise RecipeError("a key must be a word", where=where)
+        inner = f"{path}.{key.value}".lstrip(".")
+        if key.value in tree:
+            what = f"{key.value!r} is given twice, first at {places[inner]}"
+            raise RecipeError(what, fix="leave one of them out", where=where)
+        places[inner] = where
+        tree[key.value] = _value(value, inner, name, places)
+    return tree
 
 
-class _Builder:
-    """Converter of Items to settings, which collects problems.
-
-    Attributes:
-        basic: wrong names and types.
-        found: all other problems.
-        unread: those of `found` that are settings which nothing reads, by dotted name.
-    """
-
-    def __init__(self, cls: type[Config]):
-        self.paths = list(leaves(cls))
-        self.basic: list[RecipeError] = []
-        self.found: list[RecipeError] = []
-        self.unread: dict[str, RecipeError] = {}
-
-    def section(self, cls: type[C], item: Item, path: str, start: Mapping[str, Any]) -> C:
-        """Build `cls`; missing settings are those of `start`, or else the defaults of the class."""
-        given, entries = dict(start), item.value or {}  # an empty section is null
-        if not isinstance(entries, dict):
-            what = f"{path or 'the file'} is {shown(plain(item))}"
-            self.basic.append(RecipeError(what, want=describe(dict), where=item.where))
-            entries = {}
-        for name, entry in entries.items():
-            if name not in cls.kinds:
-                self.refuse_name(name, cls.kinds, path, entry.key or entry.where)
-            elif inner := classes_in(cls.kinds[name]):
-                default = given[name] if name in given else defaults(cls)[name]
-                given[name] = self.section(inner[-1], entry, f"{path}.{name}".lstrip("."), vars(default))
-            else:
-                given[name] = plain(entry)
-        made = object.__new__(cls)
-        for problem in made.assign(given, path, shown):
-            error = _error(problem, _where(entries.get(problem.key), problem.loc))
-            self.add(f"{path}.{problem.key}".lstrip("."), error, problem)
-        return made
-
-    def add(self, key: str, error: RecipeError, problem: Problem) -> None:
-        """Record the `error` that says what is wrong with the setting at the dotted name `key`."""
-        (self.basic if problem.basic else self.found).append(error)
-        if problem.unread:
-            self.unread[key] = error
-
-    def refuse_name(self, name: str, choices: Iterable[str], path: str, where: str) -> None:
-        """Record an unknown name, up to `MAX_LISTED`: the nearest name to each of thousands takes long."""
-        if len(self.basic) > MAX_LISTED:
-            return
-        elsewhere = [p for p in self.paths if p.endswith("." + name)]
-        fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else _nested(name, path, self.paths)
-        fix = fix or foreign_names.answer(f"{path}.{name}", {p: p for p in self.paths}.get) or nearest(name, choices)
-        inside = f" in {path}" if path else ""
-        self.basic.append(RecipeError(f"there is no setting {shortened(name)}{inside}", fix=fix, where=where))
+def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str) -> Problem:
+    """Return the problem of a `name` that `cls`, a section of the recipe `root`, does not have."""
+    paths = list(leaves(root))
+    elsewhere = [path for path in paths if path.endswith("." + name)]
+    fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else _nested(name, section, paths)
+    fix = fix or foreign_names.answer(f"{section}.{name}", {path: path for path in paths}.get)
+    inside = f" in {section}" if section else ""
+    what = f"there is no setting {shortened(name)}{inside}"
+    return Problem(f"{section}.{name}".lstrip("."), what, fix=fix or nearest(name, cls.kinds))
 
 
 def _nested(name: str, path: str, paths: Iterable[str]) -> str:
@@ -290,28 +257,9 @@ def _nested(name: str, path: str, paths: Iterable[str]) -> str:
     return f"write it nested, or as {''.join(f'{one}: {{' for one in sections)}{last}: VALUE{'}' * len(sections)}"
 
 
-def _error(problem: Problem, where: str) -> RecipeError:
-    return RecipeError(problem.what, want=problem.want, fix=problem.fix, where=where)
-
-
-def _where(item: Item | None, loc: Sequence[int | str] = ()) -> str:
-    """Return the place of a value, or of the part at `loc` in it; "" if there is none."""
-    for step in loc:
-        inside = isinstance(item, Item) and isinstance(item.value, (list, dict)) and step != "[key]"
-        item = item.value[step] if item and inside else item
-    return item.where if item else ""
-
-
 def shown(value: Any) -> str:
     """Return a wrong value as an error about a file shows it."""
     return "nothing" if value is None else shortened(value)
-
-
-def plain(item: Item) -> Any:
-    """Return the value of `item` without places."""
-    if isinstance(item.value, list):
-        return [plain(one) for one in item.value]
-    return {name: plain(one) for name, one in item.value.items()} if isinstance(item.value, dict) else item.value
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

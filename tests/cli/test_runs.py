@@ -264,7 +264,7 @@ def test_the_table_of_recipes_is_not_wrapped_in_a_pipe(capsys: Any, monkeypatch:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert cli.main(["recipes"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    needs = strict_yaml.read(recipe.find("sft-tiny").read_text(), "").value["needs"].value
+    needs = strict_yaml.read(recipe.find("sft-tiny").read_text(), "").tree["needs"]
     assert [line for line in lines if line.startswith("sft-tiny ") and needs in line]
     assert len([line for line in lines if line]) == len(recipe.names()) + 3  # a head and two lines below
 

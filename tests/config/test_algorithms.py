@@ -7,7 +7,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.algorithms import PRESETS, READ_IF, algorithm_of
-from covey.config.base import Problem, ReadIf, without_none
+from covey.config.base import IN_PYTHON, Problem, ReadIf, validate, without_none
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 
@@ -113,7 +113,7 @@ def test_an_off_switch_that_nothing_reads_is_no_mistake() -> None:
 
 def problems(settings: dict[str, Any]) -> list[Problem]:
     """What is wrong with settings of any algorithm, as in a recipe."""
-    return object.__new__(PPOConfig).assign(vars(GRPOConfig()) | settings, "grpo")
+    return validate(PPOConfig, vars(GRPOConfig()) | settings, IN_PYTHON)[1]
 
 
 def test_a_second_update_without_a_ratio_is_refused_with_what_has_one() -> None:
