@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from covey.cli.checks import checks_of
 from covey.cli.commands import COMMANDS
+from covey.config import recipe
 from covey.envs import registry as envs
 from covey.errors import RecipeError
 from covey.registry import import_name
@@ -36,6 +38,13 @@ def test_every_command_names_its_function() -> None:
     for name, command in COMMANDS.items():
         assert name == command.name
         assert callable(import_name(command.function))
+
+
+def test_every_check_names_its_function() -> None:
+    changes = ["--model.adapter=a", "--reward-model=b", "--data.task=jsonl", "--data.path=c"]
+    checks = [*checks_of(recipe.load("tools-smollm2", changes)), *checks_of(recipe.load("guess-tiny"))]
+    assert len({check.subject for check in checks}) == 8
+    assert all(callable(import_name(check.function)) for check in checks)
 
 
 @pytest.mark.parametrize("name", REGISTRIES)

@@ -2,11 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from covey.config import processes, strict_yaml
 from covey.config.recipe import (
@@ -21,18 +20,41 @@ from covey.config.recipe import (
     names,
     section_of,
 )
-from covey.config.schema import HUBS, DataConfig, EnvsConfig
+from covey.config.schema import HUBS, EnvsConfig
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import folder_below, refuse_url
 from covey.monitor.run_files import CHECKPOINTS
+from covey.registry import import_name
 
 
 class Check(NamedTuple):
-    """One check of a recipe: what it looks at, and a function that raises `CoveyError` if that is wrong."""
+    """One check of a recipe.
+
+    Attributes:
+        subject: what it looks at.
+        function: `module:function`, which raises `CoveyError` if that is wrong; it is imported when the check is made.
+        arguments: arguments of the function.
+        name: reward function, environment or tool that the check looks up.
+    """
 
     subject: str
-    run: Callable[[], object]
+    function: str
+    arguments: tuple[Any, ...]
+    name: str = ""
+
+    @property
+    def executes_module(self) -> bool:
+        """Whether the check may import a module that the recipe names, which executes it."""
+        return ":" in self.name
+
+    def run(self) -> None:
+        """Make the check.
+
+        Raises:
+            CoveyError: the subclass that fits.
+        """
+        import_name(self.function)(*self.arguments)
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
@@ -45,39 +67,37 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
         check.run()
 
 
-def checks_of(recipe: Recipe | SFTRecipe, imports: bool = True) -> Iterator[Check]:
-    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first.
-
-    Args:
-        imports: include the checks that import modules which the recipe names.
-    """
-    yield Check("model", partial(check_source, recipe.model.source))
+def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
+    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first."""
+    data = recipe.data
+    yield Check("model", "covey.cli.checks:check_source", (recipe.model.source,))
     if recipe.model.adapter:
-        yield Check("adapter", partial(_check_adapter, recipe.model.adapter))
-    for key, path in (("data.path", recipe.data.path), ("data.test_path", recipe.data.test_path)):
+        yield Check("adapter", "covey.cli.checks:check_adapter", (recipe.model.adapter,))
+    for key, path in (("data.path", data.path), ("data.test_path", data.test_path)):
         if path and not path.startswith(HUBS):
-            yield Check("data", partial(_check_path, recipe.data, key, path))
+            yield Check("data", "covey.data.readers:existing_path", (path, key, DATA_PATHS[data.task]))
     if isinstance(recipe, Recipe):
-        yield from _stage_checks(recipe, imports)
-    for name in dict.fromkeys(reward_names(recipe)):
-        if imports or not imports_module(name):
-            yield Check("rewards", partial(_check_reward, name))
+        yield from _rl_checks(recipe)
+    for name in reward_names(recipe):
+        yield Check("rewards", "covey.rewards.registry:resolve", (name,), name)
 
 
-def imports_module(name: str) -> bool:
-    """Return whether the lookup of a reward function, environment or tool may import a module that the name gives."""
-    return ":" in name
-
-
-def module_names(recipe: Recipe | SFTRecipe) -> list[str]:
-    """Return the names in a recipe whose lookup imports a module."""
-    envs = (recipe.envs.environment or "", *recipe.envs.tools) if isinstance(recipe, Recipe) else ()
-    return list(dict.fromkeys(filter(imports_module, (*reward_names(recipe), *envs))))
+def _rl_checks(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of settings that only an RL run has."""
+    envs = recipe.envs
+    for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
+        if source:
+            yield Check(role, "covey.models.loading.sources:check_source", (source,))
+    if envs.environment:
+        yield Check("environment", "covey.envs.registry:resolve", (envs.environment, envs), envs.environment)
+    for name in envs.tools:
+        yield Check("tools", "covey.cli.checks:check_tool", (name, envs), name)
+    yield Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the names of the functions that train and that judge the held-out completions."""
-    return [*(recipe.rewards if isinstance(recipe, Recipe) else ()), *judges(recipe)]
+    return list(dict.fromkeys([*(recipe.rewards if isinstance(recipe, Recipe) else ()), *judges(recipe)]))
 
 
 def judges(recipe: Recipe | SFTRecipe) -> list[str]:
@@ -86,62 +106,19 @@ def judges(recipe: Recipe | SFTRecipe) -> list[str]:
     return list(filter(None, (evaluation.accuracy, evaluation.partial, evaluation.format)))
 
 
-def _check_adapter(adapter: str) -> None:
+def check_adapter(adapter: str) -> None:
+    """Refuse a folder without the configuration of an adapter."""
     if not (Path(adapter).expanduser() / "adapter_config.json").is_file():
-        raise WeightsError(
-            "no adapter_config.json here", want="--model.adapter FOLDER, as PEFT saves it", where=adapter
-        )
+        want = "--model.adapter FOLDER, as PEFT saves it"
+        raise WeightsError("no adapter_config.json here", want=want, where=adapter)
 
 
-def _check_path(config: DataConfig, key: str, path: str) -> None:
-    from covey.data.readers import existing_path  # late: a command without data does not need it
-
-    existing_path(path, key, DATA_PATHS[config.task])
-
-
-def _check_reward(name: str) -> None:
-    from covey.rewards.registry import resolve  # late, here and below: a command without rewards does not need it
-
-    resolve(name)
-
-
-def _check_environment(config: EnvsConfig) -> None:
-    from covey.envs.registry import resolve
-
-    resolve(str(config.environment), config)
-
-
-def _check_tool(name: str, config: EnvsConfig) -> None:
+def check_tool(name: str, config: EnvsConfig) -> None:
+    """Refuse a tool that does not exist, or whose arguments cannot be described."""
     from covey.envs.registry import resolve_tool  # late: both need NumPy
     from covey.envs.tools import Tool
 
     Tool.of(resolve_tool(name, config.python_engine))
-
-
-def _stage_checks(recipe: Recipe, imports: bool) -> Iterator[Check]:
-    """Yield the checks of settings that only an RL run has."""
-    for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
-        if source:
-            yield Check(role, partial(_check_model, source))
-    environment = recipe.envs.environment
-    if environment and (imports or not imports_module(environment)):
-        yield Check("environment", partial(_check_environment, recipe.envs))
-    for name in recipe.envs.tools:
-        if imports or not imports_module(name):
-            yield Check("tools", partial(_check_tool, name, recipe.envs))
-    yield Check("training", partial(_check_stages, recipe))
-
-
-def _check_model(source: str) -> None:
-    from covey.models.loading import sources  # late, here and below: importing it takes as long as reading a recipe
-
-    sources.check_source(source)
-
-
-def _check_stages(recipe: Recipe) -> None:
-    from covey.rl.stage_sizes import stage_sizes  # late, as above
-
-    stage_sizes(recipe.training, recipe.grpo.num_generations)
 
 
 def check_not_model(source: str, kind: type[AnyRecipe]) -> None:
