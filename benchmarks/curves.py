@@ -22,9 +22,9 @@ from benchmarks.rollout import ways
 from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
-from covey.extras import install_command
 from covey.losses.logprobs import token_logps
 from covey.models.config import ModelConfig
+from covey.registry import install_command
 from covey.sampling.engine import Request, Sampler
 
 FACTORS = (0.5, 1, 2)

@@ -5,8 +5,10 @@ a user's module needs no entry at all. Nothing is imported before its first use.
 library and Covey's leaves.
 """
 
-import importlib
+import importlib.metadata
 import os
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping
@@ -20,7 +22,6 @@ from typing import Any
 from covey.display import safe_format
 from covey.errors import RecipeError, nearest
 from covey.exits import block_exit
-from covey.extras import install_command
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,37 @@ def _import_location(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def install_command(extra: str = "") -> str:
+    """Return the command that reinstalls Covey with the packages of `extra`.
+
+    It names the clone that Covey runs from, if it does, and the package index only if Covey came from there.
+    """
+    clone = Path(__file__).resolve().parents[1]
+    named = f"[{extra}]" if extra else ""
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{clone}{named}')}"
+    if importlib.metadata.distribution("covey").read_text("direct_url.json") is None:
+        return f"pip install {shlex.quote(f'covey{named}')}"
+    return f"pip install -e '.{named}' in a clone of Covey"
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Return the packages of `extra` that are not installed, according to the metadata of the installed Covey.
+
+    Raises:
+        PackageNotFoundError: Covey itself is not installed.
+    """
+    marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
+    wanted = [line for line in importlib.metadata.requires("covey") or () if marker.search(line)]
+    return [name for name in map(_package_name, wanted) if not any(importlib.metadata.distributions(name=name))]
+
+
+def _package_name(requirement: str) -> str:
+    """Return the package name of a requirement.
+
+    >>> _package_name("jax[cuda12]>=0.10; extra == 'cuda'")
+    'jax'
+    """
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import covey
-from covey import extras
+from covey import registry
 from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import RecipeError
@@ -141,12 +141,12 @@ def test_the_page_lists_what_pip_replaces_in_colab() -> None:
 
 
 def test_the_command_that_installs_an_extra_is_that_of_the_way_covey_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shlex.split(extras.install_command("hub"))[-1] == f"{ROOT}[hub]"
-    monkeypatch.setattr(extras, "__file__", "/usr/lib/python3/site-packages/covey/extras.py")
+    assert shlex.split(registry.install_command("hub"))[-1] == f"{ROOT}[hub]"
+    monkeypatch.setattr(registry, "__file__", "/usr/lib/python3/site-packages/covey/registry.py")
     for direct_url, told in ((None, "pip install 'covey[hub]'"), ("{}", "pip install -e '.[hub]' in a clone of Covey")):
         found = type("Found", (), {"read_text": lambda self, name, text=direct_url: text})()
-        monkeypatch.setattr(extras.importlib.metadata, "distribution", lambda name, found=found: found)
-        assert extras.install_command("hub") == told
+        monkeypatch.setattr(registry.importlib.metadata, "distribution", lambda name, found=found: found)
+        assert registry.install_command("hub") == told
 
 
 def test_a_renamed_name_is_its_successor_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

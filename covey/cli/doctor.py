@@ -13,8 +13,8 @@ from rich.text import Text
 from covey.cli.parse import Line
 from covey.display import make_console
 from covey.errors import RecipeError
-from covey.extras import install_command, missing_packages
 from covey.models.loading.cache import cache_folder
+from covey.registry import install_command, missing_packages
 
 GIGABYTE = 1e9
 

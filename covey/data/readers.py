@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from covey.config.schema import HUBS, DataConfig
 from covey.data.rows import CHAT_COLUMNS, format_columns, plain_value
 from covey.errors import DataError, nearest
-from covey.extras import install_command
 from covey.files import check_utf8
+from covey.registry import install_command
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 from covey.config.schema import EnvsConfig
 from covey.envs.protocol import Factory, Step
 from covey.errors import EpisodeError, RecipeError
-from covey.extras import install_command
+from covey.registry import install_command
 from covey.rewards.call import excerpt
 from covey.types import Prompt
 

@@ -23,7 +23,7 @@ from covey.envs import verifiers_02
 from covey.envs.dialogue import Ask, Dialogue, plain_messages
 from covey.envs.protocol import Factory
 from covey.errors import EpisodeError, RecipeError
-from covey.extras import install_command
+from covey.registry import install_command
 from covey.rewards.call import excerpt
 
 HARNESS = "covey_harness"

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from covey.display import mask_secrets
-from covey.extras import install_command
 from covey.files import folder_below, has_file, open_below
 from covey.monitor.run_files import TENSORBOARD, TRACKING, WANDB
+from covey.registry import install_command
 
 PROJECT = "covey"
 log = logging.getLogger(__name__)

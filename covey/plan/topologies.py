@@ -14,9 +14,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import CoveyError, RecipeError
-from covey.extras import install_command
 from covey.parallel.mesh import MESH_AXES, mesh_from_config, platform_of, rollout_mesh_from_config
 from covey.plan.machines import Target
+from covey.registry import install_command
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 

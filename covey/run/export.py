@@ -31,7 +31,6 @@ from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, escape_markdown, printable, show_log
 from covey.errors import CoveyError, WeightsError
-from covey.extras import install_command
 from covey.files import open_below
 from covey.models import export as formats
 from covey.models.decoder import Decoder
@@ -39,6 +38,7 @@ from covey.models.loading import sources, text_part
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
+from covey.registry import install_command
 from covey.report import REPORT, write_report
 from covey.run.folder import read_summary
 from covey.run.load_model import load_for

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from covey import __version__, extras
+from covey import __version__, registry
 from covey.cli import doctor
 from covey.cli import main as cli
 from covey.cli.commands import COMMANDS, GenerateOptions
@@ -406,9 +406,9 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
 
 def test_the_command_that_installs_an_extra_names_this_clone():
     """No index has Covey, so `pip install 'covey[hub]'` fails. The path is whole: any folder may be the working one."""
-    words = shlex.split(extras.install_command("hub"))
+    words = shlex.split(registry.install_command("hub"))
     assert words == ["pip", "install", "-e", f"{ROOT}[hub]"]
-    assert shlex.split(extras.install_command()) == ["pip", "install", "-e", str(ROOT)]
+    assert shlex.split(registry.install_command()) == ["pip", "install", "-e", str(ROOT)]
 
 
 @pytest.mark.parametrize("lacking", [(), ("landlock",), ("landlock", "no packages")])

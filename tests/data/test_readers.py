@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey import extras
+from covey import registry
 from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import DataConfig, SFTDataConfig
@@ -270,7 +270,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     install: Install, package: str, path: str, extra: str
 ) -> None:
     install(package, None)
-    with pytest.raises(DataError, match=rf"{package}[\s\S]*fix: {re.escape(extras.install_command(extra))}"):
+    with pytest.raises(DataError, match=rf"{package}[\s\S]*fix: {re.escape(registry.install_command(extra))}"):
         gsm8k(path)
 
 

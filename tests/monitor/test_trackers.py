@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from covey import extras
+from covey import registry
 from covey.display import show_log
 from covey.monitor.trackers import TRACKERS, Tracked, Trackers
 
@@ -114,7 +114,7 @@ def test_a_missing_package_is_said_once_with_what_brings_it(
             trackers.log(step, ROW)
     assert len(said) == 1
     assert f"not tracked by {name}: " in said[0]
-    assert extras.install_command("track") in said[0]
+    assert registry.install_command("track") in said[0]
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -11,7 +11,7 @@ import pytest
 from covey.cli.main import main
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.extras import install_command
+from covey.registry import install_command
 from covey.rewards import RewardRunner, resolve, score
 from covey.rewards import math_answers as module
 from covey.rewards.math_answers import final_answer, math_verify

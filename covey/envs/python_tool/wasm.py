@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 
 from covey.errors import RecipeError
-from covey.extras import install_command
 from covey.models.loading.cache import cache_folder
+from covey.registry import install_command
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import WeightsError
-from covey.extras import install_command
 from covey.files import check_file
+from covey.registry import install_command
 
 
 def import_gguf() -> Any:

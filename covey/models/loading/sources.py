@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
-from covey.extras import install_command
 from covey.models import scratch
 from covey.models.loading import wheels
 from covey.models.loading.cache import cache_folder, write_text
 from covey.models.loading.wheels import Wheel
+from covey.registry import install_command
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ import safetensors.numpy
 from tokenizers import pre_tokenizers
 
 from covey.errors import WeightsError
-from covey.extras import install_command
 from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import gguf as gguf_file
 from covey.models.loading import weights
 from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint, unpermute
 from covey.models.loading.gguf_reader import open_reader
+from covey.registry import install_command
 from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "parity" / "golden"

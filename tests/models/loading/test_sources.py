@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from covey.errors import WeightsError
-from covey.extras import install_command
 from covey.models.loading import sources
 from covey.models.loading.sources import NamedModel
 from covey.models.loading.wheels import Wheel
+from covey.registry import install_command
 
 ROOT = Path(__file__).parents[3]
 
