@@ -142,7 +142,7 @@ def _masked(value: Any, secrets: Sequence[str]) -> Any:
     return value
 
 
-def refuse_secrets(recipe: str) -> None:
+def check_no_secrets(recipe: str) -> None:
     """Refuse a recipe that holds a secret, because recipes are written to the run folder and sent to trackers.
 
     Raises:

@@ -72,7 +72,7 @@ def check_utf8(start: bytes, where: str, error: type[CoveyError]) -> None:
         raise error(f"this is a text in {name}", want="UTF-8", fix=fix, where=where)
 
 
-def refuse_url(folder: str | Path) -> None:
+def check_not_url(folder: str | Path) -> None:
     """Refuse the address of an object store in place of a folder for a run or for checkpoints.
 
     Raises:

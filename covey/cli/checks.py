@@ -23,7 +23,7 @@ from covey.config.recipe import (
 from covey.config.schema import HUBS, EnvsConfig
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.errors import CoveyError, RecipeError, WeightsError
-from covey.files import folder_below, refuse_url
+from covey.files import check_not_url, folder_below
 from covey.monitor.run_files import CHECKPOINTS
 from covey.registry import import_name
 
@@ -218,7 +218,7 @@ def new_run_folder(recipe: AnyRecipe) -> Path:
         taken = {path.name for path in Path("runs").glob(f"{recipe.name}-*")}
         return Path("runs") / next(n for i in range(1, len(taken) + 2) if (n := f"{recipe.name}-{i}") not in taken)
     out = Path(recipe.out).expanduser()
-    refuse_url(out)
+    check_not_url(out)
     if is_run(out):
         raise CoveyError("a run is already here", fix=f"--out ANOTHER, or: {resume_command(out)}", where=str(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -21,9 +21,9 @@ import psutil
 
 from covey import __version__
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
-from covey.display import refuse_secrets
+from covey.display import check_no_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
-from covey.files import folder_below, has_file, open_below, refuse_url, replace_file
+from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
 from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.parallel import distributed
@@ -126,7 +126,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Write the recipe of a resumed run, with the overrides given with --resume."""
         if self.writes and self.resuming and load_any(self.path) != recipe:
             text = to_yaml(recipe)
-            refuse_secrets(text)
+            check_no_secrets(text)
             replace_file(self.path / RECIPE, text.encode())
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any], score: float | None) -> None:
@@ -150,9 +150,9 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     """Create the folder of a new run. After an error of the user it is left as it was, unless it is worth keeping, so
     that the corrected command can use the name.
     """
-    refuse_url(out)
+    check_not_url(out)
     text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
-    refuse_secrets(text)
+    check_no_secrets(text)
     made = writes and claim(path, CHECKPOINTS)
     with Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, address=_address(path, recipe)) as saves:
         if writes:

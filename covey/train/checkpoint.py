@@ -33,7 +33,7 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
-from covey.files import refuse_url
+from covey.files import check_not_url
 from covey.parallel.reshard import flatten
 from covey.parallel.store import together
 from covey.train.bucket_steps import BucketSteps, open_bucket
@@ -66,7 +66,7 @@ class Checkpointer:
     def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False, address: str = ""):
         if max_to_keep < 1:
             raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
-        refuse_url(folder)
+        check_not_url(folder)
         self.folder = Path(folder).absolute()
         self._max_to_keep = max_to_keep
         self._pending: Future[None] | None = None

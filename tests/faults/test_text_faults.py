@@ -18,7 +18,7 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.config import recipe
-from covey.display import echo, escape_markdown, mask_secrets, printable, refuse_secrets, show_log
+from covey.display import check_no_secrets, echo, escape_markdown, mask_secrets, printable, show_log
 from covey.errors import RecipeError
 from covey.monitor.progress import Progress, SampleLine
 from covey.monitor.run_files import SAMPLES
@@ -250,7 +250,7 @@ def test_a_recipe_with_a_secret_is_not_written_down(secret: str, tmp_path: Path)
         run.train(ready, tmp_path / "run")
     assert secret not in str(caught.value)
     assert not (tmp_path / "run").exists()
-    refuse_secrets(recipe.to_yaml(recipe.load("quickstart", [f"model.source={PACKAGE}"])))
+    check_no_secrets(recipe.to_yaml(recipe.load("quickstart", [f"model.source={PACKAGE}"])))
 
 
 # --- nothing is run that was read
