@@ -11,8 +11,6 @@ reached at a private address only if the settings say so.
 import asyncio
 import ipaddress
 import json
-import math
-import numbers
 import socket
 import zlib
 from collections.abc import Mapping
@@ -22,7 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from covey.config.schema import EnvsConfig
-from covey.envs.protocol import Factory, Step
+from covey.envs.calls import read_json
+from covey.envs.protocol import Factory, Step, checked_step
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import install_command
 from covey.rewards.call import excerpt
@@ -101,8 +100,8 @@ class Server:
     async def _address(self) -> str:
         """Resolve the server's name to an address that may be used."""
         parts = urlsplit(self.url)
-        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-        addresses = [str(entry[4][0]) for entry in found]
+        entries = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in entries]
         allowed = [address for address in addresses if self.private_addresses or is_public(address)]
         if not allowed:
             what = f"has a private address: {parts.hostname} is {', '.join(sorted(set(addresses)))}"
@@ -183,8 +182,8 @@ def parsed(text: Any) -> dict[str, Any]:
     if text.count("[") + text.count("{") > MAX_BRACKETS:
         raise EpisodeError(f"sent more than {MAX_BRACKETS:,} brackets", want="flatter JSON")
     try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        value = read_json(text)
+    except ValueError as error:
         raise EpisodeError(f"sent what is no JSON: {excerpt(text)}", want="a JSON object") from error
     if not isinstance(value, dict):
         raise EpisodeError(f"sent {excerpt(value)}", want="a JSON object")
@@ -198,23 +197,14 @@ def observed(message: Mapping[str, Any]) -> Step:
     Raises:
         EpisodeError: the message is an error, or no observation.
     """
-    data = message.get("data")
+    data = data if isinstance(data := message.get("data"), dict) else {}
     if message.get("type") == "error":
-        return _refused(data if isinstance(data, dict) else {})
-    if (
-        message.get("type") != "observation"
-        or not isinstance(data, dict)
-        or not isinstance(data.get("observation"), dict)
-    ):
+        return _refused(data)
+    observation = data.get("observation")
+    if message.get("type") != "observation" or not isinstance(observation, dict):
         raise EpisodeError(f"sent {excerpt(message)}", want='{"type": "observation", "data": {"observation": {…}, …}}')
-    reward, done = data.get("reward"), data.get("done", False)
-    if reward is None:
-        reward = 0.0
-    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise EpisodeError(f"gave the reward {excerpt(reward)}", want="a finite number, or null")
-    if not isinstance(done, bool):
-        raise EpisodeError(f"said {excerpt(done)} for done", want="true or false")
-    return Step(shown(data["observation"]), float(reward), done)
+    reward = 0.0 if (reward := data.get("reward")) is None else reward
+    return checked_step(Step(shown(observation), reward, data.get("done", False)), as_chat=False, limit=MAX_BYTES)
 
 
 def shown(observation: Mapping[str, Any]) -> str:
@@ -305,7 +295,3 @@ def _websocket_url(url: str) -> str:
     path = parts.path.rstrip("/")
     path = path if path.endswith("/ws") else f"{path}/ws"
     return urlunsplit((SCHEMES[parts.scheme], f"{host}:{port}", path, "", ""))
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")

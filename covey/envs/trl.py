@@ -16,10 +16,9 @@ from typing import Any
 
 from covey.config.schema import EnvsConfig
 from covey.envs.protocol import Step, call
-from covey.envs.registry import with_arguments
+from covey.envs.registry import ENVIRONMENT_REGISTRY, with_arguments
 from covey.envs.tools import ToolEnvironment, Toolset
 from covey.errors import EpisodeError, RecipeError
-from covey.registry import import_user_module
 from covey.rewards.call import excerpt
 from covey.types import Prompt
 
@@ -34,12 +33,8 @@ def factory(name: str, config: EnvsConfig) -> "TrlFactory":
     Raises:
         RecipeError: it does not exist, cannot be made with these arguments, or has no tool.
     """
-    module_name, _, attribute = name.partition(":")
-    module = import_user_module(module_name, f"environment {name!r}", "trl:package.module:Class", WHERE)
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        raise RecipeError(f"{module_name} has no class or function {attribute!r}", want="trl:module:Class", where=WHERE)
-    return TrlFactory(with_arguments(make, config.arguments, attribute))
+    make = ENVIRONMENT_REGISTRY.resolve(name)
+    return TrlFactory(with_arguments(make, config.arguments, name.rpartition(":")[2]))
 
 
 class TrlFactory:
@@ -108,8 +103,8 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
     >>> [method.__name__ for method in tools_of("text")][:2]
     ['capitalize', 'casefold']
     """
-    found = inspect.getmembers(environment, predicate=inspect.isroutine)
-    return [method for name, method in found if not name.startswith("_") and name not in RESERVED]
+    members = inspect.getmembers(environment, predicate=inspect.isroutine)
+    return [method for name, method in members if not name.startswith("_") and name not in RESERVED]
 
 
 def with_suffix(prompt: Prompt, text: str) -> Prompt:

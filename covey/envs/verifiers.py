@@ -1,33 +1,42 @@
-"""Environments of the library verifiers, in the shape of version 0.4: `verifiers:NAME`. With version 0.2 installed,
-`verifiers_02` plays the environments of that.
+"""Environments of the library verifiers, in the shape of version 0.4 or 0.2, whichever is installed: `verifiers:NAME`.
 
-NAME is the module of a taskset, with an environment of its own or without. The row's column `task` is the number of the
-task. verifiers runs whole episodes and sends each question to the model over a loopback server; here that reaches the
-sampler as text, so tokens are drawn, kept and trained by Covey alone.
+The row's column `task` is the number of the task. verifiers runs whole episodes and asks the model; here each question
+reaches the sampler as text, so tokens are drawn, kept and trained by Covey alone.
 
-A harness in this process asks once per turn of the caller. It offers no tools, which are servers beside the rollout in
-this shape, and there is one agent: another conversation in the same episode is refused.
+In 0.4 NAME is the module of a taskset, with an environment of its own or without. Questions are sent over a loopback
+server. A harness in this process asks once per turn of the caller. It offers no tools, which are servers beside the
+rollout in this shape, and there is one agent: another conversation in the same episode is refused.
+
+In 0.2 NAME is a module with `load_environment`, and tasks are the rows of its training data set. Its tools are refused:
+they are offered in the request, in a form of its own.
+
+    environment.rollout(row, client) ─▶ client.get_response(messages)   ⇄   env_response(messages, state)
+    environment.rubric.score_rollout(state) ─▶ the reward
 """
 
 import asyncio
 import itertools
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs import verifiers_02
 from covey.envs.dialogue import Ask, Dialogue, plain_messages
 from covey.envs.protocol import Factory
+from covey.envs.registry import check_arguments
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import install_command
 from covey.rewards.call import excerpt
 
 HARNESS = "covey_harness"
 """Name under which verifiers finds the harness: it looks for a module."""
+MAX_TASKS = 1_000_000
+"""Largest number of tasks that are read, of data that may not end."""
 WHERE = "envs.environment"
 
 
@@ -37,12 +46,12 @@ def factory(name: str, config: EnvsConfig) -> Factory:
     Raises:
         RecipeError: verifiers is missing or has another shape, or there is no such environment.
     """
-    shape = verifiers_02 if _installed_version().startswith("0.2.") else sys.modules[__name__]
-    library: Library | verifiers_02.Library = shape.Library(name, config.max_turns, config.arguments)
+    shape = Library02 if _installed_version().startswith("0.2.") else Library
+    library = shape(name, config.max_turns, config.arguments)
     return lambda row: _begin(row, library)
 
 
-def _begin(row: Mapping[str, Any], library: "Library | verifiers_02.Library") -> Dialogue:
+def _begin(row: Mapping[str, Any], library: "Library | Library02") -> Dialogue:
     """Return the episode of a row, by its column `task`.
 
     Raises:
@@ -56,7 +65,7 @@ def _begin(row: Mapping[str, Any], library: "Library | verifiers_02.Library") ->
 
 
 class Library:
-    """An environment of verifiers, which all episodes share.
+    """An environment of verifiers 0.4, which all episodes share.
 
     Args:
         name: module of the taskset.
@@ -68,7 +77,7 @@ class Library:
         self._vf, self.name = _import_verifiers(), name
         _register_harness(self._vf)
         self._env = self._load(max_turns, arguments)
-        self.tasks = list(itertools.islice(self._env.taskset, verifiers_02.MAX_TASKS))
+        self.tasks = list(itertools.islice(self._env.taskset, MAX_TASKS))
         self._dialogues: dict[str, Ask] = {}
         self._served: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -146,15 +155,15 @@ def _installed_version() -> str:
         RecipeError: it is missing, or its environments have another shape than those of 0.2 and 0.4.
     """
     try:
-        found = version("verifiers")
+        installed = version("verifiers")
     except PackageNotFoundError as error:
         what = "environments of verifiers need that library"
         raise RecipeError(what, fix=install_command("verifiers"), where=WHERE) from error
-    if not found.startswith(("0.2.", "0.4.")):
-        what = f"verifiers {found} is installed"
+    if not installed.startswith(("0.2.", "0.4.")):
+        what = f"verifiers {installed} is installed"
         want = "version 0.4, or 0.2 for environments with load_environment"
         raise RecipeError(what, want=want, fix=install_command("verifiers"), where=WHERE)
-    return found
+    return installed
 
 
 def _import_verifiers() -> Any:
@@ -226,3 +235,84 @@ def _sampler_client(vf: Any, dialogues: Mapping[str, Ask]) -> Any:
             return response
 
     return SamplerClient()
+
+
+class Library02:
+    """An environment of verifiers 0.2, which all episodes share.
+
+    Args:
+        name: module with `load_environment`.
+        max_turns: largest number of turns of the model; the environment's own, if that is smaller.
+        arguments: arguments of `load_environment`.
+
+    Raises:
+        RecipeError: it cannot be loaded, does not take the arguments, has tools, or scores whole groups.
+    """
+
+    def __init__(self, name: str, max_turns: int, arguments: Mapping[str, Any]):
+        self.name, self._env = name, _load_02(name, arguments)
+        if self._env.tool_defs or self._env.requires_group_rollouts:
+            has = "tools" if self._env.tool_defs else "rewards of whole groups"
+            what = f"the environment {name!r} of verifiers has {has}"
+            raise RecipeError(what, want="one without, which scores each episode", where=WHERE)
+        own = getattr(self._env, "max_turns", -1)
+        self._env.max_turns = min(own, max_turns) if own > 0 else max_turns
+        self.tasks = list(itertools.islice(self._env.get_dataset(), MAX_TASKS))
+
+    async def play(self, task: Any, ask: Ask) -> float:
+        """Play an episode of a row of the data; return its reward.
+
+        Raises:
+            EpisodeError: it failed.
+        """
+        state = await self._env.rollout(task, _sampler_client_02(ask), self.name, {})
+        if (error := state["error"]) is not None:
+            raise EpisodeError(f"ended with {excerpt(error.__cause__ or error)}", want="an episode without an error")
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        return float(state["reward"])
+
+
+def _load_02(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return the environment of a module, whose other arguments are the module's defaults."""
+    try:
+        import verifiers
+
+        # The library looks for the module in the same way, and says less about wrong arguments.
+        module = import_module(name.replace("-", "_").rpartition("/")[2])
+        check_arguments(module.load_environment, arguments, f"{name}.load_environment")
+        return verifiers.load_environment(name, **arguments)
+    except RecipeError:
+        raise
+    except Exception as error:
+        what = f"verifiers cannot load {name!r}: {type(error).__name__}: {error}"
+        want = "verifiers:MODULE with load_environment, in the shape of 0.2"
+        raise RecipeError(what, want=want, where=WHERE) from error
+
+
+def _sampler_client_02(ask: Ask) -> Any:
+    """Return the client of an episode, whose answers are the turns of the model."""
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage
+
+    class SamplerClient(Client):  # type: ignore[misc]
+        def setup_client(self, config: Any) -> None: ...
+
+        async def close(self) -> None: ...
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            raise EpisodeError(f"offers the tool {excerpt(tool)}", want="an environment without tools")
+
+        async def to_native_prompt(self, messages: Any) -> Any:
+            return plain_messages(messages), {}
+
+        async def get_native_response(self, prompt: Any, *args: Any, **kwargs: Any) -> str:
+            return await ask(prompt)
+
+        async def raise_from_native_response(self, response: Any) -> None: ...
+
+        async def from_native_response(self, response: str) -> Any:
+            message = ResponseMessage(content=response, finish_reason="stop", is_truncated=False)
+            return Response(id="0", created=int(time.time()), model="", message=message)
+
+    return SamplerClient(None)

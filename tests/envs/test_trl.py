@@ -95,8 +95,8 @@ def test_the_reward_is_asked_for_at_the_limit_of_turns() -> None:
     [
         ("trl_counter:Needs", "cannot be made: missing a required argument"),
         ("trl_counter:NoTools", "has no tool"),
-        ("trl_counter:No", "no class or function 'No'"),
-        ("trl_counter", "no class or function ''"),
+        ("trl_counter:No", "trl_counter has no class 'No'"),
+        ("trl_counter", r"no environment 'trl_counter'(.|\n)*package\.module:Class"),
     ],
 )
 def test_what_is_no_environment_factory_is_refused(name: str, what: str) -> None:
