@@ -156,7 +156,7 @@ class TokenValues:
 
     Attributes:
         sample: number of the completion in its group.
-        texts: text of each token; see `text.token_texts`.
+        texts: text of each token; see `text.tokenizer.token_texts`.
         mask: True for the tokens that the model generated; None when it generated all.
         advantage: advantage of each token, float32.
         sampler_logps: log-prob that the sampler reported, of the full distribution.

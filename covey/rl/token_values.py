@@ -21,7 +21,7 @@ from covey.losses.policy import KLS
 from covey.packing.rows import Rows, pack, unpack
 from covey.rl.micro_batches import TrainBatch
 from covey.sampling.scheduler import power_of_two
-from covey.text.token_texts import token_texts
+from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group, TokenValues
 
 if TYPE_CHECKING:

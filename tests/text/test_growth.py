@@ -12,9 +12,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from covey.errors import WeightsError
-from covey.text.growth import MAX_BYTES, Growth, growth_of
 from covey.text.tokenizer import Tokenizer
-from covey.text.tokenizers_library import library_errors
+from covey.text.tokenizers_library import MAX_BYTES, Growth, growth_of, library_errors
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.text.token_texts import token_texts
+from covey.text.tokenizer import token_texts
 
 
 def from_bytes(tokens: Sequence[int]) -> str:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from covey.errors import DataError, WeightsError
 from covey.models.loading import sources
 from covey.models.loading.gguf import GGUFCheckpoint
-from covey.text.token_texts import token_texts
-from covey.text.tokenizer import Tokenizer
+from covey.text.tokenizer import Tokenizer, token_texts
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
