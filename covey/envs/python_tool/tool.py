@@ -17,7 +17,7 @@ from covey.envs.protocol import FaultError, independent
 from covey.envs.python_tool import wasm
 from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
-from covey.extras import install_command
+from covey.registry import install_command
 
 log = logging.getLogger(__name__)
 
