@@ -111,6 +111,13 @@ def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
     return found if last is None else [*found, Location(*last, start, place)]
 
 
+def read_group(lines: IO[bytes], location: Location) -> list[Row]:
+    """Return the rows of a group."""
+    lines.seek(location.start)
+    content = lines.read(location.stop - location.start).split(b"\n")
+    return [row for line in content if (row := parse_line(line)) is not None]
+
+
 class _Table:
     """Groups of a file in the page's form, and the prompts and names of reward functions that they refer to.
 
@@ -129,10 +136,7 @@ class _Table:
 
     def add(self, location: Location) -> tuple[str, int]:
         """Return a group as JSON, and the bytes that it takes with its prompt; empty if no line is readable."""
-        self._lines.seek(location.start)
-        content = self._lines.read(location.stop - location.start)
-        rows = [self._mask(row) for line in content.split(b"\n") if (row := parse_line(line)) is not None]
-        if not rows:
+        if not (rows := [self._mask(row) for row in read_group(self._lines, location)]):
             return "", 0
         prompt, size = self.prompts.add(rows[0])
         group = f"[{location.group},{prompt},[{','.join(map(self._sample, rows))}]]"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,12 @@ class RunData:
         """Path of the values of tokens."""
         return self.path / TOKENS
 
+    def evaluation(self, name: str) -> Mapping[str, float]:
+        """Return the figures of the evaluation `name`, before or after training; none if there are none."""
+        figures = self.summary.get(name)
+        entries = figures.items() if isinstance(figures, dict) else ()
+        return {name: value for name, raw in entries if (value := number(raw)) is not None}
+
     @property
     def state(self) -> str:
         """State as far as the files show it: finished, or the last step written."""
@@ -101,15 +107,15 @@ def read_run(folder: Path) -> RunData:
         raise CoveyError("this is no run folder: it has no recipe.yaml", want=want, where=str(folder))
     settings = _settings(folder)
     unreadable: dict[str, int] = {}
-    steps, seconds, series = _metrics(read_lines(folder / METRICS, unreadable))
+    curves = read_curves(read_lines(folder / METRICS, unreadable))
     return RunData(
         name=folder.resolve().name,
         path=folder,
         method=str(settings.get("method", "rl")),
         settings=settings,
-        steps=steps,
-        seconds=seconds,
-        series=series,
+        steps=curves.steps,
+        seconds=curves.seconds,
+        series=curves.series,
         summary=_summary(folder / SUMMARY),
         before=list(read_lines(folder / BEFORE, unreadable)),
         after=list(read_lines(folder / AFTER, unreadable)),
@@ -151,12 +157,18 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     return flatten(tree)
 
 
-def _metrics(rows: Iterable[Row]) -> tuple[Sequence[int], Sequence[float], dict[str, Series]]:
-    """Return the steps of `rows`, the sum of the step times up to each, and the finite values of the metrics by name. A
-    row whose step does not ascend is left out.
-    """
+class Curves(NamedTuple):
+    """Metrics by name, with the steps that have a row and the seconds of training up to each of them."""
+
+    steps: Sequence[int]
+    seconds: Sequence[float]
+    series: Mapping[str, Series]
+
+
+def read_curves(rows: Iterable[Row]) -> Curves:
+    """Return the finite values in rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
     steps, seconds = array("q"), array("d")
-    found: dict[str, tuple[array[int], array[float]]] = {}
+    series: dict[str, tuple[array[int], array[float]]] = {}
     passed = 0.0
     for row in rows:
         step = row.get("step")
@@ -167,10 +179,10 @@ def _metrics(rows: Iterable[Row]) -> tuple[Sequence[int], Sequence[float], dict[
         seconds.append(passed)
         for name, raw in row.items():
             if name != "step" and (value := number(raw)) is not None:
-                at, values = found.setdefault(name, (array("q"), array("d")))
+                at, values = series.setdefault(name, (array("q"), array("d")))
                 at.append(step)
                 values.append(value)
-    return steps, seconds, {name: Series(*both) for name, both in found.items()}
+    return Curves(steps, seconds, {name: Series(*points) for name, points in series.items()})
 
 
 def _summary(path: Path) -> Mapping[str, Any]:

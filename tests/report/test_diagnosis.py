@@ -6,6 +6,7 @@ import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from covey.config.schema import PPOConfig
 from covey.config.strict_yaml import leaves
 from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
+from covey.report.diagnosis.features import JUMPS
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -323,7 +325,6 @@ def test_windows_grow_with_the_run(rule: str) -> None:
             found,
             steps=np.arange(1, 10 * N + 1),
             columns={name: np.repeat(values, 10) for name, values in found.columns.items()},
-            _noise={},
         )
         assert (rule in names(longer)) is wanted
 
@@ -333,7 +334,7 @@ def test_gaps_change_nothing(rule: str) -> None:
     """A tenth of the values is missing: null in the file."""
     above, _ = EDGES[rule]
     columns = {name: np.where(np.arange(N) % 10 == 4, NAN, values) for name, values in above.columns.items()}
-    assert names(replace(above, columns=columns, _noise={}))[0] == rule
+    assert names(replace(above, columns=columns))[0] == rule
 
 
 def test_a_run_without_any_metric_is_no_error() -> None:
@@ -376,7 +377,7 @@ def test_the_scale_of_a_reward_changes_nothing(rule: str, above: bool, scale: fl
     found = EDGES[rule][0 if above else 1]
     scaled = {name: values * scale if name.startswith("reward") else values for name, values in found.columns.items()}
     before = found.before | ({"reward": found.before["reward"] * scale} if "reward" in found.before else {})
-    assert names(replace(found, columns=scaled, before=before, _noise={})) == names(found)
+    assert names(replace(found, columns=scaled, before=before)) == names(found)
 
 
 # --- while the run trains
@@ -456,6 +457,16 @@ def test_the_fix_names_its_settings() -> None:
         assert all(name.rsplit(".", 1)[-1] in rule.fix or name == "data.path" for name in rule.settings), rule.name
 
 
+def test_features_of_the_rules_exist() -> None:
+    """Each is known in one of the histories above: a name that is no feature would never be."""
+    histories = [above for above, _ in (*EDGES.values(), *SUPERVISED.values(), *NOTED.values())]
+    histories.append(history(eval__reward=step(0.3, 0.9)))
+    cases = [*JUMPS, *(case for rule in RULES for case in rule.cases)]
+    paths = {path for case in cases for one in (*case.when, *case.unless) for path in (one.feature, one.unit) if path}
+    paths |= {name for case in cases for part in case.words for _, name, _, _ in Formatter().parse(part) if name}
+    assert {path for path in paths if all(one.feature(path) is None for one in histories)} == set()
+
+
 def test_metrics_of_the_rules_are_logged() -> None:
     assert [name for name in COLUMNS if metric(name) is None] == []
 
@@ -476,8 +487,8 @@ def test_a_folder_gives_the_history_of_its_rows(tmp_path: Path) -> None:
     assert found.columns.keys() == wanted.columns.keys()
     for name, values in wanted.columns.items():
         np.testing.assert_array_equal(found.column(name), values)
-    assert found.evaluations("accuracy") == [(0, 0.5), (N, 0.6)]
-    assert (found.group_size, found.groups_per_step) == (8, 0)
+    assert [(level.first, level.mean) for level in found.evaluations("accuracy")] == [(0, 0.5), (N, 0.6)]
+    assert (found.group_size, found.groups_per_step) == (8, None)
 
 
 def test_the_table_of_the_page_is_up_to_date() -> None:

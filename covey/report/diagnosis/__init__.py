@@ -1,8 +1,8 @@
 """Say what is wrong with a run from its metrics. This file only re-exports names."""
 
 from covey.report.diagnosis.diagnose import LiveDiagnosis, diagnose
-from covey.report.diagnosis.finding import NOTE, PROBLEM, Finding
-from covey.report.diagnosis.history import RunHistory
-from covey.report.diagnosis.rules import RULES, Rule
+from covey.report.diagnosis.features import RunHistory
+from covey.report.diagnosis.rule import NOTE, PROBLEM, Finding, Rule
+from covey.report.diagnosis.rules import RULES
 
 __all__ = ["NOTE", "PROBLEM", "RULES", "Finding", "LiveDiagnosis", "Rule", "RunHistory", "diagnose"]

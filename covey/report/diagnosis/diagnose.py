@@ -4,30 +4,27 @@ The first finding is the first cause: the rules are ordered by it, and a finding
 line of its evidence. Where no problem is found, one note says how the run went, or that it is too short to judge.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from covey.display import printable
 from covey.files import open_or_empty
-from covey.report.diagnosis.finding import NOTE, PROBLEM, Finding
-from covey.report.diagnosis.history import RunHistory
-from covey.report.diagnosis.levels import change, improved
-from covey.report.diagnosis.outcome_checks import opposed_parts
-from covey.report.diagnosis.rules import RULES, Rule
-from covey.report.diagnosis.signal_checks import LONG_ROWS, MIN_ROWS, TREND_ROWS
+from covey.report.completions import locate, read_group
+from covey.report.diagnosis.features import OpposedParts, RunHistory
+from covey.report.diagnosis.rule import NOTE, PROBLEM, Finding, Rule
+from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, RULES, TREND_ROWS
 from covey.report.run_data import Row
-from covey.train.json_lines import is_count, number, parse_line
+from covey.train.json_lines import number
 
-Met = tuple[Rule, str]
+Match = tuple[Rule, str]
 """A rule that is met, and its evidence."""
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""
 EXCERPT_WIDTH = 160
 """Maximum number of characters of a prompt and of a completion."""
-_STEP = re.compile(rb'\{"step": (\d{1,15}),')
 CERTAIN = 5
 """Number of judgements in a row at which a rule must be met."""
 FIRST_STEPS = 5
@@ -40,82 +37,65 @@ LIVE = {rule.name for rule in RULES if rule.live}
 def diagnose(history: RunHistory) -> list[Finding]:
     """Return the findings on a run, the first cause first; one note if there is no problem."""
     with np.errstate(all="ignore"):  # numbers of any size
-        return _diagnose(history)
+        rules = [rule for rule in RULES if history.method in rule.methods]
+        matches = [(rule, evidence) for rule in rules if (evidence := rule.evidence(history))]
+        findings = [_finding(rule, evidence, matches) for rule, evidence in _causes(matches)]
+        if findings and findings[0].rule == "possible reward hacking":
+            findings[0] = replace(findings[0], samples=tuple(samples_to_read(history)))
+        if any(finding.level == PROBLEM for finding in findings):
+            return findings
+        return [_without_problem(history, len(rules)), *findings]
 
 
-def _diagnose(history: RunHistory) -> list[Finding]:
-    found = met(history)
-    findings = [_finding(rule, _with_consequences(rule, seen, found)) for rule, seen in _causes(found)]
-    if findings and findings[0].rule == "possible reward hacking":
-        findings[0] = _with_samples(findings[0], history)
-    if any(finding.level == PROBLEM for finding in findings):
-        return findings
-    return [_without_problem(history), *findings]
+def _causes(matches: Sequence[Match]) -> list[Match]:
+    """Return the rules that no earlier one explains, each once, problems first."""
+    explained = {name for rule, _ in matches for name in rule.explains}
+    causes: dict[str, Match] = {}
+    for rule, evidence in matches:
+        if rule.name not in explained:
+            causes.setdefault(rule.name, (rule, evidence))
+    return sorted(causes.values(), key=lambda cause: cause[0].level != PROBLEM)
 
 
-def met(history: RunHistory) -> list[Met]:
-    """Return the rules that the run meets, in the order of the table."""
-    return [(rule, seen) for rule in RULES if history.method in rule.methods and (seen := rule.check(history))]
-
-
-def _causes(found: Sequence[Met]) -> list[Met]:
-    """Return the rules that no earlier one explains, problems first."""
-    explained = {name for rule, _ in found for name in rule.explains}
-    kept = list({rule.name: (rule, seen) for rule, seen in reversed(found) if rule.name not in explained}.values())[
-        ::-1
-    ]
-    return sorted(kept, key=lambda one: one[0].level != PROBLEM)
-
-
-def _with_consequences(rule: Rule, seen: str, found: Sequence[Met]) -> str:
-    follow = [f"{other.title} ({evidence})" for other, evidence in found if other.name in rule.explains]
-    return f"{seen}. It may explain: {'; '.join(follow)}" if follow else seen
-
-
-def _finding(rule: Rule, evidence: str) -> Finding:
+def _finding(rule: Rule, evidence: str, matches: Sequence[Match]) -> Finding:
+    """Return the finding of a rule; its consequences among `matches` are part of the evidence."""
+    consequences = [f"{other.title} ({seen})" for other, seen in matches if other.name in rule.explains]
+    evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
     return Finding(rule.title, rule.threshold, evidence, rule.fix, rule.name, rule.level)
 
 
-def _with_samples(finding: Finding, history: RunHistory) -> Finding:
-    pair = opposed_parts(history)
-    lines = samples_to_read(history, *pair) if pair else samples_to_read(history)
-    return Finding(**(vars(finding) | {"samples": tuple(lines)}))
-
-
-def _without_problem(history: RunHistory) -> Finding:
-    """Return the note on a run without a problem."""
+def _without_problem(history: RunHistory, num_rules: int) -> Finding:
+    """Return the note on a run in which none of `num_rules` rules found a problem."""
     n = len(history)
     if n < TREND_ROWS:
-        what = "no rule is judged" if n < MIN_ROWS else "rules about changes are not judged"
-        seen = f"{n} step{'s' if n != 1 else ''}; {what} before step {MIN_ROWS if n < MIN_ROWS else TREND_ROWS}"
-        return Finding("The run is too short to judge", "", seen, "", level=NOTE)
-    name = "loss" if history.method == "sft" else "reward"
-    moved = change(history, name)
-    seen = f"the mean {name} went {moved.text()}" if moved else f"{name} was not measured"
-    better = improved(history) if name == "reward" else moved is not None and moved.difference < 0
-    rules = [rule for rule in RULES if history.method in rule.methods]
-    if better or n < LONG_ROWS:
+        judged = f"no rule is judged before step {MIN_ROWS}"
+        if n >= MIN_ROWS:
+            judged = f"rules about changes are not judged before step {TREND_ROWS}"
         return Finding(
-            "Nothing wrong was found",
-            f"none of the {len(rules)} rules for this method of training is met",
-            seen,
-            "",
-            level=NOTE,
+            "The run is too short to judge", "", f"{n} step{'s' if n != 1 else ''}; {judged}", "", level=NOTE
         )
+    name = "loss" if history.method == "sft" else "reward"
+    metric = history.metric(name)
+    change = metric.change
+    seen = f"the mean {name} went {change}" if change else f"{name} was not measured"
+    better = metric.rose if name == "reward" else change is not None and change.difference < 0
+    if better or n < LONG_ROWS:
+        threshold = f"none of the {num_rules} rules for this method of training is met"
+        return Finding("Nothing wrong was found", threshold, seen, "", level=NOTE)
     advice = "train longer, or compare runs with another learning rate"
     return Finding(f"The {name} did not improve, and no rule says why", "", seen, advice, level=NOTE)
 
 
-def samples_to_read(history: RunHistory, high: str = "", low: str = "") -> list[str]:
-    """Return lines with the completions of the last window in which the reward function `high` gave most and `low`
-    least; without names, those with the highest reward. There is at most one of each group.
+def samples_to_read(history: RunHistory) -> list[str]:
+    """Return lines with the completions of the last window for which one of two opposed reward functions gave most and
+    the other least; without such functions, those with the highest reward. There is at most one of each group.
     """
     best: dict[tuple[object, object], tuple[float, str]] = {}
     for row in _recent_rows(history):
-        group, score = (row["step"], str(row.get("group"))), _score(row, high, low)
+        group, score = (row["step"], str(row.get("group"))), _score(row, history.opposed_parts)
         if score is not None and (group not in best or score > best[group][0]):
             best[group] = score, _line(row)
-    return [line for _, line in sorted(best.values(), key=lambda one: -one[0])[:MOST_SAMPLES]]
+    return [line for _, line in sorted(best.values(), key=lambda scored: -scored[0])[:MOST_SAMPLES]]
 
 
 def _recent_rows(history: RunHistory) -> Iterator[Row]:
@@ -124,27 +104,27 @@ def _recent_rows(history: RunHistory) -> Iterator[Row]:
     if history.samples is None:
         return
     with open_or_empty(history.samples.parent, history.samples.name) as lines:
-        for line in lines:
-            key = _STEP.match(line)
-            row = parse_line(line) if (key is None or int(key[1]) >= first) and line.endswith(b"\n") else None
-            if row is not None and is_count(row.get("step")) and row["step"] >= first:
-                yield row
+        for group in locate(history.samples, {}):
+            if group.step >= first:
+                yield from read_group(lines, group)
 
 
-def _score(row: Row, high: str, low: str) -> float | None:
-    """Return how well `row` shows that `high` is given and `low` is not; None if it is not scored."""
-    if not high:
+def _score(row: Row, opposed: OpposedParts | None) -> float | None:
+    """Return how well `row` shows that one reward is given and the opposed one is not; None if it is not scored."""
+    if opposed is None:
         return number(row.get("reward"))
-    parts = row.get("rewards")
-    parts = parts if isinstance(parts, dict) else {}
-    up, down = number(parts.get(high)), number(parts.get(low))
+    up, down = (number(_rewards(row).get(name)) for name in (opposed.up, opposed.down))
     return None if up is None or down is None else up - down
 
 
+def _rewards(row: Row) -> dict[str, Any]:
+    rewards = row.get("rewards")
+    return rewards if isinstance(rewards, dict) else {}
+
+
 def _line(row: Row) -> str:
-    parts = row.get("rewards")
-    rewards = parts.items() if isinstance(parts, dict) else ()
-    scores = ", ".join(f"{name} {value:.3g}" for name, raw in rewards if (value := number(raw)) is not None)
+    rewards = {name: number(raw) for name, raw in _rewards(row).items()}
+    scores = ", ".join(f"{name} {reward:.3g}" for name, reward in rewards.items() if reward is not None)
     where = f"step {row.get('step')}, group {row.get('group')}, sample {row.get('sample')}"
     return printable(f"{where} ({scores}): {_excerpt(row.get('prompt'))} → {_excerpt(row.get('text'))}")
 
@@ -189,8 +169,8 @@ class LiveDiagnosis:
             return []
         self._next = n * (1 + GROWTH)
         history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before)
-        found = {one.rule: one for one in diagnose(history) if one.level == PROBLEM and one.rule in LIVE}
-        self._held = {rule: self._held.get(rule, 0) + 1 for rule in found}
-        certain = [one for rule, one in found.items() if self._held[rule] >= CERTAIN and rule not in self._announced]
-        self._announced.update(one.rule for one in certain)
-        return certain
+        problems = [finding for finding in diagnose(history) if finding.level == PROBLEM and finding.rule in LIVE]
+        self._held = {finding.rule: self._held.get(finding.rule, 0) + 1 for finding in problems}
+        certain = [rule for rule, count in self._held.items() if count >= CERTAIN and rule not in self._announced]
+        self._announced.update(certain)
+        return [finding for finding in problems if finding.rule in certain]

@@ -1,0 +1,526 @@
+"""Features of a run: named figures of its metrics, by which the rules of the diagnosis judge it.
+
+In: rows of `metrics.jsonl`, or a run that was read from its folder. Out: features by their paths: an attribute of the
+`MetricHistory` of a metric (`kl.last.mean`), or of the `RunHistory` itself (`run.only_reward`). A run that was resumed
+has one history: its file continues.
+
+The error of a mean comes from the differences of successive rows, which a slow trend does not enlarge; that of the
+reward is at least what the spread of the completions says. So a threshold in standard errors means the same for a run
+of 8 completions per step and for one of 800.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from covey.report.diagnosis.levels import ROUNDING, Change, Level
+from covey.report.diagnosis.rule import Case, above, at_least, at_most
+from covey.report.run_data import RunData, Series, read_curves
+from covey.train.json_lines import number
+
+MIN_WINDOW, MAX_WINDOW = 3, 50
+"""Smallest and largest number of steps that are averaged."""
+WINDOWS = 4
+"""Number of windows in a run of usual length."""
+LARGEST_COUNT = 10**9
+"""Largest number of prompts and of completions that is read from a recipe."""
+GAIN_ERRORS, FALL_ERRORS = 3.0, 4.0
+"""Number of standard errors from which a rise, and from which a fall counts. A fall needs more: the level that it is
+measured from is chosen among many.
+"""
+MIN_GAIN, MIN_FALL = 0.05, 0.3
+"""Smallest rise and fall of the reward that count, in units of the spread of single completions."""
+MOST_LEVELS = 200
+"""Number of earlier levels among which the best is chosen in a long run."""
+
+
+class OpposedParts(NamedTuple):
+    """Two reward functions that moved against each other: names and changes of the one that rose and of the other."""
+
+    up: str
+    down: str
+    rise: Change
+    fall: Change
+
+
+class HeldOutLoss(NamedTuple):
+    """Course of the held-out loss over the evaluations of a run.
+
+    Attributes:
+        change: change from the lowest to the last.
+        gain: fall from the first to the lowest.
+        rise: rise from the lowest to the lower one of the last two.
+        training: change of the training loss since the lowest.
+    """
+
+    change: Change
+    gain: float
+    rise: float
+    training: Change | None
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Metrics of a run by row.
+
+    Attributes:
+        method: "rl" or "sft".
+        settings: resolved recipe, by dotted name.
+        steps: optimizer step of each row, ascending.
+        columns: values of each metric by row; NaN where it was not measured.
+        before, after: figures of the evaluations before and after training; empty when there are none.
+        samples: file of the completions; None when it cannot be read.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    steps: Int[np.ndarray, "n"]
+    columns: Mapping[str, Float[np.ndarray, "n"]]
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    samples: Path | None = None
+    _metrics: dict[str, "MetricHistory"] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, run: RunData) -> "RunHistory":
+        """Return the history of a run that was read from its folder."""
+        steps, before, after = np.array(run.steps, np.int64), run.evaluation("before"), run.evaluation("after")
+        return cls(run.method, run.settings, steps, _columns(steps, run.series), before, after, run.samples)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Iterable[Mapping[str, Any]],
+        method: str = "rl",
+        settings: Mapping[str, Any] | None = None,
+        before: Mapping[str, float] | None = None,
+    ) -> "RunHistory":
+        """Return the history of rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
+        curves = read_curves(rows)
+        steps = np.array(curves.steps, np.int64)
+        return cls(method, settings or {}, steps, _columns(steps, curves.series), before or {})
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.steps)
+
+    def feature(self, path: str) -> Any:
+        """Return the feature at `path`: an entry of `FEATURES` or a metric, or an attribute of that; None if it is
+        unknown.
+        """
+        name, *attributes = path.split(".")
+        value: Any = FEATURES[name](self) if name in FEATURES else self.metric(name)
+        for attribute in attributes:
+            value = None if value is None else getattr(value, attribute)
+        return value
+
+    def metric(self, name: str) -> "MetricHistory":
+        """Return the metric `name`, or the derived one of that name."""
+        if name not in self._metrics:
+            self._metrics[name] = MetricHistory(self, name)
+        return self._metrics[name]
+
+    def column(self, name: str) -> Float[np.ndarray, "n"]:
+        """Return the values of the metric `name` by row; NaN in all rows if it was never measured."""
+        return self.columns.get(name, np.full(len(self), np.nan))
+
+    @property
+    def window(self) -> int:
+        """Number of rows that are averaged: a quarter of the run, from 3 to 50."""
+        return max(MIN_WINDOW, min(MAX_WINDOW, round(len(self) / WINDOWS)))
+
+    def numeric_setting(self, name: str, default: float) -> float:
+        """Return the setting `name` as a number; `default` if the recipe has none."""
+        value = number(self.settings.get(name))
+        return default if value is None else value
+
+    @property
+    def group_size(self) -> int | None:
+        """Number of completions per prompt; None if unknown."""
+        return self._count("grpo.num_generations")
+
+    @property
+    def groups_per_step(self) -> int | None:
+        """Number of prompts in a step; None if unknown."""
+        return self._count("training.prompts_per_step")
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Number of completions that a row stands for, at least; None if unknown."""
+        return (self.groups_per_step or 0) * (self.group_size or 0) or None
+
+    def _count(self, name: str) -> int | None:
+        return int(min(max(self.numeric_setting(name, 0), 0), LARGEST_COUNT)) or None
+
+    @cached_property
+    def only_reward(self) -> float | None:
+        """Reward that every completion of the run had; None if they differ."""
+        rewards = self.column("reward")
+        known = rewards[np.isfinite(rewards)]
+        if not known.size or np.ptp(known) > ROUNDING * np.abs(known).max():
+            return None
+        tiny = ROUNDING * np.abs(known).max()
+        alike = all((np.nan_to_num(self.column(name)) <= tiny).all() for name in ("reward_std", "reward_error"))
+        return float(known[0]) if alike else None
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the reward functions. The penalty of `grpo.overlong_buffer` is none."""
+        parts = [name.split("/") for name in self.columns if name.startswith("rewards/") and name.endswith("/mean")]
+        return [part[1] for part in parts if len(part) == 3 and part[1] != "overlong"]
+
+    @property
+    def unrewarding_functions(self) -> list[str] | None:
+        """Names of the reward functions that gave 0 to every completion; None if there are none."""
+        metrics = {name: [self.metric(f"rewards/{name}/{part}") for part in ("mean", "std")] for name in self.functions}
+        return [name for name, (mean, std) in metrics.items() if mean.count and mean.is_zero and std.is_zero] or None
+
+    @cached_property
+    def opposed_parts(self) -> OpposedParts | None:
+        """Reward functions of which one rose while the other fell and the reward did not; the pair that moved most."""
+        if self.metric("reward").fall is not None:
+            return None
+        rises, falls = {}, {}
+        for name in self.functions:
+            metric = self.metric(f"rewards/{name}/mean")
+            rise, fall, scale = metric.change, metric.fall, metric.spread
+            if rise and scale and rise.errors >= GAIN_ERRORS and rise.difference >= MIN_FALL * scale:
+                rises[name] = rise, rise.difference / scale
+            if fall and scale:
+                falls[name] = fall, -fall.difference / scale
+        pairs = [(up, down) for up in rises for down in falls if up != down]
+        if not pairs:
+            return None
+        up, down = max(pairs, key=lambda pair: rises[pair[0]][1] + falls[pair[1]][1])
+        return OpposedParts(up, down, rises[up][0], falls[down][0])
+
+    @cached_property
+    def jumps(self) -> list[str] | None:
+        """What jumped between the first step, which no update has touched, and the last window; None if nothing."""
+        return [text for case in JUMPS if (text := case.evidence(self))] or None
+
+    @property
+    def reward_since_evaluation(self) -> Change | None:
+        """Change of the reward from the evaluation before training to the first window; None if one is unknown."""
+        first, samples = self.metric("reward").first, self.before.get("samples", 0.0)
+        if first is None or samples <= 0 or "reward" not in self.before:
+            return None
+        error = self.before["reward"] / math.sqrt(max(samples, 1.0))
+        return Change(Level(self.before["reward"], error, 0, 0), first)
+
+    def evaluations(self, name: str) -> list[Level]:
+        """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
+        values, errors = self._evaluated(name), self._evaluated("error")
+        return [Level(value, errors.get(step, math.nan), step, step) for step, value in sorted(values.items())]
+
+    def _evaluated(self, name: str) -> dict[int, float]:
+        values = self.column(f"eval/{name}")
+        evaluated = {int(self.steps[i]): float(values[i]) for i in np.flatnonzero(np.isfinite(values))}
+        evaluated |= {0: self.before[name]} if name in self.before else {}
+        return evaluated | ({int(self.steps[-1]): self.after[name]} if name in self.after and len(self) else {})
+
+    @property
+    def held_out_loss(self) -> HeldOutLoss | None:
+        """Course of the held-out loss; None without three evaluations."""
+        levels = self.evaluations("loss")
+        if len(levels) < 3:
+            return None
+        first, *_, previous, last = levels
+        best = min(levels, key=lambda level: level.mean)
+        at, loss = int((self.steps <= best.last).sum()), self.metric("loss")
+        then, now = loss.level(max(0, at - self.window), at), loss.last
+        training = Change(then, now) if then and now else None
+        return HeldOutLoss(
+            Change(best, last), first.mean - best.mean, min(last.mean, previous.mean) - best.mean, training
+        )
+
+
+class MetricHistory:
+    """One metric of a run: its values by row, and its levels and changes. One that is unknown is None."""
+
+    def __init__(self, run: RunHistory, name: str):
+        self.run, self.name = run, name
+        column, scale = DERIVED.get(name, (name, lambda run: 1))
+        self.values, self.scale = run.column(column), scale(run)
+        self.known = np.isfinite(self.values)
+
+    def level(self, start: int, stop: int) -> Level | None:
+        """Return the level in the rows from `start` to before `stop`; None if none of them has the metric."""
+        known = self.known[start:stop]
+        values, steps = self.values[start:stop][known], self.run.steps[start:stop][known]
+        if not values.size:
+            return None
+        error = max(noise(values), self.noise) / math.sqrt(values.size)
+        if self.name == "reward":
+            error = max(error, self._sampling_error(start, stop))
+        return Level(self.scale * float(values.mean()), self.scale * float(error), int(steps[0]), int(steps[-1]))
+
+    def _sampling_error(self, start: int, stop: int) -> float:
+        """Return the standard error of the mean reward of some rows, from the spread of their completions. It is at
+        least that of all completions as one group: two groups may have equal means by chance.
+        """
+        samples = self.run.samples_per_step or 1
+        errors = np.nan_to_num(self.run.column("reward_error")[start:stop])
+        within = np.nan_to_num(self.run.column("reward_std")[start:stop]) / math.sqrt(samples)
+        each = np.maximum(errors, within)[self.known[start:stop]]
+        return float(np.linalg.norm(each) / max(each.size, 1))
+
+    @cached_property
+    def noise(self) -> float:
+        """Noise of a value in the whole run, as the function `noise` returns it."""
+        return noise(self.values[self.known])
+
+    @cached_property
+    def start(self) -> Level | None:
+        """Level of the first row, which no update has touched."""
+        return self.level(0, 1)
+
+    @cached_property
+    def first(self) -> Level | None:
+        """Level of the first window."""
+        return self.level(0, self.run.window)
+
+    @cached_property
+    def last(self) -> Level | None:
+        """Level of the last window."""
+        return self.level(max(0, len(self.run) - self.run.window), len(self.run))
+
+    @cached_property
+    def whole(self) -> Level | None:
+        """Level of the whole run."""
+        return self.level(0, len(self.run))
+
+    @property
+    def change(self) -> Change | None:
+        """Change from the first window to the last."""
+        return self._since(self.first)
+
+    @property
+    def since_start(self) -> Change | None:
+        """Change from the first row to the last window."""
+        return self._since(self.start)
+
+    @property
+    def since_middle(self) -> Change | None:
+        """Change from the window before the middle of the run to the last."""
+        half = len(self.run) // 2
+        return self._since(self.level(max(0, half - self.run.window), max(1, half)))
+
+    @cached_property
+    def since_lowest(self) -> Change | None:
+        """Change from the lowest of the earlier levels to the last window."""
+        return self._since(min(self._earlier_levels(), key=lambda level: level.mean, default=None))
+
+    def _since(self, early: Level | None) -> Change | None:
+        return Change(early, self.last) if early and self.last else None
+
+    @cached_property
+    def fall(self) -> Change | None:
+        """Largest fall from an earlier level to the last window; None if it has not fallen.
+
+        A fall is at least 4 standard errors and 30 % of the spread of completions, from the level that shows it best.
+        """
+        changes = [change for early in self._earlier_levels() if (change := self._since(early))]
+        least = MIN_FALL * self.spread
+        falls = [change for change in changes if change.errors <= -FALL_ERRORS and -change.difference >= least]
+        if not falls or min(changes, key=lambda change: change.errors) not in falls:
+            return None
+        return min(falls, key=lambda change: change.difference)
+
+    def _earlier_levels(self) -> list[Level]:
+        """Return levels before the last window, each over at most a window."""
+        window = self.run.window
+        levels = (self.level(max(0, stop - window), stop) for stop in _stops(len(self.run) - window))
+        return [level for level in levels if level]
+
+    @property
+    def rose(self) -> bool:
+        """Whether it has risen: by at least 3 standard errors, and by 5 % of the spread of completions."""
+        change = self.change
+        return bool(change and change.errors >= GAIN_ERRORS and change.difference >= MIN_GAIN * self.spread)
+
+    @cached_property
+    def spread(self) -> float:
+        """Standard deviation over single completions of a reward, or of a reward function's
+        `rewards/<function>/mean`: the largest of any window of the run.
+
+        This is the unit in which rises and falls are measured, so that no rule depends on the scale of a reward.
+        """
+        if self.name == "reward":
+            between = np.nan_to_num(self.run.column("reward_error")) ** 2 * (self.run.groups_per_step or 1)
+            each = np.sqrt(np.nan_to_num(self.run.column("reward_std")) ** 2 + between)
+        else:
+            each = np.nan_to_num(self.run.column(self.name.removesuffix("/mean") + "/std"))
+        size = min(self.run.window, len(each))
+        if not size:
+            return 0.0
+        spread = float(np.convolve(each, np.ones(size) / size, "valid").max())
+        return spread or (float(self.values[self.known].std()) if self.count else 0.0)
+
+    @property
+    def peak(self) -> Level | None:
+        """Highest value, as the level of its row."""
+        at = int(np.nanargmax(self.values)) if self.count else 0
+        return self.level(at, at + 1)
+
+    @property
+    def count(self) -> int:
+        """Number of rows that have the metric."""
+        return int(self.known.sum())
+
+    @property
+    def positive_count(self) -> int:
+        """Number of rows in which it is above 0."""
+        return int((self.values > 0).sum())
+
+    @property
+    def first_positive(self) -> int | None:
+        """First step at which it is above 0; None if it never is."""
+        return int(self.run.steps[(self.values > 0).argmax()]) if self.positive_count else None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all values are 0 or not measured."""
+        return not self.values[self.known].any()
+
+    @property
+    def nonzero_mean(self) -> float | None:
+        """Mean of the whole run; None if it is 0."""
+        return self.whole.mean or None if self.whole else None
+
+
+FEATURES: dict[str, Callable[[RunHistory], Any]] = {
+    "run": lambda run: run,
+    "temperature": lambda run: run.numeric_setting("rollout.temperature", 1.0),
+    "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
+    # the advantages come from a critic, which learns from groups of equal rewards too
+    "has_critic": lambda run: (
+        run.settings.get("grpo.algorithm") == "ppo" or run.settings.get("grpo.advantage") == "gae"
+    ),
+    # the probability ratio is that of a sequence, so that whole sequences are clipped
+    "has_sequence_ratio": lambda run: (
+        str(run.settings.get("grpo.algorithm")).startswith("gspo")
+        or run.settings.get("grpo.ratio") in ("sequence", "sequence_token")
+    ),
+    "samples": lambda run: _samples(run, len(run)),
+    "scored_samples": lambda run: _samples(run, run.metric("reward").count),
+    # the upper end of the 95 % confidence interval of a rate of which no success was seen
+    "success_bound": lambda run: 3 / n if (n := _samples(run, len(run))) else None,
+    "none_of_all": lambda run: f"none of {n} completions" if (n := _samples(run, len(run))) else "no completion",
+    "finished_without_reward": lambda run: (
+        None
+        if run.only_reward != 0
+        else (1 - (run.metric("completions/clipped_ratio").nonzero_mean or 0)) * (_samples(run, len(run)) or 0)
+    ),
+    "longest": lambda run: (
+        f"{peak.mean:.0f} token{'s' if peak.mean != 1 else ''}"
+        if (peak := run.metric("completions/max_length").peak)
+        else None
+    ),
+    "only_reward": lambda run: run.only_reward,
+    "has_one_reward": lambda run: run.only_reward is not None,
+    "unrewarding": lambda run: run.unrewarding_functions,
+    "all_unrewarding": lambda run: 0 < len(run.functions) == len(run.unrewarding_functions or ()),
+    "opposed": lambda run: run.opposed_parts,
+    "jumps": lambda run: run.jumps,
+    "jump_count": lambda run: len(run.jumps or ()),
+    "since_evaluation": lambda run: run.reward_since_evaluation,
+    # from its best to the last evaluation
+    "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
+    "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
+    "held_out_loss": lambda run: run.held_out_loss,
+}
+"""Features of a run that are none of a single metric."""
+
+DERIVED: dict[str, tuple[str, Callable[[RunHistory], float]]] = {
+    "group_spread": ("reward_error", lambda run: math.sqrt(run.groups_per_step or 1)),
+    "distinct_texts": ("completions/distinct_ratio", lambda run: run.group_size or 0),
+}
+"""Metrics that are multiples of others: the standard deviation of the mean reward between groups, and the number of
+different completions in a group."""
+
+JUMP = 0.3
+"""Rise of the share of completions cut off that counts as a jump."""
+LENGTH_JUMP, ENTROPY_LOW, ENTROPY_HIGH, SPIKE = 1.5, 0.3, 2.0, 10.0
+"""Factors that count as a jump: of the mean length, of the entropy downwards and upwards, of the gradient norm."""
+KL_HIGH = 1.0
+"""KL in nats per token that is high."""
+ENTROPY_FELL = at_most("entropy.since_start.factor", ENTROPY_LOW)
+ENTROPY_SOARED = at_least("entropy.since_start.factor", ENTROPY_HIGH)
+
+JUMPS = (
+    Case(
+        ["completions cut off {completions/clipped_ratio.since_start.shares}"],
+        [at_least("completions/clipped_ratio.since_start.difference", JUMP)],
+    ),
+    Case(
+        ["mean length {completions/mean_length.since_start}"],
+        [
+            at_least("completions/mean_length.since_start.ratio", LENGTH_JUMP),
+            at_least("completions/mean_length.since_start.errors", FALL_ERRORS),
+        ],
+    ),
+    Case(
+        ["mean length {completions/mean_length.since_start}"],
+        [
+            at_most("completions/mean_length.since_start.ratio", 1 / LENGTH_JUMP),
+            at_most("completions/mean_length.since_start.errors", -FALL_ERRORS),
+        ],
+    ),
+    Case(["entropy {entropy.since_start}"], [ENTROPY_FELL]),
+    Case(["entropy {entropy.since_start}"], [ENTROPY_SOARED]),
+    Case(["KL {kl.last.mean:.3g} nats per token in {kl.last.span}"], [at_least("kl.last.mean", KL_HIGH)]),
+    Case(
+        [
+            "gradient norm {grad_norm.start.mean:.3g} in the first step, {grad_norm.peak.mean:.3g} in step "
+            "{grad_norm.peak.first}"
+        ],
+        [at_least("grad_norm.peak.mean", SPIKE, "grad_norm.start.mean"), above("grad_norm.start.mean", 0)],
+    ),
+)
+"""What jumps when updates spoil a model."""
+
+
+def _samples(run: RunHistory, rows: int) -> int | None:
+    """Return the number of completions of `rows` steps; None if unknown."""
+    return rows * (run.samples_per_step or 0) or None
+
+
+def _change(choose: Callable[..., Level], levels: Sequence[Level]) -> Change | None:
+    """Return the change from the level that `choose` takes by its mean to the last one; None of a single level."""
+    return Change(choose(levels, key=lambda level: level.mean), levels[-1]) if len(levels) > 1 else None
+
+
+def noise(values: Float[np.ndarray, "n"]) -> float:
+    """Return the standard deviation of one value around a slow trend, from the median of the successive differences.
+
+    >>> noise(np.arange(5.0)) < noise(np.array([0.0, 3, 0, 3, 0]))
+    True
+    """
+    if values.size < 2:
+        return 0.0
+    return float(np.median(np.abs(np.diff(values))) / (0.6745 * math.sqrt(2)))
+
+
+def _columns(steps: Int[np.ndarray, "n"], series: Mapping[str, Series]) -> dict[str, Float[np.ndarray, "n"]]:
+    """Return the values of each metric at `steps`; NaN where it was not measured."""
+    columns = {name: np.full(len(steps), np.nan) for name in series}
+    for name, one in series.items():
+        columns[name][np.searchsorted(steps, np.array(one.steps, np.int64))] = one.values
+    return columns
+
+
+def _stops(last: int) -> list[int]:
+    """Return ends of earlier levels: every row at the start, and evenly spaced ones in a long run.
+
+    >>> _stops(4), len(_stops(100_000))
+    ([1, 2, 3, 4], 207)
+    """
+    spaced = np.linspace(1, max(last, 1), MOST_LEVELS).astype(int).tolist()
+    return [stop for stop in sorted({*range(1, 9), *spaced}) if stop <= last]
