@@ -6,10 +6,9 @@ Everything comes from the files of the run folder, which are only read; the view
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class WatchedProgress(Progress):
         show = settings.get("show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
         super().__init__(0, console, headline=headline, show=names, answers=answers)
-        self.run, self.task = run, settings.get("task")
+        self.run, self.task, self._printed = run, settings.get("task"), ""
 
     def status(self) -> Status:
         """Return what the run does: its times and plots from the rows, the rest from its heartbeat."""
@@ -60,6 +59,45 @@ class WatchedProgress(Progress):
         now = replace(now, total=max(now.total, now.step) if now.total else 0)
         now = replace(now, tokens_per_second=own.tokens_per_second or now.tokens_per_second)
         return now if running else replace(now, phase=self.run.state, done=0, parts=0, compiling=0, phase_seconds=0.0)
+
+    def begin(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Show the evaluation before training, if there is one, and the last of the steps that are there."""
+        if before := _figures(self.run.summary().get("before")):
+            self.evaluation("before", before)
+        for row in rows[:-HISTORY]:
+            self.add(row)
+        self.show_steps(rows[-HISTORY:])
+
+    def show_steps(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Show new steps as lines."""
+        self.total = self.run.heartbeat.status.total if self.run.heartbeat else 0
+        samples = self._samples_by_step()
+        for row in rows:
+            self.step(row, samples.get(int(row["step"]), ()))
+
+    def print_state(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Print the state as a line of JSON if it is new."""
+        for row in rows:
+            self.add(row)
+        status, beat = self.status(), self.run.heartbeat
+        if (new := f"{self.run.state} {status.step} {status.activity}") == self._printed:
+            return
+        self._printed = new
+        state: dict[str, Any] = {"run": str(self.run.folder), "state": self.run.state, **asdict(status)}
+        state |= {"reason": beat.reason if beat else "", "heartbeat": beat.now if beat else None}
+        state |= {"metrics": dict(self._rows[-1]) if self._rows else {}}
+        print(json.dumps(mask_secrets(state), allow_nan=False), flush=True)
+
+    def _samples_by_step(self) -> dict[int, list[SampleLine]]:
+        """Return the completions that the run has written since the last call, by step."""
+        samples: dict[int, list[SampleLine]] = {}
+        for row in self.run.new_samples():
+            if is_count(step := row.get("step")):
+                prompt, text = (row[key] if isinstance(row.get(key), str) else "" for key in ("prompt", "text"))
+                reward = number(row.get("reward"))
+                line = SampleLine(prompt, text, math.nan if reward is None else reward)
+                samples.setdefault(step, []).append(line)
+        return samples
 
 
 def watch_command(line: Line) -> int:
@@ -82,88 +120,20 @@ def watch(folder: Path, once: bool = False, as_json: bool = False, console: Cons
     settings = _settings(folder)
     run = WatchedRun(folder)
     progress = WatchedProgress(run, console or make_console(wrap=True, highlight=False), settings)
-    show = _JsonLines(progress, folder) if as_json else _Steps(progress, folder)
     try:
         with nullcontext() if once or as_json else progress:
-            while show(run.look(), once) and not once:
+            (progress.print_state if as_json else progress.begin)(run.look())
+            while run.state == RUNNING and not once:
+                if not as_json and run.heartbeat and run.heartbeat.status.phase:
+                    progress.phase(run.heartbeat.status.phase)
                 time.sleep(INTERVAL)
+                (progress.print_state if as_json else progress.show_steps)(run.look())
         if not as_json:
             _show_end(run, progress, once)
     except KeyboardInterrupt:
         echo("\nthe watch has ended, and the run goes on" if run.state == RUNNING else "", keep="\n")
         return 130
     return 0 if run.state in (RUNNING, FINISHED) else STOPPED
-
-
-class _Steps:
-    """Show new steps as lines. Called with the rows of each look; returns whether the run goes on."""
-
-    def __init__(self, progress: WatchedProgress, folder: Path):
-        self._progress, self._last, self._phase, self._begun = progress, 0, "", False
-
-    def __call__(self, rows: Sequence[Mapping[str, float]], once: bool) -> bool:
-        progress, run = self._progress, self._progress.run
-        if not self._begun:
-            _show_before(run, progress)
-        samples = _samples_by_step(run)
-        beat = run.heartbeat
-        progress.total = beat.status.total if beat else 0
-        listed = rows if self._begun else rows[-HISTORY:]
-        for row in rows[: len(rows) - len(listed)]:
-            self._last = _add(progress.add, row, self._last)
-        for row in listed:
-            self._last = _add(partial(progress.step, samples=samples.get(int(row["step"]), ())), row, self._last)
-        self._begun = True
-        if beat and not progress.console.is_terminal and not once and beat.status.phase != self._phase:
-            self._phase = beat.status.phase
-            progress.phase(self._phase)
-        return run.state == RUNNING
-
-
-class _JsonLines:
-    """Print each new state as a line of JSON. Called like `_Steps`."""
-
-    def __init__(self, progress: WatchedProgress, folder: Path):
-        self._progress, self._folder, self._last, self._printed = progress, folder, 0, ""
-        self._row: Mapping[str, float] = {}
-
-    def __call__(self, rows: Sequence[Mapping[str, float]], once: bool) -> bool:
-        progress, run = self._progress, self._progress.run
-        for row in rows:
-            self._last, self._row = _add(progress.add, row, self._last), row
-        status, beat = progress.status(), run.heartbeat
-        new = f"{run.state} {status.step} {status.activity}"
-        if new != self._printed:
-            self._printed = new
-            state: dict[str, Any] = {"run": str(self._folder), "state": run.state, **asdict(status)}
-            state |= {"reason": beat.reason if beat else "", "heartbeat": beat.now if beat else None}
-            state |= {"metrics": dict(self._row)}
-            print(json.dumps(mask_secrets(state), allow_nan=False), flush=True)
-        return run.state == RUNNING
-
-
-def _add(add: Callable[..., None], row: Mapping[str, float], last: int) -> int:
-    """Add the row behind that of step `last`; return its step."""
-    step = int(row["step"])
-    add(row, updates=max(step - last, 1))
-    return step
-
-
-def _samples_by_step(run: WatchedRun) -> dict[int, list[SampleLine]]:
-    """Return the completions that the run has written since the last call, by step."""
-    found: dict[int, list[SampleLine]] = {}
-    for row in run.new_samples():
-        if is_count(step := row.get("step")):
-            reward = number(row.get("reward"))
-            line = SampleLine(_text(row.get("prompt")), _text(row.get("text")), math.nan if reward is None else reward)
-            found.setdefault(step, []).append(line)
-    return found
-
-
-def _show_before(run: WatchedRun, progress: Progress) -> None:
-    """Show the evaluation before training, if there is one."""
-    if before := _figures(run.summary().get("before")):
-        progress.evaluation("before", before)
 
 
 def _show_end(run: WatchedRun, progress: WatchedProgress, once: bool) -> None:
@@ -192,10 +162,6 @@ def _figures(found: Any) -> dict[str, Any]:
     """Return the numbers in a mapping that is not trusted."""
     entries = found.items() if isinstance(found, dict) else ()
     return {name: value if is_count(value) else number(value) for name, value in entries if number(value) is not None}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

@@ -140,15 +140,14 @@ class Progress:
             self._slow_compile.daemon = True
             self._slow_compile.start()
 
-    def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = (), updates: int = 1) -> None:
+    def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = ()) -> None:
         """Show a finished step.
 
         Args:
             row: its metrics by their usual names (`reward`, `frac_reward_zero_std`, ...); missing ones are left out.
             samples: its completions; the best and the worst are shown every `SHOW_SAMPLES_EVERY` steps.
-            updates: optimizer steps that the row stands for.
         """
-        self.add(row, updates)
+        self.add(row)
         if self.console.is_terminal or self._notebook:
             for line in self._table.lines(row, self.total, self.console.width):
                 self._show_line(line)
@@ -157,11 +156,13 @@ class Progress:
         if len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total:
             self._print_extremes(samples)
 
-    def add(self, row: Mapping[str, float], updates: int = 1) -> None:
-        """Add a step to what times and plots are made of, without showing it; the arguments are those of `step`."""
+    def add(self, row: Mapping[str, float]) -> None:
+        """Add the metrics of a step to what times and plots are made of, without showing it."""
+        before = self._rows[-1]["step"] if self._rows else self.steps_before
         self._rows.append(row)
         self._values.extend([row[self.headline]] if self.headline in row else [])
-        self._updates, self._phase, self._count, self._compiling = updates, "", (0, 0), 0
+        self._updates = max(int(row["step"]) - int(before), 1)
+        self._phase, self._count, self._compiling = "", (0, 0), 0
         self._stepped = time.monotonic()
 
     def status(self) -> Status:

@@ -119,7 +119,7 @@ class LearnerRun(Run[Recipe]):
 
     def show(self, record: StepRecord) -> None:
         """Show a step."""
-        self.progress.step(record.metrics, _lines(record.groups), record.updates)
+        self.progress.step(record.metrics, _lines(record.groups))
 
 
 class RLRun(LearnerRun):
