@@ -5,6 +5,7 @@ tests of several rooms share: a small GSM8K, and tiny models that can spell.
 import atexit
 import functools
 import gc
+import hashlib
 import json
 import os
 import runpy
@@ -289,6 +290,22 @@ def inputs_for() -> Callable[..., Any]:
         )
 
     return make
+
+
+# --- checkpoints
+
+
+@pytest.fixture(scope="session")
+def write_meta() -> Callable[[Path, str], None]:
+    """`write_meta(step, text)` replaces the meta.json of a checkpoint, and its digest."""
+
+    def write(step: Path, text: str) -> None:
+        (step / "meta.json").write_text(text)
+        lines = [line for line in (step / "SHA256SUMS").read_text().splitlines() if not line.endswith("  meta.json")]
+        lines.append(f"{hashlib.sha256(text.encode()).hexdigest()}  meta.json")
+        (step / "SHA256SUMS").write_text("\n".join(lines))
+
+    return write
 
 
 # --- a bucket

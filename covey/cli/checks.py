@@ -234,10 +234,10 @@ def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
     Raises:
         CoveyError: something is already there, or the folder cannot be created.
     """
-    from covey.train import checksums
+    from covey.train.storage import make_folder
 
     out = new_run_folder(recipe)
-    while not (made := checksums.make_folder(out.absolute())) and recipe.out is None:
+    while not (made := make_folder(out.absolute())) and recipe.out is None:
         out = new_run_folder(recipe)
     place = out.absolute()  # a reward function may change the working directory meanwhile
     try:

@@ -16,8 +16,8 @@ from typing import Any
 
 from covey.files import folder_below, open_below
 from covey.monitor.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.train.checksums import is_locked
 from covey.train.json_lines import MAX_LINE, is_count, number, parse_line
+from covey.train.storage import is_locked
 
 RUNNING, FINISHED, STOPPED, FAILED, DEAD = "running", "finished", "stopped", "failed", "dead"
 SILENCE = 30.0

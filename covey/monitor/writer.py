@@ -22,7 +22,7 @@ import numpy as np
 from covey.errors import ResumeError
 from covey.files import folder_below, has_file, open_below, open_or_empty, replace_file
 from covey.monitor.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
-from covey.train.checksums import is_open_at, sync
+from covey.train.storage import is_open_at, sync
 from covey.types import Completion, Group, Message, Prompt, TokenValues
 
 Correct = Mapping[str, Sequence[np.ndarray]]

@@ -29,7 +29,7 @@ from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_ba
 from covey.parallel import distributed
 from covey.parallel.checks import versions
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import claim, release
+from covey.train.storage import claim, release
 from covey.types import Group, TokenValues
 
 log = logging.getLogger(__name__)

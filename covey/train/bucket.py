@@ -1,26 +1,43 @@
-"""Objects of a Cloud Storage bucket, read and written by the driver of tensorstore that Orbax uses for arrays.
+"""Store the steps of a run's checkpoints in a Cloud Storage bucket.
 
-Orbax accesses its small files at `gs://` addresses through fsspec, which has no file system for them unless gcsfs is
-installed. `register_file_system` gives it one over the same driver, so that there is one way to find credentials: the
-file that GOOGLE_APPLICATION_CREDENTIALS names, the login of gcloud, or the service account of the machine.
+    gs://bucket/runs/mine/00000500/arrays/...    by Orbax
+                                   meta.json
+                                   SHA256SUMS    written last: only a step that has it is complete
+                          run.json              identity of the run whose checkpoints these are
+
+The run folder stays on a disk. Its `checkpoints/bucket.json` names address and identity, so that only the run that has
+begun at an address continues there, and its `checkpoints/lock` keeps a second writer out.
 
 A bucket has no folders and no renames. An object is there as a whole or not at all, and a list is always up to date.
+So a step that is written again is removed first, and objects of a step without SHA256SUMS are leftovers of a killed
+writer, which the next one removes.
+
+Objects are read and written by the driver of tensorstore that Orbax uses for arrays. Orbax accesses its small files at
+`gs://` addresses through fsspec, which has no file system for them unless gcsfs is installed. `register_file_system`
+gives it one over the same driver, so that there is one way to find credentials: the file that
+GOOGLE_APPLICATION_CREDENTIALS names, the login of gcloud, or the service account of the machine.
 """
 
 import functools
 import hashlib
 import importlib.util
 import io
+import json
 import logging
-from collections.abc import Iterable
+import re
+import secrets
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import tensorstore
 
 from covey.errors import CoveyError, ResumeError
-from covey.files import IN_BUCKET
+from covey.files import IN_BUCKET, has_file, open_below, replace_file
+from covey.train.json_lines import MAX_LINE, parse_line
+from covey.train.storage import SUMS, CheckpointStore, Digests, FolderStore, step_name
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +47,7 @@ FIRST_ANSWER_SECONDS = 20.0
 """Number of seconds after which a bucket that has never answered is given up."""
 _ANSWERED: set[str] = set()
 """Names of the buckets that have answered in this process."""
+POINTER, IDENTITY = "bucket.json", "run.json"
 AT_ONCE = 4
 """Number of objects that are in memory at a time while they are digested."""
 
@@ -208,3 +226,120 @@ def register_file_system() -> None:
     if importlib.util.find_spec("gcsfs") is None:
         for name in BucketFileSystem.protocol:
             fsspec.register_implementation(name, BucketFileSystem, clobber=True)
+
+
+class BucketStore(CheckpointStore):
+    """Steps at an address.
+
+    Args:
+        address: gs://BUCKET/FOLDER.
+    """
+
+    def __init__(self, address: str):
+        self._bucket = Bucket(address)
+        self.address = self._bucket.address
+        register_file_system()
+
+    def committed(self) -> list[int]:
+        matches = (re.fullmatch(rf"(\d{{8,}})/{SUMS}", name) for name in self._bucket.names())
+        return [int(match[1]) for match in matches if match]
+
+    def path(self, step: int) -> str:
+        return f"{self.address}/{step_name(step)}"
+
+    temporary_path = path
+
+    def read(self, step: int, name: str) -> bytes:
+        return Bucket(self.path(step)).read(name)
+
+    def remove(self, step: int) -> None:
+        objects = Bucket(self.path(step))
+        objects.remove([SUMS])
+        objects.remove(objects.names())
+
+    discard = remove
+
+    def prepare(self, step: int, needed: int) -> None:
+        self.remove(step)
+
+    def finish_interrupted(self) -> None:
+        committed = {step_name(step) for step in self.committed()}
+        folders = ((name, name.partition("/")[0]) for name in self._bucket.names())
+        leftovers = [name for name, step in folders if re.fullmatch(r"\d{8,}", step) and step not in committed]
+        self._bucket.remove(leftovers)
+
+    def take(self, identity: str) -> bool:
+        """Take the address for the run of that identity; return whether nothing was there."""
+        return not self._bucket.names() and self._bucket.create(IDENTITY, identity.encode())
+
+    def belongs_to(self, identity: str) -> bool:
+        """Return whether the run of that identity has taken the address."""
+        try:
+            return self._bucket.read(IDENTITY).decode() == identity
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Leave the address, where no step is, to others."""
+        self._bucket.remove([IDENTITY])
+
+    def _names(self, path: str) -> list[str]:
+        return [name for name in Bucket(path).names() if name != SUMS]
+
+    def _digests(self, path: str, names: Sequence[str], synced: bool = False) -> Digests:
+        return Bucket(path).digests(names)
+
+    def _write(self, path: str, name: str, content: bytes) -> None:
+        Bucket(path).write(name, content)
+
+    def _seal(self, step: int, sums: bytes) -> None:
+        self._write(self.path(step), SUMS, sums)
+
+
+def open_store(folder: Path, address: str, writes: bool) -> CheckpointStore:
+    """Open the store of a run: at the address in a bucket that `folder` names, or else in the folder itself.
+
+    Args:
+        folder: the folder of the checkpoints.
+        address: address for a new run, which is taken and which the folder then names; "" for the folder.
+        writes: whether this process holds the lock of the folder.
+
+    Raises:
+        ResumeError: another run has taken the address.
+    """
+    is_new = not has_file(folder, POINTER)
+    if is_new and not address:
+        return FolderStore(folder)
+    address, identity = (address, secrets.token_hex(16)) if is_new else _read_pointer(folder)
+    store = BucketStore(address)
+    if writes and not (store.take(identity) if is_new else store.belongs_to(identity)):
+        raise ResumeError(
+            "the checkpoints of another run are at this address",
+            want="a folder in the bucket with nothing in it"
+            if is_new
+            else f"the files of this run, with its {IDENTITY}",
+            fix="another training.checkpoint_path, or another name of the run folder",
+            where=store.address,
+        )
+    if writes and is_new:
+        replace_file(folder / POINTER, json.dumps({"address": store.address, "run": identity}).encode())
+    return store
+
+
+def _read_pointer(folder: Path) -> tuple[str, str]:
+    """Return the address and the identity in a folder's `bucket.json`.
+
+    Raises:
+        ResumeError: it has another form.
+    """
+    with open_below(folder, POINTER) as file:
+        named = parse_line(file.read(MAX_LINE)) or {}
+    address, identity = named.get("address"), named.get("run")
+    if not (isinstance(address, str) and IN_BUCKET.fullmatch(address) and isinstance(identity, str)):
+        raise ResumeError(
+            "this file does not name the bucket of the checkpoints",
+            want='{"address": "gs://BUCKET/FOLDER", "run": "IDENTITY"}, as the run has written it',
+            fix="put the file back as it was",
+            where=str(folder / POINTER),
+        )
+    return address, identity

@@ -27,8 +27,8 @@ from covey.cli.main import parse
 from covey.cli.watch import watch
 from covey.errors import CoveyError
 from covey.monitor.status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
-from covey.train.checksums import take_lock
 from covey.train.json_lines import MAX_LINE
+from covey.train.storage import take_lock
 
 NASTY = "\x1b]0;owned\x07[bold red]x[/]\u202e"
 ROW = {"reward": 0.5, "reward_error": 0.1, "kl": 0.01, "step_time": 2.0, "tokens_per_second": 20.0}

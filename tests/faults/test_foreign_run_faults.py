@@ -24,10 +24,8 @@ from covey.run.export import Lineage
 from covey.run.load_model import load_source
 from covey.run.programs import abstract_for
 from covey.train import bucket
-from covey.train.bucket import Bucket
-from covey.train.bucket_steps import POINTER
+from covey.train.bucket import POINTER, Bucket
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import write_checksums
 from covey.train.json_lines import require_entry
 
 DEEP = "[" * 100_000
@@ -157,11 +155,9 @@ LEAF = {"dtype": "float32", "shape": [2]}
         ),
     ],
 )  # fmt: skip
-def test_a_checkpoint_described_by_no_run_is_damaged(saved: Path, content: str) -> None:
+def test_a_checkpoint_described_by_no_run_is_damaged(saved: Path, content: str, write_meta: Any) -> None:
     """Its digests agree with its files: whoever wrote them can write digests too."""
-    step = saved / "00000001"
-    (step / "meta.json").write_text(content)
-    write_checksums(step)
+    write_meta(saved / "00000001", content)
     with Checkpointer(saved, read_only=True) as saves:
         with pytest.raises(ResumeError, match=r"checkpoint 1 is damaged: meta\.json (cannot|has not|describes no)"):
             saves.restore(1)

@@ -128,12 +128,12 @@ CHILDREN = """
     import json, os, signal, sys
     import covey.run
     from covey.cli.main import main
-    from covey.train.bucket_steps import BucketSteps
+    from covey.train.bucket import BucketStore
     from covey.train.checkpoint import Checkpointer
     from covey.monitor.writer import MetricsWriter
 
     MOMENTS = {
-        "complete": (BucketSteps, "complete", int),
+        "commit": (BucketStore, "commit", int),
         "save": (Checkpointer, "save", int),
         "metrics": (MetricsWriter, "step", lambda row: row["step"]),
         "samples": (MetricsWriter, "samples", int),
@@ -178,7 +178,7 @@ def dying(place: Path, environment: dict[str, str]) -> Iterator[Callable[..., in
         process.stdin.close()
 
 
-@pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3), ("complete", 4)])
+@pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3), ("commit", 4)])
 def test_killed_between_metrics_and_save(
     before: str, step: int, tmp_path: Path, bucket: Any, dying: Any, straight: Any
 ) -> None:
@@ -188,7 +188,7 @@ def test_killed_between_metrics_and_save(
     from benchmarks.soak import differences, steps_of
 
     out, whole = tmp_path / "killed", straight("full, sync")  # compiles what the child finds
-    place = (f"training.checkpoint_path={bucket.address}/runs",) if before == "complete" else ()
+    place = (f"training.checkpoint_path={bucket.address}/runs",) if before == "commit" else ()
     assert dying(before, step, *command(out, *WAYS["full, sync"], *place)) == -signal.SIGKILL
     assert steps_of(out) >= (4 if before != "samples" else 3)
     if place:

@@ -24,7 +24,7 @@ from covey.report import write_report
 from covey.run.folder import read_summary
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import finish_interrupted, is_locked, take_lock
+from covey.train.storage import FolderStore, is_locked, take_lock
 
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_a_link_is_neither_read_nor_removed(folder: Path, t
 
 
 def _look_at(checkpoints: Path) -> None:
-    finish_interrupted(checkpoints)
+    FolderStore(checkpoints).finish_interrupted()
     with Checkpointer(checkpoints, read_only=True) as saves:
         saves.latest()
 

@@ -30,7 +30,6 @@ from covey.run.inference import sample_training_prompts
 from covey.run.load_model import available_mesh, load_source, refuse_other_weights
 from covey.run.rl import RLRun, role_meshes
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import write_checksums
 from covey.types import Completion, FinishReason, Group
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -233,7 +232,7 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 @pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("role", ["reward_model", "critic"])
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
-    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
     """Under adapters a checkpoint holds nothing of either. A run of an older version noted nothing of them."""
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
@@ -248,7 +247,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     with pytest.raises(ResumeError, match=f"this run began with {role} with the weights '{models[role]}"):
         run.resume(out)
     run.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
-    forget(out / "checkpoints" / "00000001", "other_models")
+    forget(out / "checkpoints" / "00000001", "other_models", write_meta)
     capsys.readouterr()
     run.resume(out)
     assert f"the run did not record its {role}" in " ".join(capsys.readouterr().out.split())
@@ -273,12 +272,11 @@ def as_reward_model(place: Path) -> Path:
     return place
 
 
-def forget(saved: Path, name: str) -> None:
+def forget(saved: Path, name: str, write_meta: Any) -> None:
     """Makes a checkpoint of a version of Covey that did not note `name`."""
     meta = json.loads((saved / "meta.json").read_text())
     del meta["extra"][name]
-    (saved / "meta.json").write_text(json.dumps(meta))
-    write_checksums(saved)
+    write_meta(saved, json.dumps(meta))
 
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])

@@ -26,7 +26,6 @@ from covey.models.lora import projections, with_lora
 from covey.monitor.writer import MetricsWriter
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import write_checksums
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
@@ -246,7 +245,9 @@ def test_other_data_are_refused_on_resume(tmp_path: Path, straight: Any) -> None
         run.resume(out)
 
 
-def test_a_run_of_an_older_schema_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_older_schema_is_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], write_meta: Any
+) -> None:
     """Its version knew only the settings that its recipe sets; each of the others is newer than the run."""
     out = tmp_path / "run"
     short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1")
@@ -254,21 +255,21 @@ def test_a_run_of_an_older_schema_is_gone_on_with(tmp_path: Path, capsys: pytest
     saved = json.loads((out / "checkpoints" / "00000001" / "meta.json").read_text())["extra"]["settings"]
     newer = {name for name, value in settings_of(recipe.Recipe()).items() if saved[name] == value} - {"method"}
     assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
-    make_older(out, newer)
+    make_older(out, newer, write_meta)
     capsys.readouterr()
     assert run.resume(out)["steps"] == 2
     assert "was saved" not in capsys.readouterr().out
 
 
 def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
     """Before there was a choice, that was the reference of every run; today's default is the adapter as it began."""
     out = tmp_path / "run"
     run.train(on_an_adapter(tmp_path, "grpo.reference=base"), out)
     straight = rows(out, "metrics.jsonl")
     assert straight[0]["kl"] > 0.01
-    make_older(out, {"grpo.reference"})
+    make_older(out, {"grpo.reference"}, write_meta)
     capsys.readouterr()
     run.resume(out)
     assert rows(out, "metrics.jsonl") == straight
@@ -278,15 +279,14 @@ def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
     assert "was saved" not in shown
 
 
-def make_older(out: Path, newer: set[str]) -> None:
+def make_older(out: Path, newer: set[str], write_meta: Any) -> None:
     """Makes a run of two steps one that stopped after the first, in a version that did not know these settings."""
     saved = out / "checkpoints" / "00000001"
     shutil.rmtree(out / "checkpoints" / "00000002")
     meta = json.loads((saved / "meta.json").read_text())
     for name in newer:
         del meta["extra"]["settings"][name]
-    (saved / "meta.json").write_text(json.dumps(meta))
-    write_checksums(saved)
+    write_meta(saved, json.dumps(meta))
     (out / "recipe.yaml").write_text(without(newer, (out / "recipe.yaml").read_text()))
 
 

@@ -15,10 +15,9 @@ from etils import epath
 from covey.config import recipe
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, RecipeError, ResumeError
-from covey.train.bucket import Bucket
-from covey.train.bucket_steps import IDENTITY, POINTER
+from covey.train.bucket import IDENTITY, POINTER, Bucket
 from covey.train.checkpoint import Checkpointer
-from covey.train.checksums import SUMS
+from covey.train.storage import SUMS
 
 
 def state(step: int) -> dict[str, Any]:

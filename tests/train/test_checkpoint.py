@@ -32,8 +32,9 @@ from jax.sharding import PartitionSpec as P
 from covey.errors import CoveyError, ResumeError
 from covey.parallel.mesh import make_mesh
 from covey.parallel.reshard import flatten
-from covey.train import checkpoint, steps
+from covey.train import checkpoint
 from covey.train.checkpoint import Checkpointer
+from covey.train.storage import FolderStore
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
 
@@ -506,10 +507,10 @@ def test_an_object_store_is_refused_by_name(
 
 
 def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path, known: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(steps, "write_checksums", full)
+    monkeypatch.setattr(FolderStore, "commit", full)
     saved.save(3, params(3))
     with pytest.raises(ResumeError, match="No space left"):
         saved.save(4, params(4))
@@ -660,7 +661,7 @@ def test_a_failed_save_is_raised_once_the_caller_waits(tmp_path: Path, monkeypat
 
 def test_an_array_may_be_larger_than_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap: Orbax refuses an array that is as large as its limit."""
-    monkeypatch.setattr("covey.train.checkpoint.BYTES_IN_FLIGHT", 2**10)
+    monkeypatch.setattr("covey.train.checkpoint.MAX_CONCURRENT_BYTES", 2**10)
     state = {"w": jnp.arange(2**10, dtype=jnp.float32)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -678,7 +679,7 @@ def megabytes(name):
     status = Path("/proc/self/status").read_text()
     return int(status.split(name + ":")[1].split()[0]) / 2**10
 
-checkpoint.BYTES_IN_FLIGHT = 2**23
+checkpoint.MAX_CONCURRENT_BYTES = 2**23
 drawn = jax.random.normal(jax.random.key(0), (2**19,))
 state = {f"w{i}": drawn * (i + 1) for i in range(100)}  # as little to be compressed as new draws, and soon made
 with checkpoint.Checkpointer(sys.argv[1]) as saves:
