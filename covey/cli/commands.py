@@ -10,9 +10,8 @@ from dataclasses import field
 from typing import Literal, NamedTuple, TypeVar
 
 from covey.config import recipe
-from covey.config.base import Config, GroupSize, NonNegativeInt
+from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
-from covey.config.strict_yaml import leaves
 from covey.errors import CoveyError
 from covey.launch import JobOptions, LocalOptions
 

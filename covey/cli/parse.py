@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from covey.cli.commands import COMMANDS, Command, OptionsT
 from covey.config import recipe, strict_yaml
+from covey.config.base import leaves
 from covey.config.overrides import apply, split
 from covey.errors import CoveyError
 
@@ -105,4 +106,4 @@ def _check_owners(command: Command, words: Sequence[str]) -> None:
 def _is_setting(command: Command, flag: str) -> bool:
     """Return whether `flag` may stand for a setting of the command."""
     ending = "." + flag.removeprefix("--").replace("-", "_")
-    return any(f".{path}".endswith(ending) for cls in command.classes for path in strict_yaml.leaves(cls))
+    return any(f".{path}".endswith(ending) for cls in command.classes for path in leaves(cls))

@@ -23,6 +23,7 @@ from covey.config.base import (
     Problem,
     ReadIf,
     Reported,
+    problem_if,
     unread_settings,
     without_check,
 )
@@ -136,15 +137,37 @@ class GRPOConfig(Config, section="grpo"):
         """Yield a problem for settings that contradict each other, or that the algorithm does not use."""
         a = algorithm_of(self)
         yield from unread_settings(self, READ_IF, f"{a.name} with these settings", a)
-        yield from _group_contradictions(self, a)
-        if a.beta and a.kl == "k1" and a.kl_in == "loss":
-            what = "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back"
-            yield Problem("kl", what, "k2 or k3, or grpo.kl_in reward")
-        if self.num_iterations > 1 and a.surrogate == "reinforce":
-            yield _updates_without_a_ratio(self)
-        if self.reward_weights is not None and not any(self.reward_weights):
-            what = "grpo.reward_weights are all 0: no answer would be scored"
-            yield Problem("reward_weights", what, "one that is not 0")
+        yield from problem_if(
+            self.num_generations < 2 and not a.needs_critic,
+            "num_generations",
+            f"grpo.num_generations is {self.num_generations}: an answer needs others to be compared with",
+            "at least 2; one answer a prompt is for grpo.algorithm ppo",
+        )
+        yield from problem_if(
+            self.num_generations < 2 and a.max_sampling_rounds > 1,
+            "max_sampling_rounds",
+            "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal",
+            "1, or grpo.num_generations of at least 2",
+        )
+        yield from problem_if(
+            a.beta and a.kl == "k1" and a.kl_in == "loss",
+            "kl",
+            "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back",
+            "k2 or k3, or grpo.kl_in reward",
+        )
+        yield from problem_if(
+            self.num_iterations > 1 and a.surrogate == "reinforce",
+            "num_iterations",
+            f"grpo.num_iterations is {self.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
+            "on a batch would take the answers for those of a policy that did not sample them",
+            f"1, or an algorithm with a ratio: {', '.join(WITH_RATIO)}",
+        )
+        yield from problem_if(
+            self.reward_weights is not None and not any(self.reward_weights),
+            "reward_weights",
+            "grpo.reward_weights are all 0: no answer would be scored",
+            "one that is not 0",
+        )
 
 
 class PPOConfig(GRPOConfig):
@@ -230,22 +253,6 @@ def config_for(config: GRPOConfig) -> GRPOConfig:
     if isinstance(config, PPOConfig) == (cls is PPOConfig):
         return config
     return without_check(cls, {f.name: getattr(config, f.name, f.default) for f in dataclasses.fields(cls)})
-
-
-def _group_contradictions(config: GRPOConfig, a: Algorithm) -> Iterator[Problem]:
-    if config.num_generations < 2 and not a.needs_critic:
-        what = f"grpo.num_generations is {config.num_generations}: an answer needs others to be compared with"
-        yield Problem("num_generations", what, "at least 2; one answer a prompt is for grpo.algorithm ppo")
-    if config.num_generations < 2 and a.max_sampling_rounds > 1:
-        what = "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal"
-        yield Problem("max_sampling_rounds", what, "1, or grpo.num_generations of at least 2")
-
-
-def _updates_without_a_ratio(config: GRPOConfig) -> Problem:
-    what = f"grpo.num_iterations is {config.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
-    what += "on a batch would take the answers for those of a policy that did not sample them"
-    with_ratio = ", ".join(name for name in PRESETS if PRESETS[name].settings.get("surrogate") != "reinforce")
-    return Problem("num_iterations", what, f"1, or an algorithm with a ratio: {with_ratio}")
 
 
 READ_IF: tuple[ReadIf, ...] = (
@@ -355,3 +362,6 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 """Presets by name."""
+
+WITH_RATIO = [name for name, preset in PRESETS.items() if preset.settings.get("surrogate") != "reinforce"]
+"""Names of the presets whose loss has a ratio of policies."""

@@ -10,13 +10,14 @@ import ast
 import difflib
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import islice, pairwise
 from numbers import Number
 from operator import getitem
@@ -66,6 +67,7 @@ Probability = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 """Factor by which something decays, or the probability of leaving something out."""
 
+Kinds = tuple[Any, ...]
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
 
@@ -173,6 +175,7 @@ class Config:
     unset: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
     __signature__: ClassVar[inspect.Signature]
+    _set: ClassVar[Callable[..., None]]
 
     def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
         """Make the class a dataclass.
@@ -187,7 +190,7 @@ class Config:
             _make_optional(cls)
         dataclass(frozen=True)(cls)
         cls.__signature__ = inspect.signature(cls)
-        cls.__init__ = Config.__init__  # type: ignore[method-assign]
+        cls._set, cls.__init__ = cls.__init__, Config.__init__  # type: ignore[method-assign]
         names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
         cls.kinds = {name: kind for name, kind in hints.items() if name in names}
         _register(cls)
@@ -195,6 +198,8 @@ class Config:
     def __init__(self, *args: Any, **keywords: Any) -> None:
         if len(args) > len(self.kinds):
             raise TypeError(f"{type(self).__name__} takes {len(self.kinds)} arguments, and {len(args)} were given")
+        if not (args or keywords):
+            return self._set()  # defaults are valid, and most classes of a run then need no validator
         _, problems = validate(type(self), dict(zip(self.kinds, args, strict=False)) | keywords, IN_PYTHON, self)
         raise_together([p.error(type(self).__name__ if p.key in self.kinds else "") for p in problems])
 
@@ -214,6 +219,10 @@ class Config:
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each setting that contradicts another of this object."""
+        yield from ()
+
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that is none in a script, which may bring what a recipe cannot name."""
         yield from ()
 
 
@@ -238,11 +247,17 @@ def validate(
         settings, problems = unchecked, list(_translate(cls, error, values, wording))
     if not any(problem.basic for problem in problems):
         wrong = {problem.key for problem in problems}
-        contradictions = (
-            p._replace(key=start + p.key) for start, part in _sections(unchecked) for p in part.contradictions()
-        )
-        problems += [problem for problem in contradictions if problem.key not in wrong]
+        problems += [p for p in in_sections(unchecked) if p.key not in wrong]
     return settings, problems
+
+
+def in_sections(settings: Config, in_recipe: bool = False, prefix: str = "") -> Iterator[Problem]:
+    """Yield the contradictions of each section of `settings` and of the settings themselves, or those in a recipe."""
+    for name in settings.kinds:
+        if isinstance(section := getattr(settings, name), Config):
+            yield from in_sections(section, in_recipe, f"{prefix}{name}.")
+    problems = settings.contradictions_in_recipe() if in_recipe else settings.contradictions()
+    yield from (problem._replace(key=prefix + problem.key) for problem in problems)
 
 
 def _with_defaults(cls: type[Config], values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,14 +276,6 @@ def _unchecked(cls: type[C], values: Mapping[str, Any]) -> C:
     classes = {name: classes_in(cls.kinds.get(name)) for name, value in values.items() if isinstance(value, dict)}
     sections = {name: _unchecked(found[-1], values[name]) for name, found in classes.items() if found}
     return without_check(cls, {**defaults(cls), **values, **sections})
-
-
-def _sections(settings: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:
-    """Yield each section of `settings` and the settings themselves, with what precedes their names."""
-    for name in settings.kinds:
-        if isinstance(section := getattr(settings, name), Config):
-            yield from _sections(section, f"{prefix}{name}.")
-    yield prefix, settings
 
 
 def _translate(
@@ -290,7 +297,7 @@ def _translate(
             yield Problem(key, what, _range_in_words(kind, entry))
         else:
             want = _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind)
-            yield Problem(key, what, want, _nearest_choice(kind, entry), tuple(loc), basic=True)
+            yield Problem(key, what, want, _nearest_choice(entry), tuple(loc), basic=True)
 
 
 def _split(
@@ -356,12 +363,14 @@ class Keywords:
     """Base class of learners and clusters, which refuses unknown keywords and settings of a wrong class."""
 
     def __new__(cls, *args: Any, **keywords: Any) -> Self:
-        """Refuse arguments that the constructor does not accept.
+        """Check the arguments of the constructor.
 
         Raises:
             RecipeError: arguments are invalid; the error lists all of them.
         """
-        raise_together(list(_mistakes(cls, args, keywords)))
+        if (known := keywords_of(cls)) is not None:
+            arguments = dict(zip(known, args, strict=False)) | keywords
+            check_keywords(cls.__name__, arguments, known, partial(suggest, cls))
         return super().__new__(cls)
 
     def __init_subclass__(cls, **others: Any) -> None:
@@ -369,30 +378,27 @@ class Keywords:
         _register(cls)
 
 
-def _mistakes(cls: type, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[RecipeError]:
-    if (known := keywords_of(cls)) is not None:
-        given = dict(zip(known, args, strict=False)) | dict(keywords)
-        yield from wrong_keywords(cls.__name__, given, known, lambda name: suggest(cls, name))
-
-
-def wrong_keywords(
-    callee: str, given: Mapping[str, Any], known: Mapping[str, Any], suggest: Callable[[str], str]
-) -> Iterator[RecipeError]:
-    """Yield an error for each keyword that `callee` does not have, and for settings of a wrong class.
+def check_keywords(
+    callee: str, arguments: Mapping[str, Any], known: Mapping[str, Any], suggest: Callable[[str], str]
+) -> None:
+    """Check that `callee` has each keyword, and that settings are of the right class.
 
     Args:
         callee: name of the class or function.
-        given: keywords of a call, with their values.
+        arguments: keywords of a call, with their values.
         known: type of each keyword of `callee`.
         suggest: returns advice about an unknown keyword.
+
+    Raises:
+        RecipeError: the error lists all keywords that are wrong.
     """
-    for name, value in given.items():
-        if name not in known:
-            yield RecipeError(f"{callee} has no keyword {name!r}", fix=suggest(name))
-            continue
-        wanted = classes_in(known[name])
-        if wanted and value is not None and not isinstance(value, tuple(wanted)):
-            yield RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee)
+    unknown = [name for name in arguments if name not in known]
+    errors = [RecipeError(f"{callee} has no keyword {name!r}", fix=suggest(name)) for name in unknown]
+    for name, value in arguments.items():
+        classes = tuple(classes_in(known.get(name)))
+        if classes and value is not None and not isinstance(value, classes):
+            errors.append(RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee))
+    raise_together(errors)
 
 
 def _register(cls: type) -> None:
@@ -514,15 +520,30 @@ def classes_in(kind: Any) -> list[type[Config]]:
     return [kind] if isinstance(kind, type) and issubclass(kind, Config) else []
 
 
-def on_resume(cls: type[Config], inherited: OnResume | None = None, prefix: str = "") -> dict[str, OnResume | None]:
-    """Return the treatment of every setting in the tree of `cls` by dotted name, None where it has none."""
-    treatments: dict[str, OnResume | None] = {}
+def settings_in(
+    cls: type[Config], prefix: str = "", outer: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the dotted name of every setting in the tree of `cls`, with the types of its sections and of itself."""
     for name, kind in cls.kinds.items():
-        own = next((one for one in getattr(kind, "__metadata__", ()) if isinstance(one, OnResume)), inherited)
-        treatments[prefix + name] = own
-        for section in classes_in(kind):
-            treatments |= on_resume(section, own, f"{prefix}{name}.")
-    return treatments
+        if classes := classes_in(kind):
+            yield from settings_in(classes[-1], f"{prefix}{name}.", (*outer, kind))
+        else:
+            yield prefix + name, (*outer, kind)
+
+
+def leaves(cls: type[Config]) -> dict[str, Any]:
+    """Return the type of every setting in the tree of `cls` by dotted name, in order."""
+    return {path: kinds[-1] for path, kinds in settings_in(cls)}
+
+
+def on_resume(cls: type[Config]) -> dict[str, OnResume | None]:
+    """Return the treatment of every setting in the tree of `cls` by dotted name, None where it has none."""
+    return {
+        path: next(
+            (m for k in reversed(kinds) for m in getattr(k, "__metadata__", ()) if isinstance(m, OnResume)), None
+        )
+        for path, kinds in settings_in(cls)
+    }
 
 
 def explanations(cls: type[Config]) -> dict[str, str]:
@@ -594,12 +615,10 @@ def _classes(kind: Any) -> str:
     return " or ".join(f"{one.__name__}(...)" for one in classes_in(kind))
 
 
-def _nearest_choice(kind: Any, error: ErrorDetails) -> str:
-    """Return the choice nearest to the wrong value; "" if the field has no choices."""
-    inner, value = without_none(kind)[0], error["input"]
-    if get_origin(inner) in (tuple, dict):
-        inner = get_args(inner)[-1 if get_origin(inner) is dict else 0]
-    return nearest(value, get_args(inner)) if get_origin(inner) is Literal and isinstance(value, str) else ""
+def _nearest_choice(error: ErrorDetails) -> str:
+    """Return the choice nearest to the wrong value; "" if there are no choices."""
+    choices = re.findall("'(.*?)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else ()
+    return nearest(error["input"], choices) if choices and isinstance(error["input"], str) else ""
 
 
 def _plain(value: Any) -> Any:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.config import foreign_names
-from covey.config.base import Config
-from covey.config.strict_yaml import Document, from_text, leaves
+from covey.config.base import Config, leaves
+from covey.config.strict_yaml import Document, from_text
 from covey.errors import RecipeError
 
 
@@ -76,17 +76,13 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     name = _name(flag)
     if name in paths:
         return name
-    ending = [path for path in paths if path.endswith("." + name) and SECOND.isdisjoint(_sections(path, name))]
+    ending = [path for path in paths if path.endswith(f".{name}")]
+    ending = [path for path in ending if SECOND.isdisjoint(path.removesuffix(name).split("."))]
     if len(ending) == 1:
         return ending[0]
     if ending:
         raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
     raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
-
-
-def _sections(path: str, name: str) -> list[str]:
-    """Return the sections of `path` before its end `name`."""
-    return path.removesuffix(name).split(".")
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:

@@ -13,7 +13,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from covey.config import metrics, strict_yaml
 from covey.config.algorithms import PRESETS, algorithm_of, config_for
-from covey.config.base import Config, Decisive, Ignored, NonNegativeInt, Problem, Reported, flatten
+from covey.config.base import (
+    Config,
+    Decisive,
+    Ignored,
+    NonNegativeInt,
+    Problem,
+    Reported,
+    flatten,
+    in_sections,
+    problem_if,
+)
 from covey.config.overrides import apply
 from covey.config.schema import (
     DataConfig,
@@ -89,6 +99,13 @@ class Recipe(AnyRecipe):
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
         object.__setattr__(self, "grpo", config_for(self.grpo))
 
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that contradicts one of another section."""
+        yield from _rl_contradictions(self)
+        environment = [metric_name(self.envs.environment)] if self.envs.environment else []
+        model = ["reward_model"] if self.reward_model else []
+        yield from _shared_contradictions(self, [*self.rewards, *model, *environment])
+
 
 class SFTRecipe(AnyRecipe):
     """One run of supervised training, from the checkpoint it starts with to the evaluation at its end."""
@@ -101,6 +118,16 @@ class SFTRecipe(AnyRecipe):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
+
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that contradicts one of another section."""
+        yield from problem_if(
+            self.data.task == "first-letter",
+            "data.task",
+            "data.task first-letter has no worked answers to learn from",
+            "jsonl, arithmetic, sums, guess, wordle or gsm8k",
+        )
+        yield from _shared_contradictions(self)
 
 
 RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
@@ -267,7 +294,7 @@ def parse(
     of_file = document.places
     places = apply(kind, document, overrides, HIDDEN).places
     raise_together([RecipeError(f"{key} {HIDDEN[key]}", where=places[key]) for key in HIDDEN if key in places])
-    recipe = strict_yaml.build(kind, document, contradictions, recorded=of_file if of_run else {})
+    recipe = strict_yaml.build(kind, document, recorded=of_file if of_run else {})
     raise_together(list(_unused_lora(recipe, places, of_file)))
     return recipe
 
@@ -286,86 +313,106 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
     Raises:
         RecipeError: they do; the error lists all problems.
     """
-    raise_together([RecipeError(one.what, want=one.want, fix=one.fix) for one in contradictions(recipe)])
-
-
-def contradictions(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
-    """Yield a problem for each setting of a recipe that contradicts one of another section."""
-    if isinstance(recipe, Recipe):
-        yield from _rl_contradictions(recipe)
-    elif recipe.data.task == "first-letter":
-        what = "data.task first-letter has no worked answers to learn from"
-        yield Problem("data.task", what, "jsonl, arithmetic, sums, guess, wordle or gsm8k")
-    if not re.fullmatch(r"\w[\w.-]*", recipe.name):
-        yield Problem("name", f"name is {recipe.name!r}", "letters, digits, '-', '_' and '.': it names a folder")
-    if recipe.data.task in DATA_PATHS and not recipe.data.path:
-        what = f"data.task {recipe.data.task} needs data.path, which is not set"
-        yield Problem("data.task", what, DATA_PATHS[recipe.data.task])
-    yield from (one._replace(key=f"data.{one.key}") for one in recipe.data.unread_settings())
-    needed = recipe.rollout.max_prompt_length + recipe.rollout.max_new_tokens
-    if recipe.rollout.kv_cache_size is not None and recipe.rollout.kv_cache_size < needed:
-        what = f"rollout.kv_cache_size is {recipe.rollout.kv_cache_size}, and a sample may have {needed} tokens"
-        want = f"null, or at least max_prompt_length + max_new_tokens = {needed}"
-        yield Problem("rollout.kv_cache_size", what, want)
-    yield from (one._replace(key=f"model.lora.{one.key}") for one in recipe.model.lora.unknown_targets())
-    yield from _unknown_metrics(recipe)
+    raise_together([problem.error("") for problem in in_sections(recipe, in_recipe=True)])
 
 
 def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
-    rollout, grpo = recipe.rollout, recipe.grpo
-    scored = recipe.envs.environment is not None
-    if not (recipe.rewards or recipe.reward_model or scored):
-        want = "the name of at least one reward function, or an environment"
-        yield Problem("rewards", "rewards is empty: nothing would be learnt", want)
-    if (scored or recipe.envs.tools) and rollout.tool != "none":
-        other = f"envs.environment is {recipe.envs.environment}" if scored else "there are tools in envs.tools"
-        what, want = f"rollout.tool is {rollout.tool}, and {other}", "one of them: an environment can calculate"
-        yield Problem("rollout.tool", what, want if scored else "one of them: calculator is one of envs.tools too")
-    if len(set(recipe.rewards)) < len(recipe.rewards):
-        yield Problem("rewards", "rewards names a function twice", "each once; weigh it with grpo.reward_weights")
-    scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
-    if grpo.reward_weights is not None and len(grpo.reward_weights) != scores:
-        what = f"grpo.reward_weights has {len(grpo.reward_weights)} numbers for {scores} reward functions"
-        yield Problem("grpo.reward_weights", what, "one for each, the environment's first, the reward model's last")
-    buffer = algorithm_of(grpo).overlong_buffer
-    if buffer > rollout.max_new_tokens:
-        what = f"grpo.overlong_buffer is {buffer:g} tokens, and a completion has at most {rollout.max_new_tokens}"
-        yield Problem("grpo.overlong_buffer", what, "at most rollout.max_new_tokens; below 1 it is a fraction of them")
-    if recipe.critic is not None and not algorithm_of(grpo).needs_critic:
-        yield Problem("critic", f"critic is set, and {grpo.algorithm} has none", "null, or grpo.algorithm ppo")
-    copied = algorithm_of(grpo).needs_critic and recipe.critic is None and recipe.model.adapter
-    if copied and recipe.model.quantize != "none":
-        what = "the critic would be a copy of the base, all of it trained, and a quantised base cannot be"
-        yield Problem("critic", what, "a checkpoint for it, or model.quantize none")
-    if rollout.temperature == 0:
-        what = "rollout.temperature is 0: all samples of a group would be the same"
-        yield Problem("rollout.temperature", what, "more than 0")
-    if grpo.credit == "turn" and not (scored or recipe.envs.tools):
-        what = "grpo.credit is turn, and there is no environment: a sample is one turn"
-        yield Problem("grpo.credit", what, "episode, or an environment or tools in envs")
-    yield from (one._replace(key=f"envs.{one.key}") for one in recipe.envs.unused_settings())
-    yield from _unknown_functions(recipe)
-
-
-def _unknown_functions(recipe: Recipe) -> Iterator[Problem]:
-    """Yield problems of functions in `on_error_of` that the recipe does not name."""
-    judges = (recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format)
+    rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
+    scored = envs.environment is not None
+    yield from problem_if(
+        not (recipe.rewards or recipe.reward_model or scored),
+        "rewards",
+        "rewards is empty: nothing would be learnt",
+        "the name of at least one reward function, or an environment",
+    )
+    other = f"envs.environment is {envs.environment}" if scored else "there are tools in envs.tools"
+    yield from problem_if(
+        (scored or envs.tools) and rollout.tool != "none",
+        "rollout.tool",
+        f"rollout.tool is {rollout.tool}, and {other}",
+        f"one of them: {'an environment can calculate' if scored else 'calculator is one of envs.tools too'}",
+    )
+    yield from problem_if(
+        len({*recipe.rewards}) < len(recipe.rewards),
+        "rewards",
+        "rewards names a function twice",
+        "each once; weigh it with grpo.reward_weights",
+    )
+    weights, scores = grpo.reward_weights, scored + len(recipe.rewards) + (recipe.reward_model is not None)
+    yield from problem_if(
+        weights is not None and len(weights) != scores,
+        "grpo.reward_weights",
+        f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
+        "one for each, the environment's first, the reward model's last",
+    )
+    yield from problem_if(
+        algorithm.overlong_buffer > rollout.max_new_tokens,
+        "grpo.overlong_buffer",
+        f"grpo.overlong_buffer is {algorithm.overlong_buffer:g} tokens, and a completion has at most "
+        f"{rollout.max_new_tokens}",
+        "at most rollout.max_new_tokens; below 1 it is a fraction of them",
+    )
+    yield from problem_if(
+        recipe.critic is not None and not algorithm.needs_critic,
+        "critic",
+        f"critic is set, and {grpo.algorithm} has none",
+        "null, or grpo.algorithm ppo",
+    )
+    copied = algorithm.needs_critic and recipe.critic is None and recipe.model.adapter
+    yield from problem_if(
+        copied and recipe.model.quantize != "none",
+        "critic",
+        "the critic would be a copy of the base, all of it trained, and a quantised base cannot be",
+        "a checkpoint for it, or model.quantize none",
+    )
+    yield from problem_if(
+        rollout.temperature == 0,
+        "rollout.temperature",
+        "rollout.temperature is 0: all samples of a group would be the same",
+        "more than 0",
+    )
+    yield from problem_if(
+        grpo.credit == "turn" and not (scored or envs.tools),
+        "grpo.credit",
+        "grpo.credit is turn, and there is no environment: a sample is one turn",
+        "episode, or an environment or tools in envs",
+    )
+    judges = recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format
     named = {*recipe.rewards, *filter(None, judges), *(["reward_model"] if recipe.reward_model else [])}
     for name in recipe.reward_safety.on_error_of:
-        if name not in named | {other.rpartition(":")[2] for other in named}:
-            what = f"reward_safety.on_error_of names {name!r}, which is none of the recipe's reward functions"
-            yield Problem("reward_safety.on_error_of", what, nearest(name, named))
+        yield from problem_if(
+            name not in named | {other.rpartition(":")[2] for other in named},
+            "reward_safety.on_error_of",
+            f"reward_safety.on_error_of names {name!r}, which is none of the recipe's reward functions",
+            nearest(name, named),
+        )
 
 
-def _unknown_metrics(recipe: Recipe | SFTRecipe) -> Iterator[Problem]:
-    """Yield problems of metrics that no run with the recipe's reward functions logs, beside those of its section."""
-    training, rewards = recipe.training, list(recipe.rewards) if isinstance(recipe, Recipe) else []
-    rewards += ["reward_model"] if isinstance(recipe, Recipe) and recipe.reward_model else []
-    if isinstance(recipe, Recipe) and recipe.envs.environment:
-        rewards.append(metric_name(recipe.envs.environment))
-    told = {problem.what for problem in training.contradictions()}
-    for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, rewards):
-        if problem.what not in told:
+def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str] = ()) -> Iterator[Problem]:
+    """Yield the problems that recipes of both kinds may have; `functions` are the names of scores in metrics."""
+    data, rollout, training = recipe.data, recipe.rollout, recipe.training
+    yield from problem_if(
+        not re.fullmatch(r"\w[\w.-]*", recipe.name),
+        "name",
+        f"name is {recipe.name!r}",
+        "letters, digits, '-', '_' and '.': it names a folder",
+    )
+    yield from problem_if(
+        data.task in DATA_PATHS and not data.path,
+        "data.task",
+        f"data.task {data.task} needs data.path, which is not set",
+        DATA_PATHS.get(data.task, ""),
+    )
+    needed = rollout.max_prompt_length + rollout.max_new_tokens
+    yield from problem_if(
+        rollout.kv_cache_size is not None and rollout.kv_cache_size < needed,
+        "rollout.kv_cache_size",
+        f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
+        f"null, or at least max_prompt_length + max_new_tokens = {needed}",
+    )
+    of_section = {problem.what for problem in training.contradictions()}
+    for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, functions):
+        if problem.what not in of_section:
             yield problem._replace(key=f"training.{problem.key}")
 
 

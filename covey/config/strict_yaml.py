@@ -24,8 +24,9 @@ from covey.config.base import (
     Config,
     Problem,
     Wording,
-    classes_in,
     describe,
+    in_sections,
+    leaves,
     shortened,
     validate,
     without_none,
@@ -142,16 +143,10 @@ def dump(tree: Any) -> str:
     return text
 
 
-def build(
-    cls: type[C],
-    document: Document,
-    check: Callable[[C], Iterable[Problem]] = lambda settings: (),
-    recorded: Mapping[str, str] = MappingProxyType({}),
-) -> C:
+def build(cls: type[C], document: Document, recorded: Mapping[str, str] = MappingProxyType({})) -> C:
     """Build the settings `cls`, with those of its sections, from `document`; missing settings keep their defaults.
 
     Args:
-        check: returns problems of the whole; called when all names and types are right.
         recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads is
             left out and reported, since an earlier version of Covey may have accepted it: the run did not depend on it.
 
@@ -163,13 +158,13 @@ def build(
     settings, problems = validate(cls, document.tree, Wording(shown, partial(_unknown_name, cls)))
     order = {key: number for number, key in enumerate(document.places)}
     basic = sorted((problem for problem in problems if problem.basic), key=lambda problem: order.get(problem.key, 0))
-    problems = basic or [*problems, *check(settings)]
+    problems = basic or [*problems, *in_sections(settings, in_recipe=True)]
     unread = [p for p in problems if p.unread and document.place(p.key) == recorded.get(p.key)]
     for problem in unread:
         _report_left_out(f"{recorded[problem.key]}: {problem.what}: left out")
         document.remove(problem.key)
     if unread:
-        return build(cls, document, check, recorded)
+        return build(cls, document, recorded)
     raise_together([problem.error(document.place(problem.key, problem.loc)) for problem in problems])
     return settings
 
@@ -192,15 +187,6 @@ def from_text(kind: Any, text: str) -> Any:
         return read(text, "").tree
     except RecipeError:
         return text
-
-
-def leaves(cls: type[Config], prefix: str = "") -> dict[str, Any]:
-    """Return the type of every setting in the tree of `cls` by dotted name, in order."""
-    found: dict[str, Any] = {}
-    for name, kind in cls.kinds.items():
-        inner = classes_in(kind)
-        found |= leaves(inner[-1], f"{prefix}{name}.") if inner else {prefix + name: kind}
-    return found
 
 
 def _value(node: yaml.Node, path: str, name: str, places: dict[str, str]) -> Any:

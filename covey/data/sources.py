@@ -76,7 +76,7 @@ def load_examples(config: SFTDataConfig) -> Dataset:
 
 
 def _find_task(config: DataConfig) -> Task:
-    for problem in config.unread_settings():
+    for problem in config.contradictions_in_recipe():
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     if config.task == FROM_PYTHON:
         raise DataError(

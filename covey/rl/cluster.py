@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 
 from covey.config.algorithms import algorithm_of
-from covey.config.base import Keywords, suggest, wrong_keywords
+from covey.config.base import Keywords, check_keywords, suggest
 from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
-from covey.errors import RecipeError, raise_together
+from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, DecoderOptions, num_parameters
 from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
@@ -401,6 +401,6 @@ def _check_load_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords that `RLCluster.load` lacks, before anything is loaded."""
     known = {**get_type_hints(DecoderOptions), "lora": LoRAConfig | None}
     advice = partial(suggest, RLCluster, more=known)
-    raise_together(list(wrong_keywords("RLCluster.load", keywords, known, advice)))
+    check_keywords("RLCluster.load", keywords, known, advice)
     if (lora := keywords["lora"]) is not None:
         check_rank(lora)

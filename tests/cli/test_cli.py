@@ -17,6 +17,7 @@ from covey.cli import doctor
 from covey.cli import main as cli
 from covey.cli.commands import COMMANDS, GenerateOptions
 from covey.config import recipe
+from covey.config.base import leaves
 from covey.config.processes import PEER_LOST
 from covey.errors import STOPPED, Stopped
 from covey.parallel.distributed import PeerError
@@ -163,7 +164,7 @@ def test_help_of_every_command(capsys):
 def test_help_all_lists_every_setting_with_its_value(capsys):
     cli.main(["train", "--help", "all", "quickstart"])
     shown = capsys.readouterr().out
-    for path in recipe.strict_yaml.leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
+    for path in leaves(recipe.Recipe).keys() - recipe.HIDDEN.keys():
         assert f"--{path.replace('_', '-')} " in shown
     assert "  " not in " ".join(line.strip() for line in shown.splitlines() if line.startswith(" " * 30))
     assert f"--training.max-steps {recipe.load('quickstart').training.max_steps}" in shown

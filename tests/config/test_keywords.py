@@ -16,8 +16,8 @@ import pytest
 
 import covey
 from covey.cli.main import parse
-from covey.config import base, foreign_names, recipe, strict_yaml
-from covey.config.base import Config, PositiveInt
+from covey.config import base, foreign_names, recipe
+from covey.config.base import Config, PositiveInt, leaves
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.errors import CoveyError
 
@@ -173,7 +173,7 @@ def test_a_name_has_one_answer_in_all_libraries() -> None:
 
 
 def test_every_answer_names_settings_that_exist() -> None:
-    ours = {*strict_yaml.leaves(Recipe), *strict_yaml.leaves(SFTRecipe)}
+    ours = {*leaves(Recipe), *leaves(SFTRecipe)}
     named = {
         one
         for text in foreign_names.settings().values()
@@ -188,7 +188,7 @@ def test_every_answer_names_settings_that_exist() -> None:
 def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     """A name that means something here, in a recipe at least, is not called another library's."""
     for cls in (Recipe, SFTRecipe):
-        ends = {path.rpartition(".")[2] for path in strict_yaml.leaves(cls)}
+        ends = {path.rpartition(".")[2] for path in leaves(cls)}
         both = ends & {*foreign_names.settings()}
         assert both <= {"batch_size"}, "supervised training has it, reinforcement learning does not"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from covey.config import recipe, strict_yaml
+from covey.config.base import leaves
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
@@ -77,7 +78,7 @@ def test_a_built_in_recipe_names_the_schema_and_is_valid_under_it(name: str) -> 
 def test_defaults_are_valid_and_each_setting_is_described(made: Any) -> None:
     assert mistakes(read(recipe.to_yaml(made)), SCHEMA) == []
     top = SCHEMA["then" if made.method == "sft" else "else"]
-    for path in strict_yaml.leaves(type(made)).keys() - recipe.HIDDEN.keys():
+    for path in leaves(type(made)).keys() - recipe.HIDDEN.keys():
         one = top
         for part in path.split("."):
             one = one["properties"][part]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import covey
-from covey.config import strict_yaml
+from covey.config.base import leaves
 from covey.config.recipe import Recipe, SFTRecipe
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_the_settings_that_a_table_names_exist(peer: str) -> None:
     text = (DOCS / f"from-{peer}.md").read_text("utf-8")
     right = re.findall(r"^\| .* \| (.*) \|$", text, re.M)
     named = {name for cell in right for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[`:]", cell)}
-    leaves = {*strict_yaml.leaves(Recipe), *strict_yaml.leaves(SFTRecipe)}
-    known = leaves | {path.rpartition(".")[0] for path in leaves} | {"weights.load", "samples.jsonl"}
+    paths = {*leaves(Recipe), *leaves(SFTRecipe)}
+    known = paths | {path.rpartition(".")[0] for path in paths} | {"weights.load", "samples.jsonl"}
     assert len(named) > 8
     assert {name for name in named if name not in known} == set()

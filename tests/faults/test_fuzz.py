@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from covey.config import recipe, strict_yaml
+from covey.config import recipe
+from covey.config.base import leaves
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import sources
@@ -48,7 +49,7 @@ fuzzed = partial(
 
 pytestmark = pytest.mark.slow
 
-LEAVES = {kind: sorted(strict_yaml.leaves(kind)) for kind in (Recipe, SFTRecipe)}
+LEAVES = {kind: sorted(leaves(kind)) for kind in (Recipe, SFTRecipe)}
 KINDS = st.sampled_from([Recipe, SFTRecipe])
 ODD = st.sampled_from(
     ["", "0", "-1", "1e400", "1e-400", ".nan", ".inf", "null", "~", "[", "{}", "[[1]]", "a: b", "9" * 5000]

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.config import recipe
+from covey.config.base import leaves
 from covey.config.metrics import metric
 from covey.config.schema import PPOConfig
-from covey.config.strict_yaml import leaves
 from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.report.diagnosis.features import JUMPS

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from covey.config import recipe, strict_yaml
-from covey.config.base import OnResume, on_resume
+from covey.config import recipe
+from covey.config.base import OnResume, leaves, on_resume
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.display import show_log
 from covey.errors import ResumeError
@@ -65,7 +65,7 @@ def test_what_makes_another_run_is_still_refused() -> None:
 def test_every_setting_says_what_a_change_of_it_does_to_a_resumed_run(cls: type[Recipe | SFTRecipe]) -> None:
     """Beside its type, or beside that of its section: `Decisive`, `Reported` or `Ignored`."""
     treatments = on_resume(cls)
-    assert [name for name in strict_yaml.leaves(cls) if treatments[name] is None] == []
+    assert [name for name in leaves(cls) if treatments[name] is None] == []
 
 
 def test_the_treatment_beside_a_setting_comes_before_that_of_its_section() -> None:

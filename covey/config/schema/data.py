@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Final, Literal
 
-from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem
+from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem, problem_if
 
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
@@ -44,13 +44,22 @@ class DataConfig(Config, section="data"):
     seed: NonNegativeInt = 42
     """Seed of the shuffle and of the tasks made on the fly."""
 
-    def unread_settings(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that the task does not read and would silently ignore."""
-        unread = {"prompt_column", "completion_column"} if self.task != "jsonl" else set()
-        unread |= {"path", "test_path"} if self.task not in DATA_PATHS else set()
-        for name in (f.name for f in fields(self) if f.name in unread and getattr(self, f.name) != f.default):
-            what = f"data.{name} is {getattr(self, name)}, and data.task {self.task} does not read it"
-            yield Problem(name, what, f"--data.task jsonl, to read rows of your own, or no data.{name}")
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that the task does not read."""
+        readers = {
+            "path": DATA_PATHS,
+            "test_path": DATA_PATHS,
+            "prompt_column": ["jsonl"],
+            "completion_column": ["jsonl"],
+        }
+        for field in fields(self):
+            value = getattr(self, field.name)
+            yield from problem_if(
+                value != field.default and self.task not in readers.get(field.name, [self.task]),
+                field.name,
+                f"data.{field.name} is {value}, and data.task {self.task} does not read it",
+                f"--data.task jsonl, to read rows of your own, or no data.{field.name}",
+            )
 
 
 class SFTDataConfig(DataConfig):

@@ -16,6 +16,7 @@ from covey.config.base import (
     Problem,
     ReadIf,
     Reported,
+    problem_if,
     unread_settings,
 )
 from covey.config.schema.rewards import OnRewardError
@@ -93,16 +94,24 @@ class EnvsConfig(Config, section="envs"):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for an environment beside tools, and for a tool that is named twice."""
-        if self.environment is not None and self.tools:
-            what = f"envs.tools names {self.tools[0]!r}, and envs.environment is {self.environment}"
-            yield Problem("tools", what, "one of them: an environment can answer calls itself")
-        if len(set(self.tools)) < len(self.tools):
-            yield Problem("tools", "envs.tools names a tool twice", "each once")
-        if not all(map(math.isfinite, _numbers(self.arguments))):
-            yield Problem("arguments", "envs.arguments has a number that is not finite", "numbers that JSON has")
+        yield from problem_if(
+            self.environment is not None and self.tools,
+            "tools",
+            f"envs.tools names {', '.join(map(repr, self.tools))}, and envs.environment is {self.environment}",
+            "one of them: an environment can answer calls itself",
+        )
+        yield from problem_if(
+            len({*self.tools}) < len(self.tools), "tools", "envs.tools names a tool twice", "each once"
+        )
+        yield from problem_if(
+            not all(map(math.isfinite, _numbers(self.arguments))),
+            "arguments",
+            "envs.arguments has a number that is not finite",
+            "numbers that JSON has",
+        )
 
-    def unused_settings(self) -> Iterator[Problem]:
-        """Yield a problem for each setting of a recipe that nothing uses. Scripts have their environments elsewhere."""
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that nothing reads. A script may have its environment elsewhere."""
         yield from unread_settings(self, READ_IF, "a run with these settings")
 
 

@@ -1,10 +1,9 @@
 """Settings of the section `evaluation`."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Literal
 
-from covey.config.base import GroupSize, NonNegativeInt, Problem
+from covey.config.base import GroupSize, NonNegativeInt, Problem, problem_if
 from covey.config.schema.rollout import SamplingConfig
 
 
@@ -32,16 +31,25 @@ class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings of pass@k and of sampling that exclude each other."""
-        if self.pass_k > self.samples:
-            what = f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled"
-            yield Problem("pass_k", what, f"at most {self.samples}, or an evaluation.samples of {self.pass_k}")
-        if self.pass_k and not self.accuracy:
-            what = "evaluation.pass_k is set, and nothing says what is right"
-            yield Problem("pass_k", what, "0, or the name of a reward function in evaluation.accuracy")
-        for name in (f.name for f in fields(SamplingConfig)):
-            if self.preset and getattr(self, name) is not None:
-                what = f"evaluation.{name} is set, and evaluation.preset {self.preset} sets it too"
-                yield Problem(name, what, "null for one of the two")
+        yield from problem_if(
+            self.pass_k > self.samples,
+            "pass_k",
+            f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled",
+            f"at most {self.samples}, or an evaluation.samples of {self.pass_k}",
+        )
+        yield from problem_if(
+            self.pass_k and not self.accuracy,
+            "pass_k",
+            "evaluation.pass_k is set, and nothing says what is right",
+            "0, or the name of a reward function in evaluation.accuracy",
+        )
+        for name in SamplingConfig.kinds:
+            yield from problem_if(
+                self.preset and getattr(self, name) is not None,
+                name,
+                f"evaluation.{name} is set, and evaluation.preset {self.preset} sets it too",
+                "null for one of the two",
+            )
 
 
 class SFTEvalConfig(EvalConfig):

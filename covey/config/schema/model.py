@@ -18,6 +18,7 @@ from covey.config.base import (
     PositiveInt,
     Problem,
     Reported,
+    problem_if,
 )
 from covey.errors import nearest
 
@@ -41,11 +42,14 @@ class LoRAConfig(Config, section="model.lora"):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for adapters without any target."""
-        if self.rank > 0 and not self.targets:
-            want = "at least one projection"
-            yield Problem("targets", "model.lora.targets is empty: nothing would be trained", want)
+        yield from problem_if(
+            self.rank > 0 and not self.targets,
+            "targets",
+            "model.lora.targets is empty: nothing would be trained",
+            "at least one projection",
+        )
 
-    def unknown_targets(self) -> Iterator[Problem]:
+    def contradictions_in_recipe(self) -> Iterator[Problem]:
         """Yield a problem for each target that is a name, but of a projection in no family of models."""
         for target in self.targets:
             if target.isidentifier() and target not in LORA_TARGETS:
@@ -120,15 +124,27 @@ class ModelOptions(Config, section="model"):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for settings of adapters and quantisation that exclude each other."""
-        if self.adapter and self.lora.rank:
-            what = f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own"
-            yield Problem("adapter", what, "model.lora.rank 0 beside an adapter")
-        if self.quantize != "none" and not (self.lora.rank or self.adapter):
-            what = f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained"
-            yield Problem("quantize", what, "none; or adapters: a model.lora.rank above 0, or model.adapter")
-        if self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block:
-            what = f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}"
-            want = f"model.quantize nf4; else {ModelOptions.quantize_block}, its default"
-            yield Problem("quantize_block", what, want)
-        if self.quantize_block % 2:
-            yield Problem("quantize_block", f"model.quantize_block is {self.quantize_block}", "an even number")
+        yield from problem_if(
+            self.adapter and self.lora.rank,
+            "adapter",
+            f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own",
+            "model.lora.rank 0 beside an adapter",
+        )
+        yield from problem_if(
+            self.quantize != "none" and not (self.lora.rank or self.adapter),
+            "quantize",
+            f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained",
+            "none; or adapters: a model.lora.rank above 0, or model.adapter",
+        )
+        yield from problem_if(
+            self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block,
+            "quantize_block",
+            f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}",
+            f"model.quantize nf4; else {ModelOptions.quantize_block}, its default",
+        )
+        yield from problem_if(
+            self.quantize_block % 2,
+            "quantize_block",
+            f"model.quantize_block is {self.quantize_block}",
+            "an even number",
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Literal
 
-from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Problem
+from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Problem, problem_if
 
 OnRewardError = Literal["raise", "none", "value"]
 
@@ -36,7 +36,9 @@ class RewardSafetyConfig(Config, section="reward_safety"):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for a timeout without workers."""
-        if self.timeout and not self.workers:
-            what = f"reward_safety.timeout is {self.timeout:g}, and reward_safety.workers is 0"
-            want = "workers of 1 or more: a call in the run's own process cannot be stopped"
-            yield Problem("timeout", what, want)
+        yield from problem_if(
+            self.timeout and not self.workers,
+            "timeout",
+            f"reward_safety.timeout is {self.timeout:g}, and reward_safety.workers is 0",
+            "workers of 1 or more: a call in the run's own process cannot be stopped",
+        )

@@ -1,6 +1,6 @@
 """Settings of the section `training`, of reinforcement learning and of supervised training, and of optimizers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ from covey.config.base import (
     Problem,
     Reported,
     is_plain,
+    problem_if,
 )
 from covey.files import IN_BUCKET
 
@@ -60,10 +61,13 @@ class OptimizerConfig(Config, section="training.optimizer"):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for a momentum without Muon."""
-        if self.kind != "muon" and self.momentum != OptimizerConfig.momentum:
-            what = f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it"
-            want = f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1"
-            yield Problem("momentum", what, want, unread=True)
+        yield from problem_if(
+            self.kind != "muon" and self.momentum != OptimizerConfig.momentum,
+            "momentum",
+            f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it",
+            f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1",
+            unread=True,
+        )
 
 
 Optimizer = Annotated[
@@ -204,9 +208,12 @@ class SFTConfig(Config, section="training"):
         yield from _unusable(self.checkpoint_path)
 
 
-def _unusable(checkpoint_path: str) -> Iterator[Problem]:
-    """Yield a problem for a place where no checkpoints can be written."""
-    if checkpoint_path and not IN_BUCKET.fullmatch(checkpoint_path):
-        fix = "leave it out: checkpoints then lie in the run folder, which may be on a mounted bucket (mount-s3, s3fs)"
-        what = f"training.checkpoint_path is {checkpoint_path!r}"
-        yield Problem("checkpoint_path", what, "gs://BUCKET/FOLDER; s3:// is not supported", fix)
+def _unusable(checkpoint_path: str) -> Iterable[Problem]:
+    """Return the problem of a path to which no checkpoints can be written."""
+    return problem_if(
+        checkpoint_path and not IN_BUCKET.fullmatch(checkpoint_path),
+        "checkpoint_path",
+        f"training.checkpoint_path is {checkpoint_path!r}",
+        "gs://BUCKET/FOLDER; s3:// is not supported",
+        fix="leave it out: checkpoints then lie in the run folder, which may be on a mounted bucket (mount-s3, s3fs)",
+    )
