@@ -1,8 +1,8 @@
 """The model families, as tables only: how to read their config.json, and the names of their tensors.
 
-A family is a row of `FAMILIES`: a reader from the checkpoint's config.json to `ModelConfig` and its inverse (both in
-`hf_config`), and a name table from our parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and
-export use the same table.
+A family is a row of `FAMILIES`, or comes from an installed package by an entry point of the group `covey.models`: a
+reader from the checkpoint's config.json to `ModelConfig` and its inverse (both in `hf_config`), and a name table from
+our parameter paths (`layers.3.attn.q_proj.kernel`) to its tensor names. Loading and export use the same table.
 
 Our kernels are [in, out], theirs [out, in]: every path that ends in `.kernel` is transposed, nothing else is. Paths of
 one name share a tensor, whose rows are theirs in the order of `parameter_paths` (Phi-3's q, k and v). Norm scales stay
@@ -21,6 +21,7 @@ from covey.models.config import ModelConfig
 from covey.models.loading import hf_config
 from covey.models.loading.hf_config import Config, Fields
 from covey.models.loading.text_part import TEXT_PARTS, text_config
+from covey.registry import Registry
 
 SCORE_TENSOR = "score.weight"
 """Name of the tensor of a classification head."""
@@ -53,6 +54,18 @@ class Family:
     architecture: str
 
 
+def find_family(kind: str) -> Family | None:
+    """Return the family of a `model_type`, ours or that of an installed package; None if there is no such family.
+
+    Raises:
+        RecipeError: several packages offer it, or the module of the one that does cannot be imported.
+    """
+    if kind in FAMILIES or kind not in INSTALLED.names():
+        return FAMILIES.get(kind)
+    family: Family = INSTALLED.resolve(kind)()
+    return family
+
+
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
     """Convert a config.json to our `ModelConfig`; of a model with images, that of its text part.
 
@@ -61,10 +74,11 @@ def read_config(config: Config, where: str = "config.json") -> ModelConfig:
     """
     config = text_config(config, where)
     kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
+    family = find_family(kind)
+    if family is None:
         raise _unknown_family(kind, config, where)
     try:
-        return FAMILIES[kind].read(config)
+        return family.read(config)
     except KeyError as error:
         raise WeightsError(f"the field {error} is missing", where=where) from error
 
@@ -78,7 +92,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
     elif str(inner.get("model_type")) in FAMILIES:
         why = f": its text model alone, {inner['model_type']!r}, is"
         fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
-    known = "one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
+    known = "one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS, *INSTALLED.names()}))
     return WeightsError(f"model_type {kind!r} is not supported{why}", want=known, fix=fix, where=where)
 
 
@@ -93,7 +107,7 @@ def write_config(config: ModelConfig) -> Fields:
     Raises:
         WeightsError: the family's config.json cannot express it, as after changing a switch that the family lacks.
     """
-    family = FAMILIES.get(config.family)
+    family = find_family(config.family)
     fields: Fields = {"model_type": config.family}
     if family is not None:
         fields |= {"architectures": [family.architecture]} | family.write(config)
@@ -124,9 +138,13 @@ def projection_names(config: ModelConfig) -> dict[str, str]:
     """Return the path of each projection in the layers, `layers.0.attn.q_proj`, → its Hugging Face module's path, which
     is Llama's where `config` belongs to no family.
     """
-    table = FAMILIES.get(config.family, FAMILIES["llama"]).names
+    table = _hugging_face_names(config)
     kernels = [path for path in parameter_paths(config) if path.endswith(".kernel")]
     return {path.removesuffix(".kernel"): table.name(path).removesuffix(".weight") for path in kernels}
+
+
+def _hugging_face_names(config: ModelConfig) -> NameTable:
+    return (find_family(config.family) or FAMILIES["llama"]).names
 
 
 def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored: bool = False) -> dict[str, str]:
@@ -134,7 +152,7 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
 
     `scored`: for a *ForSequenceClassification checkpoint, which has `score` [labels, D] and no language head.
     """
-    table = table or FAMILIES[config.family].names
+    table = table or _hugging_face_names(config)
     top = {"score": SCORE_TENSOR} if scored else {}
     config = replace(config, tie_embeddings=config.tie_embeddings or scored)
     return {path: table.name(path) for path in parameter_paths(config)} | top
@@ -276,3 +294,6 @@ FAMILIES = {
         "nanochat", hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"
     ),
 }
+
+INSTALLED = Registry("model family", "covey.models", "function", "config.json", {})
+"""Families of installed packages: an entry point names a function that returns a `Family`."""

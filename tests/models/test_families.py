@@ -7,6 +7,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -413,6 +414,37 @@ def test_projections_that_share_a_tensor_are_its_rows() -> None:
         "mlp.up_proj.kernel": (48, 96),
     }
     assert families.shared_rows(families.read_config(LLAMA)) == {}
+
+
+PACKAGE = """
+from dataclasses import replace
+from covey.models.families import FAMILIES, Family
+from covey.models.loading import hf_config
+
+def read(config):
+    return replace(hf_config.read_llama(config), family="toy", norm_offset=1.0)
+
+def toy():
+    return Family("Toy", read, hf_config.write_llama, FAMILIES["llama"].names, "ToyForCausalLM")
+"""
+
+
+def test_an_installed_package_adds_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, model = tmp_path / "covey_example_toy-1.0.dist-info", tmp_path / "model"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: covey_example_toy\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[covey.models]\ntoy = covey_example_toy:toy\n")
+    (tmp_path / "covey_example_toy.py").write_text(PACKAGE)
+    shutil.copytree(GOLDEN / "tiny-llama", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "toy"}))
+    with pytest.raises(WeightsError, match="'toy' is not supported"):
+        weights.load(model)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours, theirs = weights.load(GOLDEN / "tiny-llama"), weights.load(model)
+    assert theirs.config == dataclasses.replace(ours.config, family="toy", norm_offset=1.0)
+    assert families.write_config(theirs.config)["architectures"] == ["ToyForCausalLM"]
+    np.testing.assert_array_equal(theirs.model.embed.embedding[...], ours.model.embed.embedding[...])
 
 
 def test_orient_is_its_own_inverse():

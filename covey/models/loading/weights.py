@@ -233,7 +233,7 @@ class FolderCheckpoint:
         whole = read_json(self.folder / "config.json")
         described = text_part.text_config(whole, where)
         self._name_of = text_part.text_name if text_part.is_whole(whole) else str
-        if described.get("model_type") in tuple(families.FAMILIES):
+        if families.find_family(str(described.get("model_type"))) is not None:
             config_fields.check_config(described, where)
             with self._open_tensors() as holders:
                 config_fields.check_layers(described, len(holders), where)
