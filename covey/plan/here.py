@@ -106,8 +106,9 @@ def main(words: list[str]) -> None:
     kind: type[Run[Any]] = SFTRun if isinstance(recipe, SFTRecipe) else RLRun
 
     class WatchedRun(kind):  # type: ignore[misc,valid-type]
-        def __init__(self, recipe: Any, data: Any, mesh: Any, resources: Any):
-            super().__init__(recipe, data, mesh, replace(resources, phase=recorder.wrap(resources.phase)))
+        @classmethod
+        def from_recipe(cls, recipe: Any, data: Any, mesh: Any, resources: Any) -> Any:
+            return super().from_recipe(recipe, data, mesh, replace(resources, phase=recorder.wrap(resources.phase)))
 
     WatchedRun.start(recipe, Path(words[1]))
     recorder.record()

@@ -269,12 +269,9 @@ class Learner(Keywords, ABC):
     def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
         """Check the data, build what the algorithm needs and return the updates of the whole run."""
         training = self.cluster.config.training_config
-        check_columns(self.reward_fns, loader.rows)
-        if held_out is not None and training.eval_every_n_steps:
-            check_columns((*self.reward_fns, *evaluation_functions(self.eval_config)), held_out)
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.prepare(total)
-        self.check_prompts(loader.rows)
+        self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self._refuse_differences(loader, total)
         self.rehearse(loader.rows)
         return total
@@ -295,8 +292,13 @@ class Learner(Keywords, ABC):
         """Build the trainers and models that the algorithm needs; `train` does so too."""
         self.cluster.prepare(self.config, total_steps, self.surrogate_fn)
 
-    def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse training data with a prompt that cannot be sampled; `train` does so too, once."""
+    def check_data(self, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]] | None = ()) -> None:
+        """Refuse rows that lack a column which a function needs, and, once, training rows with a prompt that cannot be
+        sampled; `train` does so too.
+        """
+        check_columns(self.reward_fns, rows)
+        if held_out:
+            check_columns((*self.reward_fns, *evaluation_functions(self.eval_config)), held_out)
         if not self._prompts_checked:
             self.cluster.rollout.check_prompts(rows, "training data")
         self._prompts_checked = True
@@ -456,17 +458,25 @@ class Learner(Keywords, ABC):
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
-    def evaluate(self, held_out: Sequence[Any], progress: Callable[[int, int], None] | None = None) -> Evaluation:
-        """Evaluate the rollout's weights on held-out rows, as `eval_config` says.
+    def evaluate(
+        self,
+        held_out: Sequence[Any],
+        progress: Callable[[int, int], None] | None = None,
+        config: EvalConfig | None = None,
+    ) -> Evaluation:
+        """Evaluate the rollout's weights on held-out rows.
 
         Args:
             held_out: rows with a `prompt` and the columns that the functions need.
             progress: called with the numbers of finished and of all completions.
+            config: settings in place of `eval_config`.
         """
-        rollout, weights = self.cluster.config.rollout_config, self.config.reward_weights
-        return evaluate(
-            self.cluster, held_out, self.eval_config, rollout, self.reward_fns, weights, progress, self.runner
+        rollout, weights, config = (
+            self.cluster.config.rollout_config,
+            self.config.reward_weights,
+            config or self.eval_config,
         )
+        return evaluate(self.cluster, held_out, config, rollout, self.reward_fns, weights, progress, self.runner)
 
 
 def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:

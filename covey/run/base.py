@@ -1,21 +1,21 @@
 """Base of RL and supervised runs: a run folder, and a loop that can be stopped and resumed.
 
-A run opens its resources, loads model and data, restores the checkpoint if it resumes, evaluates, trains, and evaluates
-again. `folder` has the files of a run. During the run, `heartbeat.json` holds the current phase. With several processes
-the first shows progress.
-
-The modules `rl` and `sft` define what a run trains, and how.
+A run opens its resources, makes its learner, restores the checkpoint if it resumes, evaluates, trains, and evaluates
+again. The learner and its data come from a recipe (`from_recipe` in `rl` and `sft`) or from a script (`learners`); from
+there on both are the same run. `folder` has the files of a run. During the run, `heartbeat.json` holds the current
+phase. With several processes the first shows progress.
 """
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -29,9 +29,10 @@ from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.models.dtypes import AUTO, resolve_compute_dtype
 from covey.monitor.progress import Progress
-from covey.monitor.record import StepRecord
+from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.trackers import Tracked, Trackers
+from covey.monitor.writer import read_rows
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
@@ -48,6 +49,9 @@ log = logging.getLogger(__name__)
 
 RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
+ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
+"""Advice for a script whose settings are not those of the run in its folder."""
+
 
 @dataclass(frozen=True)
 class RunResources:
@@ -56,6 +60,7 @@ class RunResources:
     Attributes:
         phase: function that begins a phase in the progress display, the watchdog and the compile counter.
         stack: closes further contexts when the run ends.
+        started: time at which they were opened, on the monotonic clock.
     """
 
     folder: RunFolder
@@ -65,6 +70,7 @@ class RunResources:
     trackers: Trackers
     signals: SignalHandler
     stack: ExitStack
+    started: float = field(default_factory=time.monotonic)
 
 
 @contextmanager
@@ -89,35 +95,39 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
 
 
+@dataclass(eq=False)
 class Run(ABC, Generic[RecipeT]):
-    """One run in its folder. A subclass loads all that it trains when it is made.
-
-    Args:
-        recipe: the checked recipe.
-        data: its data.
-        mesh: the devices to train on; the default device when not given.
-        resources: what it holds open.
+    """One run in its folder.
 
     Attributes:
+        recipe: the checked recipe; that of a script's run has the learner's settings.
+        resources: what the run holds open.
+        learner: the learner that it trains.
         loader: batches of training data.
+        held_out: rows of the evaluations before, during and after training.
         origin: origin of the initial weights.
+        counts: numbers of the training rows that are used and of those that are not, for the summary.
         total: number of steps of the whole run.
     """
+
+    recipe: RecipeT
+    resources: RunResources
+    learner: Any
+    loader: PromptLoader
+    held_out: Sequence[Any]
+    origin: str
+    counts: Mapping[str, int]
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
     step_files: ClassVar[tuple[str, ...]] = (METRICS, SAMPLES)
     """Names of the files that get lines at each step."""
-    loader: PromptLoader
-    origin: str
-    total: int
 
-    def __init__(self, recipe: RecipeT, data: Dataset, mesh: Mesh | None, resources: RunResources):
-        self.recipe: RecipeT = recipe
-        self.data, self.mesh, self.resources = data, mesh, resources
-        self.folder, self.progress, self.phase = resources.folder, resources.progress, resources.phase
-        self.reports = ReportWriter(resources.folder)
-        self.started = time.monotonic()
+    def __post_init__(self) -> None:
+        self.folder, self.progress, self.phase = self.resources.folder, self.resources.progress, self.resources.phase
+        self.reports = ReportWriter(self.folder)
+        self.started = self.resources.started
+        self.total = self.prepare()
 
     @classmethod
     def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
@@ -126,7 +136,7 @@ class Run(ABC, Generic[RecipeT]):
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(recipe.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with create_folder(out, recipe) as folder:
-            return cls._execute(recipe, folder, partial(cls, recipe, data, mesh))
+            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
@@ -136,29 +146,36 @@ class Run(ABC, Generic[RecipeT]):
             recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with reopen_folder(out, recipe, cls.step_files) as folder:
-            return cls._execute(recipe, folder, partial(cls, recipe, data, mesh))
+            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
 
     @classmethod
     @abstractmethod
     def load_data(cls, recipe: RecipeT) -> Dataset:
         """Load and check the data of a recipe."""
 
+    @classmethod
+    @abstractmethod
+    def from_recipe(cls, recipe: RecipeT, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
+        """Make the run of a recipe: load its model and make its learner.
+
+        Args:
+            recipe: the checked recipe.
+            data: its data.
+            mesh: the devices to train on; the default device when not given.
+            resources: what the run holds open.
+        """
+
+    @abstractmethod
+    def prepare(self) -> int:
+        """Check the data, build what the learner needs, and return the number of steps of the whole run."""
+
     @abstractmethod
     def evaluate(self, name: str) -> dict[str, Any]:
-        """Run the evaluation `name`, show it and write it to the folder."""
+        """Run the evaluation `name`, show it and write it to the folder; return its metrics."""
 
     @abstractmethod
-    def initial_summary(self) -> dict[str, Any]:
-        """Return the summary's entries on model and data."""
-
-    @abstractmethod
-    def train(self) -> None:
-        """Train to the end; call `after_step` after each step."""
-
-    @property
-    @abstractmethod
-    def step(self) -> int:
-        """Number of optimizer updates made."""
+    def show(self, record: StepRecord) -> None:
+        """Show a step."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -168,9 +185,9 @@ class Run(ABC, Generic[RecipeT]):
     def state_shapes(self) -> Any:
         """Return the shapes of `state()`, with their shardings."""
 
+    @abstractmethod
     def checkpoint_metadata(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint other than those on model and data."""
-        return {}
 
     @abstractmethod
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
@@ -189,46 +206,47 @@ class Run(ABC, Generic[RecipeT]):
             return cls.load_data(recipe), mesh
 
     @classmethod
-    def _execute(
-        cls, recipe: RecipeT, folder: RunFolder, make: Callable[[RunResources], "Run[RecipeT]"]
-    ) -> dict[str, Any]:
-        with cls.make_progress(recipe, folder) as progress:
-            if folder.is_finished(recipe.training.max_steps or 0):
+    def execute(cls, recipe: RecipeT, folder: RunFolder, make: Callable[[RunResources], Self]) -> dict[str, Any]:
+        """Open the resources of a run, make the run and execute it; return the content of `summary.json`. A recipe's
+        run that is finished is not made; a script's is, because its learner gets the weights.
+        """
+        console = None if folder.writes else Console(quiet=True)
+        shown: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
+        with Progress(0, console, show=recipe.training.show, **shown) as progress:
+            if not is_from_python(recipe) and folder.is_finished(recipe.training.max_steps or 0):
                 with show_log(progress.phase, progress.message):
-                    check = lambda extra: _refuse_changed_settings(recipe, extra, folder)  # noqa: E731
+                    check = partial(_check_settings, recipe, folder)
                     folder.saves.restore(folder.last, target={}, subset=True, check=check)
                 return _report_finished(recipe, folder, progress)
-            return cls.execute(recipe, folder, progress, make)
+            with open_resources(recipe, folder, progress) as resources:
+                try:
+                    run = make(resources)
+                    with run.observing():
+                        return run.run()
+                except Stopped as stopped:
+                    stopped.step = folder.saved
+                    raise
+                except distributed.PeerError as error:
+                    if error.stopped:
+                        error.stopped.step = folder.saved
+                    raise
+                except OSError:
+                    folder.refuse_replaced()
+                    raise
 
-    @classmethod
-    def make_progress(cls, recipe: RecipeT, folder: RunFolder) -> Progress:
-        """Return the progress display of a run in `folder`; only the first process shows one."""
-        console = None if folder.writes else Console(quiet=True)
-        how: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
-        return Progress(0, console, show=recipe.training.show, **how)
-
-    @classmethod
-    def execute(
-        cls,
-        recipe: RecipeT,
-        folder: RunFolder,
-        progress: Progress,
-        make: Callable[[RunResources], "Run[RecipeT]"],
-    ) -> dict[str, Any]:
-        """Open the resources of a run, make the run with `make` and execute it; return what `summary.json` holds."""
-        with open_resources(recipe, folder, progress) as resources:
-            try:
-                return make(resources).run()
-            except Stopped as stopped:
-                stopped.step = folder.saved
-                raise
-            except distributed.PeerError as error:
-                if error.stopped:
-                    error.stopped.step = folder.saved
-                raise
-            except OSError:
-                folder.refuse_replaced()
-                raise
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Write and show the steps of the learner, beside the observers that a script gave."""
+        learner = self.learner
+        observers, on_phase, on_bad_batch = learner.observers, learner.on_phase, learner.on_bad_batch
+        others: list[Observer] = [observer for observer in observers if not isinstance(observer, StepLines)]
+        learner.observers = [self.write, self.show, *others, self.after_step]
+        learner.on_phase = _both(self.phase, on_phase)
+        learner.on_bad_batch = _both(self.folder.keep_bad_batch, on_bad_batch)
+        try:
+            yield
+        finally:
+            learner.observers, learner.on_phase, learner.on_bad_batch = observers, on_phase, on_bad_batch
 
     def run(self) -> dict[str, Any]:
         """Restore, evaluate, train and evaluate again; return the content of `summary.json`."""
@@ -243,7 +261,7 @@ class Run(ABC, Generic[RecipeT]):
         self._train_and_save()
         if (best := self.folder.saves.best()) is not None:
             summary["best"] = best
-        summary |= {"after": self.evaluate("after"), "steps": self.step, "seconds": round(self._seconds(), 1)}
+        summary |= {"after": self.evaluate("after"), "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
         self.findings.end()
@@ -253,8 +271,13 @@ class Run(ABC, Generic[RecipeT]):
 
     def _begin_summary(self) -> dict[str, Any]:
         """Return the summary of what is known before training; the evaluation is made here."""
-        recorded = {"data_digest": self.loader.fingerprint["content"], "environment": describe_environment()}
-        return self.initial_summary() | recorded | {"before": self._evaluate_before()}
+        return {
+            "model": self.origin,
+            "data": dict(self.counts),
+            "data_digest": self.loader.fingerprint["content"],
+            "environment": describe_environment(),
+            "before": self._evaluate_before(),
+        }
 
     def write(self, record: StepRecord) -> None:
         """Write a step's metrics to the folder and to the trackers."""
@@ -277,24 +300,15 @@ class Run(ABC, Generic[RecipeT]):
 
     def save(self) -> None:
         """Start writing a checkpoint."""
-        self.folder.saved = self.step
+        self.folder.saved = self.learner.step
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
         extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}
-        self.folder.save(self.step, self.state(), extra, self._score())
+        self.folder.save(self.learner.step, self.state(), extra, self._score())
 
-    def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that was made with other settings, or from other initial weights.
-
-        Args:
-            extra: the JSON values of the checkpoint.
-        """
-        self.refuse_other_settings(extra)
-
-    def refuse_other_settings(self, extra: Mapping[str, Any], fix: str = "") -> None:
-        """Refuse a checkpoint that was made with other settings or weights; `fix` replaces advice for commands."""
-        saved = require_entry(extra, "settings", dict)
-        refuse_changed_settings(saved, settings_of(self.recipe), self.folder.path, fix)
+    def check_same_run(self, extra: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
+        _check_settings(self.recipe, self.folder, extra)
         refuse_other_weights(require_entry(extra, "model", str), self.origin, self.folder.path)
 
     def _restore(self) -> None:
@@ -304,16 +318,17 @@ class Run(ABC, Generic[RecipeT]):
         if folder.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        state, extra = folder.saves.restore(folder.last, target=self.state_shapes(), check=self.refuse_another_run)
+        state, extra = folder.saves.restore(folder.last, target=self.state_shapes(), check=self.check_same_run)
         seconds = require_entry(extra, "seconds", float)
         self.started -= seconds
         self.progress.seconds_before, self.progress.steps_before = seconds, folder.last
         self.load_state(state, extra, folder.last)
+        self.learner.history.rows[:] = _read_history(folder.path)
         self.loader.restore(require_entry(extra, "data", dict))
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         """Return the evaluation before training; None when it was lost and the weights are already trained."""
-        if not self.step:
+        if not self.learner.step:
             return self.evaluate("before")
         log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return None
@@ -321,8 +336,8 @@ class Run(ABC, Generic[RecipeT]):
     def _train_and_save(self) -> None:
         """Train to the end and save the result; a signal meanwhile ends the run at a step that is saved."""
         with self.resources.signals.deferring():
-            self.train()
-            if self.folder.saved != self.step:
+            self.learner.train(self.loader, self.held_out or None)
+            if self.folder.saved != self.learner.step:
                 self.save()
             self.folder.saves.wait()
             self.resources.signals.raise_if_requested()
@@ -352,8 +367,23 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
     return replace(recipe, model=model)
 
 
-def _refuse_changed_settings(recipe: Recipe | SFTRecipe, extra: Mapping[str, Any], folder: RunFolder) -> None:
-    refuse_changed_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path)
+def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> None:
+    fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
+    refuse_changed_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path, fix)
+
+
+def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return call
+
+
+def _read_history(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of the steps that the run in `folder` has made, NaN where a value was not finite."""
+    rows = read_rows(folder / METRICS)
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from covey.monitor.progress import Progress
 from covey.monitor.writer import Correct, completion_text, prompt_text
 from covey.parallel import distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
-from covey.rl.evaluate import Evaluation, Generates
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
@@ -53,8 +52,18 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            evaluation = evaluate_held_out(
-                worker, fit_to_recipe(held_out, tokenizer, recipe).rows, recipe, progress, runner
+            functions: list[RewardFn | str] = [*recipe.rewards]
+            if recipe.envs.environment:
+                functions.insert(0, environment_reward(environment_name(recipe.envs.environment)))
+            evaluation = evaluate_model(
+                worker,
+                fit_to_recipe(held_out, tokenizer, recipe).rows,
+                recipe.evaluation,
+                recipe.rollout,
+                functions,
+                recipe.grpo.reward_weights,
+                progress.advance,
+                runner,
             )
         progress.evaluation(source, evaluation.summary())
     return evaluation.summary()
@@ -177,19 +186,6 @@ def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> 
     """Leave out or cut prompts that are too long, with the list of the tools if there are any, by the recipe."""
     encode = prompt_encoder(recipe.envs, tokenizer)
     return fit_prompts(rows, encode, recipe.rollout.max_prompt_length, recipe.training.too_long)
-
-
-def evaluate_held_out(
-    model: Generates, held_out: Sequence[Any], recipe: Recipe, progress: Progress, runner: RewardRunner
-) -> Evaluation:
-    """Run the evaluation that the recipe configures."""
-    functions: list[RewardFn | str] = [*recipe.rewards]
-    if recipe.envs.environment:
-        functions.insert(0, environment_reward(environment_name(recipe.envs.environment)))
-    weights = recipe.grpo.reward_weights
-    return evaluate_model(
-        model, held_out, recipe.evaluation, recipe.rollout, functions, weights, progress.advance, runner
-    )
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:

@@ -5,10 +5,8 @@ run folders, with the run that `base.Run` makes around them. The folder has the 
 recipe has the learner's settings; model and data are in the script alone, so only the script can resume the run.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,31 +17,24 @@ from flax import nnx
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
 from covey.config.schema import DataConfig, ModelOptions, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data import Dataset
-from covey.data import sources as data_source
 from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
-from covey.data.rows import as_rows
+from covey.data.rows import Row, as_rows
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
-from covey.monitor.record import StepLines, total_steps
-from covey.monitor.run_files import METRICS
-from covey.monitor.writer import read_rows
+from covey.monitor.record import total_steps
 from covey.parallel import distributed
 from covey.parallel.checks import check_shared_folder
-from covey.rewards import check_columns, function_names
+from covey.rewards import function_names
 from covey.rl import grpo, ppo
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import evaluation_functions
 from covey.rl.learner import Learner
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
-from covey.run.rl import LearnerRun
-from covey.run.sft import HELD_OUT, SFTLearnerRun
+from covey.run.rl import RLRun
+from covey.run.sft import HELD_OUT, SFTRun
 from covey.sft import learner as sft
-
-ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
 
 
 class _RLLearner(Learner):
@@ -69,9 +60,19 @@ class _RLLearner(Learner):
             return super().train(train_ds, eval_ds)
         recipe = self._recipe(Path(out))
         held_out = () if eval_ds is None else as_rows(eval_ds)
-        make = partial(_RLRun, self, self.loader(train_ds), held_out, recipe)
-        _train_in_folder(_RLRun, self, recipe, Path(out), make)
+        make = partial(self._make_run, recipe, self.loader(train_ds), held_out)
+        _train_in_folder(RLRun, self, recipe, Path(out), make)
         return self.cluster
+
+    def _make_run(
+        self, recipe: Recipe, loader: PromptLoader, held_out: Sequence[Row], resources: RunResources
+    ) -> RLRun:
+        self.prepare(total_steps(recipe.training, len(loader), recipe.grpo.num_iterations))
+        assert self.cluster.trainer is not None, "prepared above"
+        models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]
+        self.initial_weights = self.initial_weights or _checksum(models)
+        counts = {"prompts": len(loader.rows)}
+        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, counts)
 
     def _recipe(self, out: Path) -> Recipe:
         config = self.cluster.config
@@ -121,100 +122,16 @@ class SFTLearner(sft.SFTLearner):
         recipe = SFTRecipe(name=_name(Path(out)), seed=self.seed, model=options, data=data, training=self.config)
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
-        _train_in_folder(_SFTRun, self, recipe, Path(out), partial(_SFTRun, self, loader, held_out, recipe))
+        _train_in_folder(SFTRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out))
         return self.model
 
-
-class _RLRun(LearnerRun):
-    """Run of a learner that a script has made."""
-
-    def __init__(
-        self,
-        learner: _RLLearner,
-        loader: PromptLoader,
-        held_out: Sequence[Any],
-        recipe: Recipe,
-        resources: RunResources,
-    ):
-        super().__init__(recipe, Dataset(FROM_PYTHON, loader.rows, held_out), None, resources)
-        self.learner, self.loader = learner, loader
-        self.total = total_steps(recipe.training, len(loader), recipe.grpo.num_iterations)
-        check_columns(learner.reward_fns, loader.rows)
-        if held_out:
-            check_columns((*learner.reward_fns, *evaluation_functions(recipe.evaluation)), held_out)
-        learner.prepare(self.total)
-        learner.check_prompts(loader.rows)
-        assert learner.cluster.trainer is not None, "prepared above"
-        models = [learner.cluster.trainer.params, *learner.cluster.inference.params.values()]
-        self.origin = learner.initial_weights = learner.initial_weights or _checksum(models)
-
-    @classmethod
-    def load_data(cls, recipe: Recipe) -> Dataset:
-        return data_source.load(recipe.data)
-
-    def initial_summary(self) -> dict[str, Any]:
-        return {"model": self.origin, "data": {"prompts": len(self.loader.rows)}}
-
-    def evaluate(self, name: str) -> dict[str, Any]:
-        if not self.data.test:
-            return {}
-        self.phase(f"evaluating {name} training")
-        return self.show_evaluation(name, self.learner.evaluate(self.data.test, self.progress.advance))
-
-    def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
-        self.refuse_other_settings(extra, ANOTHER_FOLDER)
-
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        super().load_state(state, extra, step)
-        self.learner.history.rows[:] = _rows_of(self.folder.path)
-
-    def train(self) -> None:
-        with _observed(self.learner, self):
-            super().train()
-
-
-class _SFTRun(SFTLearnerRun):
-    """Run of a supervised learner that a script has made."""
-
-    def __init__(
-        self,
-        learner: SFTLearner,
-        loader: ExampleLoader,
-        held_out: Sequence[Any],
-        recipe: SFTRecipe,
-        resources: RunResources,
-    ):
-        super().__init__(recipe, Dataset(FROM_PYTHON, loader.rows, held_out), None, resources)
-        self.learner, self.loader, self.held_out = learner, loader, list(held_out)
-        self.total = total_steps(recipe.training, len(loader))
-        self.trainer = learner.prepare(self.total)
-        self.origin = learner.initial_weights = learner.initial_weights or _checksum([self.trainer.params])
-
-    @classmethod
-    def load_data(cls, recipe: SFTRecipe) -> Dataset:
-        return data_source.load_examples(recipe.data)
-
-    def initial_summary(self) -> dict[str, Any]:
-        return {"model": self.origin, "data": {"examples": len(self.loader.rows)}}
-
-    def evaluate(self, name: str) -> dict[str, Any]:
-        if not self.held_out:
-            return {}
-        self.phase(f"evaluating {name} training")
-        metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)}
-        self.progress.evaluation(name, metrics)
-        return metrics
-
-    def refuse_another_run(self, extra: Mapping[str, Any]) -> None:
-        self.refuse_other_settings(extra, ANOTHER_FOLDER)
-
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        super().load_state(state, extra, step)
-        self.learner.history.rows[:] = _rows_of(self.folder.path)
-
-    def train(self) -> None:
-        with _observed(self.learner, self):
-            super().train()
+    def _make_run(
+        self, recipe: SFTRecipe, loader: ExampleLoader, held_out: Sequence[Row], resources: RunResources
+    ) -> SFTRun:
+        trainer = self.prepare(total_steps(recipe.training, len(loader)))
+        self.initial_weights = self.initial_weights or _checksum([trainer.params])
+        counts = {"examples": len(loader.rows)}
+        return SFTRun(recipe, resources, self, loader, held_out, self.initial_weights, counts)
 
 
 def _train_in_folder(
@@ -245,30 +162,8 @@ def _train_in_folder(
     if not resuming and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
     opened = reopen_folder(out, recipe, kind.step_files) if resuming else create_folder(out, recipe)
-    with opened as folder, kind.make_progress(recipe, folder) as progress:
-        kind.execute(recipe, folder, progress, make)
-
-
-@contextmanager
-def _observed(learner: Learner | sft.SFTLearner, run: _RLRun | _SFTRun) -> Iterator[None]:
-    """Have `run` write and show the steps of `learner`, beside the observers that the user gave."""
-    observers, on_phase, on_bad_batch = learner.observers, learner.on_phase, learner.on_bad_batch
-    own = [observer for observer in observers if not isinstance(observer, StepLines)]
-    learner.observers = [run.write, run.show, *own, run.after_step]
-    learner.on_phase = _both(run.phase, on_phase)
-    learner.on_bad_batch = _both(run.folder.keep_bad_batch, on_bad_batch)
-    try:
-        yield
-    finally:
-        learner.observers, learner.on_phase, learner.on_bad_batch = observers, on_phase, on_bad_batch
-
-
-def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        first(*args)
-        second(*args)
-
-    return call
+    with opened as folder:
+        kind.execute(recipe, folder, make)
 
 
 def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
@@ -285,9 +180,3 @@ def _model_options(model: Decoder) -> ModelOptions:
 def _name(out: Path) -> str:
     """Return the name of a run in the folder `out`, in the characters that a recipe's name may have."""
     return re.sub(r"[^\w.-]", "-", out.name).lstrip(".-") or "run"
-
-
-def _rows_of(folder: Path) -> list[dict[str, float]]:
-    """Return the metrics of the steps that the run in `folder` made before, NaN where a value was not finite."""
-    rows = read_rows(folder / METRICS)
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

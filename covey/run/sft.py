@@ -1,10 +1,9 @@
-"""Execute a supervised run from its recipe: load, evaluate, train, evaluate, write the results. `base.Run` has the
-loop.
-"""
+"""Execute runs of supervised training, and make one from its recipe. `base.Run` has the loop."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jax.sharding import Mesh
 
@@ -17,10 +16,10 @@ from covey.display import show_log
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
-from covey.monitor.writer import Correct
 from covey.parallel import distributed
 from covey.parallel.sharding import on_own_devices
 from covey.rewards import check_evaluation_columns
+from covey.rl.rollout import RolloutWorker
 from covey.run.base import Run, RunResources
 from covey.run.inference import (
     answer_examples,
@@ -32,8 +31,6 @@ from covey.run.inference import (
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
 from covey.train.json_lines import require_entry
-from covey.train.trainer import Trainer
-from covey.types import Group
 
 
 def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:
@@ -74,26 +71,72 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     return metrics
 
 
-class SFTLearnerRun(Run[SFTRecipe]):
-    """A supervised run in its folder, wherever its learner comes from: a recipe or a script.
+@dataclass(eq=False)
+class SFTRun(Run[SFTRecipe]):
+    """A run of supervised training; `held_out` has the examples of the held-out loss.
 
     Attributes:
-        learner: trains; a subclass makes it or gets it.
-        trainer: the learner's trainer.
-        held_out: examples of the held-out loss.
+        worker: answers held-out examples; None in a script's run.
+        answerable: examples that it answers.
     """
 
     headline, answers, step_files = "loss", AFTER, (METRICS,)
     learner: SFTLearner
-    trainer: Trainer
-    held_out: Sequence[Row]
+    worker: RolloutWorker | None = None
+    answerable: Sequence[Row] = ()
 
-    def train(self) -> None:
-        self.learner.train(self.loader, self.held_out or None)
+    @classmethod
+    def load_data(cls, recipe: SFTRecipe) -> Dataset:
+        data = data_source.load_examples(recipe.data)
+        if recipe.evaluation.answers:
+            check_evaluation_columns(recipe.evaluation, data.test)
+        return data
 
-    @property
-    def step(self) -> int:
-        return self.learner.step
+    @classmethod
+    def from_recipe(cls, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
+        model, tokenizer, origin = load_for(recipe, mesh)
+        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+        learner = SFTLearner(
+            model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
+        )
+        worker = answering_worker(learner.program_model, tokenizer, recipe.rollout)
+        fitted = learner.fit(data.train)
+        if fitted.dropped or fitted.truncated:
+            resources.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
+        held_out = learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+        answerable = select_answerable(worker, held_out, recipe.evaluation.answers)
+        counts = {"examples": len(fitted.examples), "dropped": fitted.dropped, "truncated": fitted.truncated}
+        loader = learner.loader(fitted.examples)
+        return cls(recipe, resources, learner, loader, held_out, origin, counts, worker, answerable)
+
+    def prepare(self) -> int:
+        total = total_steps(self.recipe.training, len(self.loader))
+        self.trainer = self.learner.prepare(total)
+        return total
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        if not self.held_out:
+            return {}
+        self.phase(f"evaluating {name} training")
+        answered = {} if self.worker is None else self._answer(name, self.worker)
+        metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
+        self.progress.evaluation(name, metrics)
+        self.resources.trackers.log(self.learner.step, {f"eval/{what}": value for what, value in metrics.items()})
+        return metrics
+
+    def _answer(self, name: str, worker: RolloutWorker) -> dict[str, Any]:
+        """Answer held-out examples with the current weights, of which several processes have copies meanwhile; write
+        the answers, and return their metrics.
+        """
+        params = self.trainer.params
+        worker.update_params(on_own_devices(params) if self.answerable else params)
+        metrics, groups, correct = answer_examples(worker, self.answerable, self.recipe, self.progress)
+        worker.update_params(params)
+        self.folder.write_answers(name, groups, correct)
+        return metrics
+
+    def show(self, record: StepRecord) -> None:
+        self.progress.step(record.metrics)
 
     def state(self) -> Any:
         return self.trainer.state()
@@ -107,67 +150,6 @@ class SFTLearnerRun(Run[SFTRecipe]):
     def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
         self.learner.step, self.learner.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
         self.trainer.load_state(state, step)
-
-    def show(self, record: StepRecord) -> None:
-        """Show a step."""
-        self.progress.step(record.metrics)
-
-
-class SFTRun(SFTLearnerRun):
-    """A supervised run by its recipe."""
-
-    def __init__(self, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources):
-        super().__init__(recipe, data, mesh, resources)
-        model, tokenizer, self.origin = load_for(recipe, mesh)
-        distributed.refuse_differences("model", lambda: self.origin, "the same weights for all of them")
-        self.learner = SFTLearner(
-            model=model,
-            tokenizer=tokenizer,
-            config=recipe.training,
-            mesh=mesh,
-            seed=recipe.seed,
-            observers=[self.write, self.show, self.after_step],
-            on_phase=self.phase,
-            on_bad_batch=self.folder.keep_bad_batch,
-        )
-        self.worker = answering_worker(self.learner.program_model, tokenizer, recipe.rollout)
-        self.fitted = self.learner.fit(data.train)
-        self.held_out = self.learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
-        self.answerable = select_answerable(self.worker, self.held_out, recipe.evaluation.answers)
-        self.loader = self.learner.loader(self.fitted.examples)
-        self.total = total_steps(recipe.training, len(self.loader))
-        self.trainer = self.learner.prepare(self.total)
-
-    @classmethod
-    def load_data(cls, recipe: SFTRecipe) -> Dataset:
-        data = data_source.load_examples(recipe.data)
-        if recipe.evaluation.answers:
-            check_evaluation_columns(recipe.evaluation, data.test)
-        return data
-
-    def initial_summary(self) -> dict[str, Any]:
-        fitted = self.fitted
-        if fitted.dropped or fitted.truncated:
-            self.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
-        data = {"examples": len(fitted.examples), "dropped": fitted.dropped, "truncated": fitted.truncated}
-        return {"model": self.origin, "data": data}
-
-    def evaluate(self, name: str) -> dict[str, Any]:
-        self.phase(f"evaluating {name} training")
-        answered, groups, correct = self._answer()
-        metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
-        self.progress.evaluation(name, metrics)
-        self.resources.trackers.log(self.step, {f"eval/{what}": value for what, value in metrics.items()})
-        self.folder.write_answers(name, groups, correct)
-        return metrics
-
-    def _answer(self) -> tuple[dict[str, Any], Sequence[Group], Correct]:
-        """Answer held-out examples with the current weights; several processes have copies of them meanwhile."""
-        params = self.trainer.params
-        self.worker.update_params(on_own_devices(params) if self.answerable else params)
-        answers = answer_examples(self.worker, self.answerable, self.recipe, self.progress)
-        self.worker.update_params(params)
-        return answers
 
 
 HELD_OUT = "held-out data"

@@ -358,7 +358,7 @@ def test_a_finished_run_says_so_and_how_to_train_longer(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """And nothing is loaded, evaluated or written for it."""
-    monkeypatch.setattr(RLRun, "__init__", None)
+    monkeypatch.setattr(RLRun, "from_recipe", None)
     held = {path.name: path.read_bytes() for path in copied.glob("*.*")}
     assert main(["train", "--resume", str(copied)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
