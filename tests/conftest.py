@@ -169,9 +169,9 @@ def made_by() -> Callable[..., list[Any]]:
     """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.train_step`."""
 
     def make(learner: Any, prompts: Sequence[Any], take: Callable[[int], Sequence[Any]], step: int = 0) -> list[Any]:
-        from covey.rl.experience import StepLog, prompt_batches
+        from covey.rl.experience import StepStats, prompt_batches
 
-        learner.step, learner.log = step, StepLog()
+        learner.step, learner.stats = step, StepStats()
         parts = prompt_batches(prompts, step, learner.sizes, learner.algorithm.needs_whole_step)
         return list(learner.make_batches(learner.rollout(part, take) for part in parts))
 

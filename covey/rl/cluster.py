@@ -29,7 +29,7 @@ from covey.parallel import distributed
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
 from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, initial_reference, mixed, own_arrays
-from covey.rl.micro_batches import TrainBatch, policy_loss_fn, policy_micro_batches, value_loss_fn, value_micro_batches
+from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.turns import ResponderFactory
@@ -217,12 +217,13 @@ class RLCluster(Keywords):
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self.scorer(params, rows, lengths, self.rows_at_a_time(rows))
+        return self.scorer(params, rows, lengths, self.rows_at_a_time(rows))[0]
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        return self.token_scorer.values(params, rows, lengths, self.rows_at_a_time(rows))
+        logps, entropies = self.token_scorer(params, rows, lengths, self.rows_at_a_time(rows))
+        return logps, entropies
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
@@ -375,9 +376,10 @@ class RLCluster(Keywords):
 
     def _micro_batches(self, role: Role, batches: Iterable[TrainBatch]) -> Iterator[MicroBatch]:
         """Yield what the loss of actor or critic needs of `batches`, in pieces of `max_tokens_per_micro_batch`."""
-        cut = value_micro_batches if role == Role.CRITIC else policy_micro_batches
-        limit = self.config.training_config.max_tokens_per_micro_batch
-        return cut(batches, self._trainer(role).trainable, self.config.mesh(role), limit, self.fixed_shapes)
+        for batch in batches:
+            loss_batch, denominator = batch.loss_batch(role)
+            size = self.rows_at_a_time(batch.rows, role)
+            yield from put_micro_batches(loss_batch, denominator, self._trainer(role).trainable, size)
 
     def _host_reference(self, config: GRPOConfig) -> None:
         """Host the reference that was given or the actor's initial weights, apart from the arrays that are trained."""

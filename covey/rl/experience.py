@@ -17,7 +17,7 @@ from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import distributed
 from covey.rl.metrics import Clock
-from covey.rl.micro_batches import TrainBatch, merge, service_batches, slices
+from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.stats import SamplerStats
 from covey.types import Completion, Group
@@ -25,7 +25,7 @@ from covey.types import Completion, Group
 OVERLONG = "overlong"
 """Name of the length penalty among the rewards."""
 
-Take = Callable[[int], Sequence[Mapping[str, Any]]]
+NextPrompts = Callable[[int], Sequence[Mapping[str, Any]]]
 """Function that returns the given number of new prompts."""
 
 
@@ -48,12 +48,14 @@ def prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Yield the prompts of a step, as many at a time as every stage needs to work in full slices; with `whole_step` all
     of them.
+
+    Hazard: `examples` must be those of one optimizer step. A batch that spanned two would sample prompts of the second
+    with the policy before the first one's update, and the result would depend on the sizes.
     """
     first = 0
-    for micro_batches in [list(slices(examples, sizes.train))] if whole_step else service_batches(examples, sizes):
-        merged = merge(micro_batches)
-        yield PromptBatch(step, first, merged)
-        first += len(merged)
+    for part in slices(examples, len(examples) if whole_step else sizes.rollout_batch_size):
+        yield PromptBatch(step, first, part)
+        first += len(part)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class RolloutBatch:
         groups: all sampled groups, also those that dynamic sampling replaced; advantages are 0.
         kept: indices of the groups to train on, in the order of the training; None for all.
         stats: statistics of the sampler.
-        rounds: number of prompt batches sampled.
+        rounds: number of rounds of dynamic sampling in which prompts were replaced.
         replaced: number of prompts sampled in place of others whose groups have equal rewards.
         tied: number of groups of equal rewards among those kept because the budget was spent.
         dropped: number of completions without another one of their prompt, which were left out.
@@ -76,7 +78,7 @@ class RolloutBatch:
     groups: list[Group]
     kept: list[int] | None = None
     stats: SamplerStats = field(default_factory=SamplerStats)
-    rounds: int = 1
+    rounds: int = 0
     replaced: int = 0
     tied: int = 0
     dropped: int = 0
@@ -99,6 +101,8 @@ class RolloutBatch:
             [*self.groups, *other.groups],
             stats=self.stats + other.stats,
             rounds=self.rounds + other.rounds,
+            replaced=self.replaced + other.replaced,
+            tied=self.tied + other.tied,
             dropped=self.dropped + other.dropped,
             failed=_sum_by_name(self.failed, other.failed),
             seconds=_sum_by_name(self.seconds, other.seconds),
@@ -158,54 +162,38 @@ class Experience:
 
 
 @dataclass
-class StepLog:
-    """Log of how a step's data was made.
+class StepStats:
+    """Record of how a step's data was made.
 
     Attributes:
         clock: measures the phases.
-        groups: all sampled groups, with advantages (0 for those that dynamic sampling replaced).
-        stats: statistics of sampling.
-        rounds: number of prompt batches sampled, if dynamic sampling is on.
-        replaced: number of groups of equal rewards that were replaced by new prompts.
-        tied: number of groups of equal rewards that were kept because the budget was spent.
+        rollout: all sampled groups, with advantages (0 for those that dynamic sampling replaced), and the sums of what
+            their rollouts counted.
         waste: fraction of padding in each micro-batch's rows.
-        failed: number of failed completions by reward function, for functions with a failure policy.
-        dropped: number of completions without another one of their prompt, which were left out.
     """
 
     clock: Clock = field(default_factory=Clock)
-    groups: list[Group] = field(default_factory=list)
-    stats: SamplerStats = field(default_factory=SamplerStats)
-    rounds: int = 1
-    replaced: int = 0
-    tied: int = 0
+    rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
     waste: list[float] = field(default_factory=list)
-    failed: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0
 
     def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
-        """Add the groups of a rollout; those that are trained on are `trained`, the same groups with advantages."""
+        """Add a rollout, whose groups to train on are `trained` since they have advantages."""
         groups = list(rollout.groups)
         for index, group in zip(rollout.indices, trained, strict=True):
             groups[index] = group
-        self.groups += groups
-        self.stats += rollout.stats
-        self.rounds += rollout.rounds - 1
-        self.replaced += rollout.replaced
-        self.tied += rollout.tied
-        self.dropped += rollout.dropped
-        self.failed = _sum_by_name(self.failed, rollout.failed)
+        self.rollout = self.rollout.joined(replace(rollout, groups=groups))
         self.clock.add(rollout.seconds)
 
 
-def gather_step_log(log: StepLog) -> StepLog:
-    """Return the log with what all processes sampled and scored, and the time of each phase in the slowest process."""
-    own = log.stats, log.failed, log.dropped, log.clock.seconds
-    stats, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
+def gather_step_stats(stats: StepStats) -> StepStats:
+    """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
+    own = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
+    sampler, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
-    clock = replace(log.clock, seconds=phases)
-    sums = {"stats": sum(stats, SamplerStats()), "failed": _sum_by_name(*failed), "dropped": sum(dropped)}
-    return replace(log, clock=clock, **sums)
+    rollout = replace(
+        stats.rollout, stats=sum(sampler, SamplerStats()), failed=_sum_by_name(*failed), dropped=sum(dropped)
+    )
+    return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
 
 
 def _sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,8 +249,8 @@ def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[int], list[i
     not count.
     """
     rewards = [np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0) for g in groups]
-    differs = [has_reward_variance(row) for row in rewards]
-    return [i for i, one in enumerate(differs) if one], [i for i, one in enumerate(differs) if not one]
+    differs = np.array([has_reward_variance(row) for row in rewards], bool)
+    return np.flatnonzero(differs).tolist(), np.flatnonzero(~differs).tolist()
 
 
 def make_train_batch(x: Experience, rows: Rows, algorithm: Algorithm, beta: float, max_new_tokens: int) -> TrainBatch:

@@ -53,35 +53,32 @@ class RowScorer:
         rows = abstract_rows(count, length, rows_placement(params))
         return Program(self.name, self._score, (self._rounded(abstract(params)), rows))
 
-    def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """Return one float32 array per completion, `lengths[i]` long; `size` rows are computed at a time."""
+    def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
+        """Return for each result of the program one float32 array per completion, `lengths[i]` long.
+
+        Args:
+            params: the weights.
+            rows: packed completions.
+            lengths: number of tokens of each completion.
+            size: number of rows that are computed at a time.
+        """
         params = self._rounded(params)
-        parts = [to_host(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)]
-        return unpack(rows, np.concatenate(parts)[: len(rows.tokens)], lengths)
+        parts = [jax.tree.leaves(self._score(params, put_rows(p, params))) for p in split_micro_batches(rows, size)]
+        results = [np.concatenate([to_host(x) for x in arrays]) for arrays in zip(*parts, strict=True)]
+        return [unpack(rows, result[: len(rows.tokens)], lengths) for result in results]
 
     def _rounded(self, params: Any) -> Any:
         return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
 
 
 class TokenValueScorer(RowScorer):
-    """Compute log-probs and entropies of rows, slice by slice; arguments as for `RowScorer`."""
+    """Compute log-probs and entropies of rows, slice by slice. Arguments as for `RowScorer`."""
 
     name = "token values"
 
     def __init__(self, graph: Any, temperature: float):
         self.graph = graph
         self._score = jax.jit(lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
-
-    def values(
-        self, params: Any, rows: Rows, lengths: Sequence[int], size: int
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return log-probs and entropies, one float32 array per completion; arguments as for `RowScorer`."""
-        params = self._rounded(params)
-        parts = [
-            jax.device_get(self._score(params, put_rows(part, params))) for part in split_micro_batches(rows, size)
-        ]
-        logps, entropies = (np.concatenate(arrays)[: len(rows.tokens)] for arrays in zip(*parts, strict=True))
-        return unpack(rows, logps, lengths), unpack(rows, entropies, lengths)
 
 
 class ValueScorer(RowScorer):
@@ -213,7 +210,7 @@ class InferenceWorker:
 
     def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         params = self._params_of(role)
-        return self._scorers[role](params, rows, lengths, size)
+        return self._scorers[role](params, rows, lengths, size)[0]
 
     def _params_of(self, role: str) -> nnx.State[Any, Any]:
         if not self.has(role):

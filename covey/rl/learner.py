@@ -22,7 +22,7 @@ from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import EpisodeError, RecipeError
+from covey.errors import EpisodeError, NumbersError, RecipeError
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
@@ -33,12 +33,12 @@ from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
 from covey.rl.experience import (
     Experience,
+    NextPrompts,
     PackedGroups,
     PromptBatch,
     RolloutBatch,
-    StepLog,
-    Take,
-    gather_step_log,
+    StepStats,
+    gather_step_stats,
     make_train_batch,
     penalize_length,
     prompt_batches,
@@ -110,7 +110,7 @@ class Learner(Keywords, ABC):
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
         self.token_values_every = 0
         self.algorithm = algorithm_of(config)
-        self.log, self._token_scorer = StepLog(), TokenScorer(rl_cluster, self.algorithm, due=False)
+        self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
@@ -149,42 +149,42 @@ class Learner(Keywords, ABC):
             self._report(record, held_out)
         return self.cluster
 
-    def train_step(self, examples: Sequence[Mapping[str, Any]], take: Take, total: int) -> StepRecord:
+    def train_step(self, examples: Sequence[Mapping[str, Any]], next_prompts: NextPrompts, total: int) -> StepRecord:
         """Make the updates of one batch of prompts, at most `num_iterations`.
 
         Args:
             examples: data rows with a prompt, for all processes.
-            take: returns more of them, for groups that dynamic sampling replaces.
+            next_prompts: returns more of them, for groups that dynamic sampling replaces.
             total: updates of the whole run.
         """
         count = min(self.config.num_iterations, total - self.step)
-        self.log = StepLog(Clock(on_phase=self.on_phase))
+        self.stats = StepStats(Clock(on_phase=self.on_phase))
         self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
-        with run_ahead(partial(self.rollout, take=take), parts, self._depth) as rollouts:
+        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
             batches = Replay(self.make_batches(rollouts))
             if not self._depth:
                 batches.make_all()
             updates = self._update_repeatedly(batches, count)
-        with self.log.clock("sync"), order.phase("sync", self.step):
+        with self.stats.clock("sync"), order.phase("sync", self.step):
             self.cluster.sync_weights()
         self.step += len(updates)
         return self._record(updates, total)
 
-    def collect(self, prompts: PromptBatch, take: Take) -> Experience:
+    def collect(self, prompts: PromptBatch, next_prompts: NextPrompts) -> Experience:
         """Return the experience of some prompts; arguments as for `rollout`."""
-        return self.make_experience(self.rollout(prompts, take))
+        return self.make_experience(self.rollout(prompts, next_prompts))
 
-    def rollout(self, prompts: PromptBatch, take: Take) -> RolloutBatch:
+    def rollout(self, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
         """Sample and score a group of completions for each prompt. This may run in a thread while another one trains.
 
         Args:
             prompts: the prompts of all processes.
-            take: returns more of them, for groups that dynamic sampling replaces.
+            next_prompts: returns more of them, for groups that dynamic sampling replaces.
         """
         rollout = self.sample(prompts)
         rollout = self.score(rollout)
-        return self.replace_tied(rollout, prompts, take)
+        return self.replace_tied(rollout, prompts, next_prompts)
 
     def make_experience(self, rollout: RolloutBatch) -> Experience:
         """Compute what the loss needs to know of the groups that are trained on."""
@@ -218,7 +218,7 @@ class Learner(Keywords, ABC):
         gather = distributed.all_of_from_a_thread if self._depth else distributed.all_of
         return replace(rollout, groups=gather(groups, "groups"), failed=failed, seconds=clock.seconds)
 
-    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, take: Take) -> RolloutBatch:
+    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
         until there are as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
         """
@@ -228,12 +228,12 @@ class Learner(Keywords, ABC):
         while True:
             differing, tied = split_by_reward_variance(rollout.groups)
             missing = max(wanted - len(differing), 0)
-            fresh = take(missing) if missing and rollout.rounds < self.algorithm.max_sampling_rounds else ()
-            if not fresh:
+            may_go_on = missing and rollout.rounds + 1 < self.algorithm.max_sampling_rounds
+            if not may_go_on or not (fresh := next_prompts(missing)):
                 kept = differing + tied[:missing]
                 return replace(rollout, kept=kept, tied=missing, replaced=num_sampled - wanted)
             more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
-            rollout = rollout.joined(self.score(self.sample(more)))
+            rollout = replace(rollout.joined(self.score(self.sample(more))), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
 
     def compute_logps(self, groups: list[Group]) -> Experience:
@@ -242,7 +242,7 @@ class Learner(Keywords, ABC):
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
         lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
-        with self.log.clock("logps"), order.phase("logps", self.step, lengths):
+        with self.stats.clock("logps"), order.phase("logps", self.step, lengths):
             packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
             reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if a.needs_reference else None
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if a.needs_old_logps else None
@@ -253,15 +253,16 @@ class Learner(Keywords, ABC):
         """Yield training micro-batches of `sizes.train` prompts, each as soon as its rollout is there."""
         for rollout in rollouts:
             experience = self.make_experience(rollout)
-            self.log.add(rollout, experience.groups)
+            self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
                 self._token_scorer.score_before(batch)
                 if self._depth:
                     self._check_order(batch)
                 yield batch
-        if not self.log.waste:
+        if not self.stats.waste:
+            dropped = self.stats.rollout.dropped
             raise EpisodeError(
-                f"all {self.log.dropped} episodes of a step began with different prompts: there is nothing to compare",
+                f"all {dropped} episodes of a step began with different prompts: there is nothing to compare",
                 want="several samples with equal prompts",
                 fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
             )
@@ -330,18 +331,18 @@ class Learner(Keywords, ABC):
         for part in slices(range(len(x.groups)), self.sizes.train):
             start, stop = part[0], part[-1] + 1
             rows = x.packed.rows(start, stop)
-            self.log.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
+            self.stats.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
             yield make_train_batch(x.between(start, stop), rows, self.algorithm, self.beta, limit)
 
     def _check_order(self, batch: TrainBatch) -> None:
         """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
-        with order.phase(f"micro-batch {len(self.log.waste) - 1}", self.step, batch.shapes):
+        with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
             pass
 
     def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first may make them."""
         shapes = lambda: [batch.shapes() for batch in batches.made]  # noqa: E731
-        with self.log.clock("update"), order.phase("update", self.step, shapes):
+        with self.stats.clock("update"), order.phase("update", self.step, shapes):
             updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
             self._token_scorer.score_again()
         return updates
@@ -350,13 +351,13 @@ class Learner(Keywords, ABC):
         """Make the update `step` of the run; skip it, with weights unchanged, if it is not finite and `skip_nonfinite`
         allows it.
         """
-        return self._nonfinite_guard.guard(
-            lambda: self.update(batches),
-            lambda error: self.on_bad_batch(
-                step, [g for batch in batches.made for g in batch.groups], arrays_of(batches.made), error
-            ),
-            self.cluster.skip_update,
-        )
+        try:
+            return self._nonfinite_guard.accept(self.update(batches))
+        except NumbersError as error:
+            self.on_bad_batch(step, [g for batch in batches.made for g in batch.groups], arrays_of(batches.made), error)
+            metrics = self._nonfinite_guard.skip(error)
+            self.cluster.skip_update()
+            return metrics
 
     @property
     def _depth(self) -> int:
@@ -418,26 +419,27 @@ class Learner(Keywords, ABC):
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
-        log = gather_step_log(self.log)
+        stats = gather_step_stats(self.stats)
         self._failures.agree()
-        values = self._token_scorer.values(log.groups)
-        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, log), log.groups, values)
+        groups = stats.rollout.groups
+        values = self._token_scorer.values(groups)
+        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, stats), groups, values)
 
-    def _metrics(self, updates: list[Metrics], total: int, log: StepLog) -> dict[str, float]:
+    def _metrics(self, updates: list[Metrics], total: int, stats: StepStats) -> dict[str, float]:
         training, trainer = self.cluster.config.training_config, self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
         dynamic, environments = self.algorithm.max_sampling_rounds > 1, self.cluster.rollout.environments
-        groups_prompts = environments is not None and environments.groups_prompts
+        groups_prompts, rollout = environments is not None and environments.groups_prompts, stats.rollout
         return {
             "step": self.step,
-            **group_metrics(log.groups),
-            **{f"rewards/{name}/failed": float(count) for name, count in log.failed.items()},
+            **group_metrics(rollout.groups),
+            **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
             **combine_updates(updates),
-            **({"env/dropped": float(log.dropped)} if groups_prompts else {}),
-            **(sampling_metrics(log.rounds, log.replaced, log.tied) if dynamic else {}),
+            **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
+            **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),
-            **work_metrics(log.stats, log.clock.seconds, log.clock.elapsed, float(np.mean(log.waste))),
+            **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, float(np.mean(stats.waste))),
         }
 
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:

@@ -1,32 +1,30 @@
 """Micro-batches of a step: slices of its stages, and the training micro-batches with the losses of policy and critic.
 
-A step's prompts form training micro-batches. Those are gathered into *service batches*, large enough for every
-stage before training to work in full slices; a service batch is merged, each stage runs over it in slices of its own
-size, and the results are split again at the boundaries of the training micro-batches.
+A step's prompts are sampled and scored in batches of whole training micro-batches, large enough for every stage before
+training to work in full slices (`StageSizes.rollout_batch_size`). Each stage runs over such a batch in slices of its
+own size, and the result is split again at the boundaries of the training micro-batches.
 
 The sizes (`stage_sizes`) change speed and memory, never the result.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from covey.config.algorithms import Algorithm
-from covey.errors import DataError
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
-from covey.packing.rows import Rows, rows_at_a_time, split_micro_batches
+from covey.packing.rows import Rows, split_micro_batches
 from covey.parallel.sharding import put_rows
-from covey.rl.stage_sizes import StageSizes
+from covey.rl.roles import Role
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch
 from covey.types import Group, MetricSums
@@ -59,6 +57,13 @@ class TrainBatch:
         arrays = self.rows._asdict() | self.inputs._asdict() | named
         return {name: array for name, array in arrays.items() if array is not None}
 
+    def loss_batch(self, role: Role) -> tuple["RowBatch", float]:
+        """Return the rows with the inputs of the loss of `role`, actor or critic, and the denominator."""
+        if role == Role.ACTOR:
+            return RowBatch(self.rows, self.inputs), self.denominator
+        assert self.value_inputs is not None, "an algorithm with a critic computes returns"
+        return RowBatch(self.rows, self.value_inputs), float(self.value_inputs.weight.sum())
+
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of each array, which have to be equal in all processes."""
         return [(name, array.shape) for name, array in self.arrays().items()]
@@ -71,26 +76,11 @@ class RowBatch(NamedTuple):
     inputs: Any
 
 
-def policy_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False
-) -> Iterator[MicroBatch]:
-    """Yield the inputs of the policy's loss, about `max_tokens` at a time, on the devices that hold `like`. For
-    `fixed_shapes` see `packing.bins.rows_per_micro_batch`.
-    """
-    for batch in batches:
-        at_once = rows_at_a_time(batch.rows, mesh, max_tokens, fixed_shapes)
-        yield from _cut(RowBatch(batch.rows, batch.inputs), batch.denominator, like, at_once)
-
-
-def value_micro_batches(
-    batches: Iterable[TrainBatch], like: Any, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False
-) -> Iterator[MicroBatch]:
-    """Yield the inputs of the value loss; arguments as for `policy_micro_batches`."""
-    for batch in batches:
-        if batch.value_inputs is not None:
-            count = float(batch.value_inputs.weight.sum())
-            at_once = rows_at_a_time(batch.rows, mesh, max_tokens, fixed_shapes)
-            yield from _cut(RowBatch(batch.rows, batch.value_inputs), count, like, at_once)
+def put_micro_batches(batch: RowBatch, denominator: float, like: Any, rows: int) -> Iterator[MicroBatch]:
+    """Yield a batch in pieces of `rows` rows on the devices that hold `like`; the first has the denominator."""
+    for piece in split_micro_batches(batch, rows):
+        yield MicroBatch(put_rows(piece, like), denominator)
+        denominator = 0.0
 
 
 def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> RowBatch:
@@ -144,13 +134,6 @@ def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
     return {f"{i}.{name}": array for i, batch in enumerate(batches) for name, array in batch.arrays().items()}
 
 
-def _cut(batch: RowBatch, denominator: float, like: Any, at_once: int) -> Iterator[MicroBatch]:
-    """Yield a micro-batch in pieces of `at_once` rows; the first has the denominator."""
-    for piece in split_micro_batches(batch, at_once):
-        yield MicroBatch(put_rows(piece, like), denominator)
-        denominator = 0.0
-
-
 def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Yield `items` in order, `size` at a time; the last slice may be short.
 
@@ -161,70 +144,3 @@ def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
     remaining = iter(items)
     while part := list(islice(remaining, size)):
         yield part
-
-
-def service_batches(examples: Iterable[T], sizes: StageSizes) -> Iterator[list[list[T]]]:
-    """Yield the examples of one step as service batches: lists of training micro-batches.
-
-    Micro-batches of `sizes.train` prompts are gathered until they hold at least `sizes.service` prompts, or until the
-    examples end: the remainder is yielded too, however small it is.
-
-    Hazard: `examples` must be those of one optimizer step. A service batch that spanned two would sample prompts of the
-    second with the policy before the first one's update, and the result would depend on the sizes.
-
-    >>> [[len(m) for m in service] for service in service_batches(range(8), StageSizes(2, 4, 1, 3))]
-    [[3, 3], [2]]
-    """
-    gathered: list[list[T]] = []
-    for micro_batch in slices(examples, sizes.train):
-        gathered.append(micro_batch)
-        if sum(map(len, gathered)) >= sizes.service:
-            yield gathered
-            gathered = []
-    if gathered:
-        yield gathered
-
-
-def merge(micro_batches: Sequence[Any]) -> Any:
-    """Merge several micro-batches: lists are joined, arrays concatenated, mappings merged column by column.
-
-    Raises:
-        DataError: the mappings have different columns.
-
-    >>> merge([{"x": [1, 2], "y": np.zeros((2, 3))}, {"x": [3], "y": np.ones((1, 3))}])["y"].shape
-    (3, 3)
-    """
-    first = micro_batches[0]
-    if isinstance(first, Mapping):
-        _refuse_other_columns(micro_batches)
-        return {name: merge([batch[name] for batch in micro_batches]) for name in first}
-    if hasattr(first, "shape"):
-        return np.concatenate(micro_batches)
-    return [item for batch in micro_batches for item in batch]
-
-
-def cut(results: Any, counts: Sequence[int], times: int = 1) -> list[Any]:
-    """Split `results` of a merged batch at the boundaries of its micro-batches: the inverse of `merge`.
-
-    Args:
-        results: a list, an array, or a mapping of those.
-        counts: number of items in each micro-batch.
-        times: number of results per item: G where every prompt was repeated.
-
-    >>> cut(["a1", "a2", "b1", "b2", "c1", "c2"], counts=[1, 2], times=2)
-    [['a1', 'a2'], ['b1', 'b2', 'c1', 'c2']]
-    """
-    if isinstance(results, Mapping):
-        columns = {name: cut(values, counts, times) for name, values in results.items()}
-        return [{name: parts[i] for name, parts in columns.items()} for i in range(len(counts))]
-    assert len(results) == sum(counts) * times, f"{len(results)} results for {sum(counts)} × {times} samples"
-    ends = accumulate((count * times for count in counts), initial=0)
-    return [results[start:end] for start, end in pairwise(ends)]
-
-
-def _refuse_other_columns(micro_batches: Sequence[Mapping[str, Any]]) -> None:
-    wanted = set(micro_batches[0])
-    for number, batch in enumerate(micro_batches):
-        if set(batch) != wanted:
-            what = f"micro-batch {number} has the columns {', '.join(sorted(batch))}"
-            raise DataError(what, want=f"those of the first: {', '.join(sorted(wanted))}")

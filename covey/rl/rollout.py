@@ -195,7 +195,7 @@ class RolloutWorker:
         ]
         rows = pack(groups, max_tokens=MAX_TOKENS)
         size = rows_at_a_time(rows, mesh_of(self.params), MAX_TOKENS)
-        return self._scorer(self.params, rows, [len(c) for c in completion_ids], size)
+        return self._scorer(self.params, rows, [len(c) for c in completion_ids], size)[0]
 
     def update_params(self, params: Any) -> None:
         """Set new weights for the next call: all of them, or some (for example only the adapters)."""

@@ -25,13 +25,15 @@ class StageSizes:
     train: int
 
     @property
-    def service(self) -> int:
-        """Minimum number of prompts in a service batch: the least common multiple of the stages before training.
+    def rollout_batch_size(self) -> int:
+        """Number of prompts that are sampled and scored together: whole training micro-batches, at least as many as the
+        least common multiple of the stages before training, so that these work in full slices.
 
-        >>> StageSizes(rollout=4, ref_logps=6, old_logps=2, train=1).service
-        12
+        >>> StageSizes(rollout=4, ref_logps=6, old_logps=2, train=5).rollout_batch_size
+        15
         """
-        return math.lcm(self.rollout, self.ref_logps, self.old_logps)
+        needed = math.lcm(self.rollout, self.ref_logps, self.old_logps)
+        return -(-needed // self.train) * self.train
 
 
 def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:

@@ -16,7 +16,7 @@ from covey.config.base import Keywords
 from covey.config.schema import SFTConfig
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.rows import Row
-from covey.errors import RecipeError
+from covey.errors import NumbersError, RecipeError
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
@@ -172,11 +172,14 @@ class SFTLearner(Keywords):
 
     def _update_or_skip(self, trainer: Trainer, groups: Sequence[Group], rows: Rows) -> Metrics:
         """Make one update; skip a non-finite one, with no effect on the state, as often as `skip_nonfinite` allows."""
-        return self.nonfinite_guard.guard(
-            lambda: trainer.update(put_micro_batches(rows, self.config, trainer.trainable, self.mesh)),
-            lambda error: self.on_bad_batch(self.step + 1, groups, rows._asdict(), error),
-            trainer.skip,
-        )
+        try:
+            metrics = trainer.update(put_micro_batches(rows, self.config, trainer.trainable, self.mesh))
+            return self.nonfinite_guard.accept(metrics)
+        except NumbersError as error:
+            self.on_bad_batch(self.step + 1, groups, rows._asdict(), error)
+            metrics = self.nonfinite_guard.skip(error)
+            trainer.skip()
+            return metrics
 
     def _work_metrics(self, groups: Sequence[Group], rows: Rows, seconds: float) -> Metrics:
         """Return the metrics of the step's cost, in tokens and seconds."""

@@ -7,7 +7,7 @@ before the step's last completion exists.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -164,24 +164,20 @@ class NonFiniteGuard:
     def __init__(self, budget: int):
         self.budget, self.skipped = budget, 0
 
-    def guard(
-        self, update: Callable[[], Metrics], on_error: Callable[[NumbersError], None], skip: Callable[[], None]
-    ) -> Metrics:
-        """Return the metrics of `update`. If it is not finite, call `on_error` with the error; then call `skip` while
-        the budget lasts, and raise the error after that.
+    def accept(self, metrics: Metrics) -> Metrics:
+        """Return the metrics of an update that was made."""
+        return metrics | ({"skipped": 0.0} if self.budget else {})
+
+    def skip(self, error: NumbersError) -> Metrics:
+        """Count an update that is not finite, and return its metrics.
 
         Raises:
-            NumbersError: see `Trainer.update`.
+            NumbersError: the budget is spent; it is `error`.
         """
-        try:
-            return update() | ({"skipped": 0.0} if self.budget else {})
-        except NumbersError as error:
-            on_error(error)
-            if self.skipped >= self.budget:
-                raise
-            self.skipped += 1
-            skip()
-            return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
+        if self.skipped >= self.budget:
+            raise error
+        self.skipped += 1
+        return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
 def _combine(shares: Iterable[MetricSums]) -> MetricSums:

@@ -3,6 +3,7 @@
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RecipeError, RewardError
 from covey.rl import run_ahead
-from covey.rl.micro_batches import cut, merge
 from covey.rl.run_ahead import DataQueue, Ended, produce
 from covey.rl.stage_sizes import StageSizes
 
@@ -27,7 +27,8 @@ def prompts(batches: Sequence[Any]) -> list[list[str]]:
 
 def named(*sizes: int) -> list[list[str]]:
     """p0, p1, ... in parts of `sizes`."""
-    return cut([f"p{i}" for i in range(sum(sizes))], sizes)
+    prompts = (f"p{i}" for i in range(sum(sizes)))
+    return [list(islice(prompts, size)) for size in sizes]
 
 
 # Sizes
@@ -69,7 +70,7 @@ def test_the_unit_is_stated_in_every_error(played: Callable, stage: str) -> None
 
 def test_training_micro_batches_are_gathered_until_they_hold_the_lcm_of_the_other_sizes(played: Callable) -> None:
     """lcm(2, 4, 1) = 4 prompts: two micro-batches of 3 hold enough. Each service batch is scored in one call."""
-    assert StageSizes(rollout=2, ref_logps=4, old_logps=1, train=3).service == 4
+    assert StageSizes(rollout=2, ref_logps=4, old_logps=1, train=3).rollout_batch_size == 6
     cluster = played(prompts=12, updates=2, rollout=2, ref_logps=4, old_logps=1, train=3).train(12)
     assert cluster.samples("reward") == [12, 12]
     assert cluster.samples("rollout") == [4] * 6
@@ -100,12 +101,6 @@ def test_nothing_is_fed_beyond_the_allowed_number_of_steps(played: Callable) -> 
     cluster = played(prompts=2, batches=3, rollout=2, train=1, queueing="async").train(100)
     assert sum(cluster.samples("rollout")) == 3 * 2 * 2
     assert len(cluster.updates) == 3
-
-
-def test_when_merging_lists_are_joined_and_arrays_concatenated() -> None:
-    merged = merge([{"name": ["a", "b"], "x": np.ones((2, 3))}, {"name": ["c"], "x": np.zeros((1, 3))}])
-    assert merged["name"] == ["a", "b", "c"]
-    np.testing.assert_array_equal(merged["x"], [[1, 1, 1], [1, 1, 1], [0, 0, 0]])
 
 
 @pytest.mark.parametrize("queueing", ["sync", "async"])

@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         model, total = nnx.merge(graph, params), 0.0
         parts = [
             (sequence, own, completion, advantage)
-            for group in learner.log.groups
+            for group in learner.stats.rollout.groups
             for completion, advantage in zip(group.completions, group.advantages, strict=True)
             for sequence, own in sequences(group.prompt_tokens, completion)
         ]
@@ -113,8 +113,9 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     assert max(float(jnp.abs(w).max()) for w in wanted) > 1e-3
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    assert [g.rewards_by_function["game"].tolist() for g in learner.log.groups] == [[1.0, 0.25], [0.0, 3.0]]
-    metrics, sampled = group_metrics(learner.log.groups), [int(c.mask.sum()) for g in groups for c in g.completions]
+    assert [g.rewards_by_function["game"].tolist() for g in learner.stats.rollout.groups] == [[1.0, 0.25], [0.0, 3.0]]
+    metrics = group_metrics(learner.stats.rollout.groups)
+    sampled = [int(c.mask.sum()) for g in groups for c in g.completions]
     assert metrics["completions/mean_length"] == np.mean(sampled)
     assert metrics["env/tokens"] == (12 + 9 + 7 + 15 - sum(sampled)) / 4
     assert (metrics["env/turns"], metrics["env/done"], metrics["env/failed"]) == (2, 1, 0)

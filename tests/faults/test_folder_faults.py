@@ -71,7 +71,7 @@ STARTING = """
         return {}
 
     train.new_run_folder = looked(train.new_run_folder)
-    Run._execute = classmethod(hold)
+    Run.execute = classmethod(hold)
     print("codes", *map(cli.main, json.loads(sys.argv[1])))
 """
 """Commands of `covey`. Each stops behind its first look at the folder, and again where training would begin."""
@@ -358,7 +358,7 @@ def test_a_finished_run_says_so_and_how_to_train_longer(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """And nothing is loaded, evaluated or written for it."""
-    monkeypatch.setattr(RLRun, "from_recipe", None)
+    monkeypatch.setattr(RLRun, "from_recipe", pytest.fail)
     held = {path.name: path.read_bytes() for path in copied.glob("*.*")}
     assert main(["train", "--resume", str(copied)]) == 0
     shown = " ".join(capsys.readouterr().out.split())

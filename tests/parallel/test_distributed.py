@@ -35,7 +35,7 @@ from covey.packing.rows import unpack
 from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
 from covey.rewards.runner import RewardRunner
-from covey.rl.experience import StepLog, gather_step_log
+from covey.rl.experience import RolloutBatch, StepStats, gather_step_stats
 from covey.rl.failures import FailureCounts
 from covey.rl.grpo import GRPOLearner
 from covey.rl.ppo import PPOLearner
@@ -224,7 +224,7 @@ WHOLE_STEP = {
 }
 
 
-def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str, np.ndarray]], StepLog, int, int]:
+def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str, np.ndarray]], RolloutBatch, int, int]:
     """What a step trains on, its log, the prompts taken from the data, and those that this process sampled."""
     reward: Any = lambda completion_ids: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
     others: Any = {"rl_cluster": Played(), "reward_fns": reward}
@@ -232,7 +232,7 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str
     learner = PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
     loader = PromptLoader([{"prompt": str(i)} for i in range(50)], 6, shuffle=False)
     batches = made_by(learner, next(loader), loader.take, step)
-    sampled, log = learner.log.stats.tokens, gather_step_log(learner.log)
+    sampled, log = learner.stats.rollout.stats.tokens, gather_step_stats(learner.stats).rollout
     return [b.arrays() | {"denominator": np.array(b.denominator)} for b in batches], log, loader.position, sampled
 
 
@@ -536,7 +536,7 @@ def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) ->
         learner.step, learner._failures = 1, FailureCounts(RewardRunner(safety), environments)
         learner._metrics = lambda *given: {}  # type: ignore[method-assign]
         environments.failed = index + 1
-        learner.log, scorer = StepLog(), SimpleNamespace(values=lambda groups: None)
+        learner.stats, scorer = StepStats(), SimpleNamespace(values=lambda groups: None)
         learner._token_scorer = scorer  # type: ignore[assignment]
         learner._record([], 1)
         return environments.failed

@@ -12,7 +12,7 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import distributed
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, gather_step_log, tokens_in_loss
+from covey.rl.experience import PromptBatch, gather_step_stats, tokens_in_loss
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.metrics import Clock
@@ -141,20 +141,26 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
     runner = RewardRunner(RewardSafetyConfig(on_error="none"))
     for _ in range(2):
         (batch,), learner = fed([row("a", (0.0, float("nan"))), row("b", (0.0, 1.0))], runner=runner)
-        assert learner.log.failed == {"in_order": 1}
+        assert learner.stats.rollout.failed == {"in_order": 1}
         assert np.isnan(batch.groups[0].rewards[1])
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
     other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, 2, {"reward": 9.0}
     monkeypatch.setattr(distributed, "gathered", lambda mine, about: [mine, other])
-    log = gather_step_log(replace(learner.log, clock=Clock({"reward": 1.0, "update": 2.0})))
-    assert log.failed == {"in_order": 4, "another": 0}
-    assert log.dropped == 2
-    assert log.stats.tokens == learner.log.stats.tokens + 5
-    assert log.clock.seconds == {"reward": 9.0, "update": 2.0}
+    stats = gather_step_stats(replace(learner.stats, clock=Clock({"reward": 1.0, "update": 2.0})))
+    assert stats.rollout.failed == {"in_order": 4, "another": 0}
+    assert stats.rollout.dropped == 2
+    assert stats.rollout.stats.tokens == learner.stats.rollout.stats.tokens + 5
+    assert stats.clock.seconds == {"reward": 9.0, "update": 2.0}
 
 
 # --- dynamic sampling
+
+
+def counted(learner: Learner) -> tuple[int, int, int]:
+    """Rounds that replaced prompts, prompts that were replaced, and tied groups that were kept."""
+    rollout = learner.stats.rollout
+    return rollout.rounds, rollout.replaced, rollout.tied
 
 
 def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Callable) -> None:
@@ -162,8 +168,8 @@ def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Calla
     spare = [row("new", (0.0, 1.0)), row("tied again", (1.0, 1.0)), row("newer", (1.0, 0.0)), row("unused", (1.0, 0.0))]
     batches, learner = fed(rows, spare, max_sampling_rounds=4)
     assert prompts(batches) == ["good", "new", "newer"]
-    assert (learner.log.rounds, learner.log.replaced, learner.log.tied) == (3, 3, 0)
-    assert [g.prompt for g in learner.log.groups] == [
+    assert counted(learner) == (2, 3, 0)
+    assert [g.prompt for g in learner.stats.rollout.groups] == [
         "tied",
         "good",
         "tied too",
@@ -180,20 +186,20 @@ def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed
     rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
     batches, learner = fed(rows, spare, max_sampling_rounds=3)
     assert prompts(batches) == ["good", "tied"]
-    assert (learner.log.rounds, learner.log.replaced, learner.log.tied) == (3, 2, 1)
+    assert counted(learner) == (2, 2, 1)
     assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
 
 
 def test_data_that_end_stop_the_search(fed: Callable) -> None:
     batches, learner = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
     assert prompts(batches) == ["good", "tied"]
-    assert (learner.log.rounds, learner.log.tied) == (1, 1)
+    assert counted(learner) == (0, 0, 1)
 
 
 def test_one_round_replaces_nothing(fed: Callable) -> None:
     batches, learner = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
     assert prompts(batches) == ["tied"]
-    assert (learner.log.rounds, learner.log.replaced) == (1, 0)
+    assert counted(learner) == (0, 0, 0)
 
 
 def test_the_experience_of_some_prompts_is_collected_at_once(fed: Callable) -> None:

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
-from covey.errors import DataError, RecipeError
+from covey.errors import RecipeError
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
 from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches
 from covey.parallel import flatten, make_mesh, reshard, shardings
 from covey.parallel.sharding import put_rows
-from covey.rl.micro_batches import RowBatch, cut, merge, policy_loss_fn, service_batches, slices
+from covey.rl.experience import prompt_batches
+from covey.rl.micro_batches import RowBatch, policy_loss_fn, slices
 from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
 from covey.run.observers import CompileCounter
 from covey.train.trainer import MicroBatch, Trainer
@@ -271,87 +272,20 @@ def test_a_slice_of_nothing_is_refused_rather_than_losing_everything() -> None:
         list(slices([1, 2], 0))
 
 
-@given(st.integers(0, 60), all_sizes)
-def test_the_micro_batches_that_come_out_are_those_that_went_in(count: int, stage: StageSizes) -> None:
-    """Also where the data end early: `count` is any number of prompts."""
-    services = list(service_batches(iter(range(count)), stage))
-    assert [m for service in services for m in service] == list(slices(range(count), stage.train))
-
-
-@given(st.integers(0, 60), all_sizes)
-def test_a_service_batch_is_flushed_as_soon_as_it_is_large_enough(count: int, stage: StageSizes) -> None:
-    held = [[len(m) for m in service] for service in service_batches(range(count), stage)]
-    lcm = math.lcm(stage.rollout, stage.ref_logps, stage.old_logps)
-    assert stage.service == lcm
-    assert all(sum(service) >= lcm for service in held[:-1])
-    assert all(sum(service[:-1]) < lcm for service in held)
-    assert all(held), "no empty service batch"
-
-
 @given(st.integers(1, 60), all_sizes)
-def test_stages_before_training_are_cut_short_only_at_the_end_of_a_flush(count: int, stage: StageSizes) -> None:
-    for service in service_batches(range(count), stage):
-        merged = merge(service)
-        for size in (stage.rollout, stage.ref_logps, stage.old_logps):
-            parts = [len(part) for part in slices(merged, size)]
-            assert sum(parts) == len(merged)
-            assert all(part == size for part in parts[:-1])
-            assert parts[-1] <= size
-
-
-@given(st.integers(0, 30), all_sizes, st.integers(1, 4))
-def test_whatever_the_sizes_every_prompt_gets_its_own_results(count: int, stage: StageSizes, G: int) -> None:
-    """The whole way: gather, merge, repeat ×G, run each stage in its slices, cut back ×G."""
-    got = []
-    for service in service_batches(range(count), stage):
-        sampled = [f"{x}/{g}" for part in slices(merge(service), stage.rollout) for x in part for g in range(G)]
-        scored = [s for part in slices(sampled, stage.ref_logps * G) for s in part]
-        got += cut(scored, [len(m) for m in service], times=G)
-    assert got == [[f"{x}/{g}" for x in m for g in range(G)] for m in slices(range(count), stage.train)]
-
-
-def test_micro_batches_are_gathered_lazily() -> None:
-    """A learner may sample the first service batch before the rest of the data is read."""
-    read: list[int] = []
-    rows = (read.append(i) or i for i in range(100))  # type: ignore[func-returns-value]
-    next(service_batches(rows, StageSizes(2, 4, 1, 3)))
-    assert len(read) == 6
-
-
-# Merging and cutting back
-
-columns = st.lists(st.lists(st.tuples(st.integers(), st.floats(allow_nan=False)), max_size=4), min_size=1, max_size=5)
-
-
-@given(columns)
-def test_cut_undoes_merge_for_lists_arrays_and_mappings(batches: list[list[tuple[int, float]]]) -> None:
-    counts = [len(b) for b in batches]
-    assert cut(merge(batches), counts) == batches
-    tables = [
-        {"row": b, "x": np.array([x for _, x in b], float), "pair": np.array(b, float).reshape(-1, 2)} for b in batches
-    ]
-    back = cut(merge(tables), counts)
-    assert [t["row"] for t in back] == batches
-    for name in ("x", "pair"):
-        for new, old in zip(back, tables, strict=True):
-            np.testing.assert_array_equal(new[name], old[name])
-
-
-def test_integers_beside_floats_do_not_truncate_them() -> None:
-    assert merge([np.array([1, 0]), np.array([0.7])]).tolist() == [1.0, 0.0, 0.7]
-
-
-def test_other_columns_are_named() -> None:
-    with pytest.raises(
-        DataError, match=r"micro-batch 1 has the columns answer, question\n.*of the first: answer, topic"
-    ):
-        merge([{"topic": [1], "answer": [2]}, {"question": [1], "answer": [2]}])
-
-
-@pytest.mark.parametrize("count", [3, 5, 8])
-def test_results_of_another_number_are_never_cut(count: int) -> None:
-    with pytest.raises(AssertionError, match=f"{count} results for 2 × 2 samples"):
-        cut(list(range(count)), [1, 1], times=2)
+def test_prompts_are_sampled_in_whole_micro_batches_and_stages_work_in_full_slices(
+    count: int, stage: StageSizes
+) -> None:
+    """But for the last ones, also where the data end early: `count` is any number of prompts."""
+    rows = [{"prompt": str(n)} for n in range(count)]
+    batches = list(prompt_batches(rows, 3, stage, whole_step=False))
+    assert [row for batch in batches for row in batch.examples] == rows
+    assert [batch.first for batch in batches] == [int(batch.examples[0]["prompt"]) for batch in batches]
+    lcm, size = math.lcm(stage.rollout, stage.ref_logps, stage.old_logps), stage.rollout_batch_size
+    assert all(len(batch.examples) == size for batch in batches[:-1])
+    assert size - stage.train < lcm <= size
+    assert size % stage.train == 0
+    assert len(list(prompt_batches(rows, 3, stage, whole_step=True))) == 1
 
 
 # Sizes
