@@ -10,6 +10,7 @@ the step is the same in all of them.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,6 @@ from covey.rl.experience import (
     prompt_batches,
     split_by_reward_variance,
 )
-from covey.rl.failures import FailureCounts
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.rl.micro_batches import TrainBatch, arrays_of, slices
 from covey.rl.roles import Role
@@ -52,6 +52,7 @@ from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.stats import SamplerStats
+from covey.sampling.turns import ResponderFactory
 from covey.train.json_lines import require_entry
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
@@ -479,6 +480,43 @@ class Learner(Keywords, ABC):
             config or self.eval_config,
         )
         return evaluate(self.cluster, held_out, config, rollout, self.reward_fns, weights, progress, self.runner)
+
+
+class FailureCounts:
+    """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
+    run.
+
+    Args:
+        rewards: runs the reward functions of this process.
+        environments: runs its environments, if there are some.
+    """
+
+    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
+        self._rewards, self._environments = rewards, environments
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the counts of a checkpoint, which are those of all processes."""
+        self._known = self._counts()
+
+    def agree(self) -> None:
+        """Add the failures of the other processes since the last time. All processes must call it.
+
+        Raises:
+            RewardError, EpisodeError: there are more in all processes than the budget allows.
+        """
+        rewards, environments = self._counts()
+        new = rewards - self._known[0], environments - self._known[1]
+        of_rewards, of_environments = zip(*distributed.gathered((dict(new[0]), new[1]), "failures"), strict=True)
+        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new[0], sum(of_environments) - new[1]
+        self._known = rewards + elsewhere[0], environments + elsewhere[1]
+        if elsewhere[0]:
+            self._rewards.count_elsewhere(elsewhere[0])
+        if self._environments and elsewhere[1]:
+            self._environments.count_elsewhere(elsewhere[1])
+
+    def _counts(self) -> tuple[Counter[str], int]:
+        return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0
 
 
 def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:

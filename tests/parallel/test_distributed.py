@@ -36,8 +36,8 @@ from covey.parallel import distributed, liveness, make_mesh, store, wire
 from covey.parallel.distributed import PeerError
 from covey.rewards.runner import RewardRunner
 from covey.rl.experience import RolloutBatch, StepStats, gather_step_stats
-from covey.rl.failures import FailureCounts
 from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import FailureCounts
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.sampling.stats import SamplerStats
