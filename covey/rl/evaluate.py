@@ -47,42 +47,31 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        accuracy: fraction of completions that the accuracy function gives 1 or more; None without such a function.
-        partial_accuracy, format_accuracy: the same for the functions of these names.
-        reward: mean of the training reward, when its functions were given.
-        error: standard error of `accuracy` over prompts.
-        pass_at: for k = 1, 2, ... the chance that at least one of k completions is right (`pass_at_k`).
-        pass_at_any: for k = 1, 2, ... the fraction of prompts with a right one among their first k completions.
-        samples: number of completions evaluated.
-        mean_length: tokens per completion.
-        clipped_ratio: fraction of completions that were cut (`FinishReason.was_cut`).
+        metrics: metrics by name; None where nothing was measured.
+
+            accuracy, partial_accuracy, format_accuracy: fractions of completions that the function of this name gives 1
+                or more; None without such a function.
+            reward: mean of the training reward, when its functions were given.
+            error: standard error of `accuracy` over prompts.
+            samples: number of completions evaluated.
+            mean_length: tokens per completion.
+            clipped_ratio: fraction of completions that were cut (`FinishReason.was_cut`).
+            pass@k: for k = 1, 2, ... the chance that at least one of k completions is right (`pass_at_k`).
+            pass@k_any: the fraction of prompts with a right one among their first k completions.
         groups: the completions themselves, with the training rewards when their functions were given.
         correct: which completions of each group are right, by the name of the metric: bool [G].
         others: results by preset, for the presets after the first.
     """
 
-    accuracy: float | None
-    partial_accuracy: float | None
-    format_accuracy: float | None
-    reward: float | None
-    error: float | None
-    pass_at: tuple[float, ...]
-    pass_at_any: tuple[float, ...]
-    samples: int
-    mean_length: float
-    clipped_ratio: float
-    groups: tuple[Group, ...]
+    metrics: Mapping[str, float | None]
+    groups: Sequence[Group]
     correct: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     others: Mapping[str, "Evaluation"] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Return all metrics by name, without the completions, for `summary.json` and `metrics.jsonl`."""
-        excluded = ("pass_at", "pass_at_any", "groups", "correct", "others")
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in excluded}
-        found |= {f"pass@{k}": share for k, share in enumerate(self.pass_at, 1)}
-        found |= {f"pass@{k}_any": share for k, share in enumerate(self.pass_at_any, 1)}
-        under = {preset: other.summary() for preset, other in self.others.items()}
-        return found | {f"{preset}/{name}": value for preset, each in under.items() for name, value in each.items()}
+        """Return all metrics by name, for `summary.json` and `metrics.jsonl`."""
+        others = {f"{preset}/{name}": x for preset, each in self.others.items() for name, x in each.metrics.items()}
+        return {**self.metrics, **others}
 
 
 def evaluate(
@@ -131,25 +120,18 @@ def evaluate_groups(
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
     correct = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
     scored = distributed.all_of(scored, "evaluation")
-    right = correct.get("accuracy", [])
-    fractions, largest = np.array([r.mean() for r in right]), max(map(len, right), default=0)
-    enough = {k: [r for r in right if len(r) >= k] for k in range(1, min(config.pass_k, largest) + 1)}
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
-    return Evaluation(
-        accuracy=_mean_fraction(right),
-        partial_accuracy=_mean_fraction(correct.get("partial_accuracy", [])),
-        format_accuracy=_mean_fraction(correct.get("format_accuracy", [])),
-        reward=None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
-        error=float(fractions.std(ddof=1) / len(fractions) ** 0.5) if len(fractions) > 1 else None,
-        pass_at=tuple(float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in of])) for k, of in enough.items()),
-        pass_at_any=tuple(float(np.mean([r[:k].any() for r in of])) for k, of in enough.items()),
-        samples=len(completions),
-        mean_length=float(np.mean([c.num_sampled for c in completions])),
-        clipped_ratio=float(np.mean([c.finish.was_cut for c in completions])),
-        groups=tuple(scored),
-        correct=correct,
-    )
+    metrics = {
+        **{name: _mean_fraction(correct.get(name, ())) for name in named},
+        "reward": None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
+        "error": _standard_error(correct.get("accuracy", ())),
+        "samples": len(completions),
+        "mean_length": float(np.mean([c.num_sampled for c in completions])),
+        "clipped_ratio": float(np.mean([c.finish.was_cut for c in completions])),
+        **_pass_rates(correct.get("accuracy", ()), config.pass_k),
+    }
+    return Evaluation(metrics, scored, correct)
 
 
 def evaluation_functions(config: EvalConfig) -> list[str]:
@@ -180,6 +162,22 @@ def during_training(config: EvalConfig) -> EvalConfig:
     prompts = config.prompts if config.during_prompts is None else config.during_prompts
     preset: Any = next(iter(PRESETS)) if config.preset == "all" else config.preset
     return replace(config, prompts=prompts, preset=preset)
+
+
+def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:
+    """Compute pass@k and pass@k_any of right completions, bool [G] per prompt, for k up to `largest`; those of a k over
+    the prompts with as many completions.
+    """
+    enough = {k: [r for r in right if len(r) >= k] for k in range(1, largest + 1)}
+    unbiased = {
+        f"pass@{k}": float(np.mean([pass_at_k(len(r), int(r.sum()), k) for r in of])) for k, of in enough.items() if of
+    }
+    return unbiased | {f"pass@{k}_any": float(np.mean([r[:k].any() for r in of])) for k, of in enough.items() if of}
+
+
+def _standard_error(right: Sequence[np.ndarray]) -> float | None:
+    fractions = np.array([r.mean() for r in right])
+    return float(fractions.std(ddof=1) / len(fractions) ** 0.5) if len(fractions) > 1 else None
 
 
 def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:

@@ -4,15 +4,18 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from covey.config import recipe
 from covey.config.metrics import RL, SFT, TABLE, is_logged, metric, names
 from covey.config.recipe import SFTRecipe
+from covey.config.schema import EvalConfig
 from covey.errors import RecipeError
 from covey.monitor.progress import Progress
-from covey.rl.evaluate import Evaluation
+from covey.rl.evaluate import evaluate_groups
+from covey.types import Completion, FinishReason, Group
 
 LOSSES = ("loss", "value_loss", "perplexity", "kl")
 """Ends of the names of metrics whose best value is the lowest."""
@@ -87,7 +90,11 @@ def test_the_best_of_a_loss_is_the_lowest() -> None:
 
 
 def test_what_an_evaluation_finds_is_in_the_table() -> None:
-    found = Evaluation(0.5, 0.5, 0.5, 1.0, 0.1, (0.5, 0.6), (0.5, 0.6), 4, 3.0, 0.0, ()).summary()
+    none = np.zeros(0, np.float32)
+    completion = Completion(np.zeros(1, np.int32), none, none, FinishReason.STOP, "a")
+    config = EvalConfig(samples=2, pass_k=2, accuracy="number_only", partial="number_only", format="number_only")
+    found = evaluate_groups([Group("", np.zeros(1, np.int32), (completion,) * 2)], config).summary()
+    assert len(found) == 12
     assert [name for name in found if not is_logged(f"eval/{name}", RL, ())] == []
 
 

@@ -18,7 +18,15 @@ from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import EvalConfig, RolloutConfig
 from covey.errors import RecipeError
-from covey.rl.evaluate import EVALUATION_STEP, PRESETS, during_training, evaluate, evaluation_rollout, pass_at_k
+from covey.rl.evaluate import (
+    EVALUATION_STEP,
+    PRESETS,
+    Evaluation,
+    during_training,
+    evaluate,
+    evaluation_rollout,
+    pass_at_k,
+)
 from covey.types import Completion, FinishReason, Group
 
 ROLLOUT = RolloutConfig(temperature=0.9, top_p=0.95, top_k=50, max_new_tokens=7, seed=3)
@@ -74,35 +82,35 @@ BOTH = EvalConfig(prompts=3, samples=4, accuracy="judges:right", format="judges:
 def test_shares_and_error_by_hand() -> None:
     """MetricSums by prompt 2/4, 1/4, 0: unscored is not right, 0.5 is not enough. The error is over prompts."""
     found = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT)
-    assert found.accuracy == pytest.approx(1 / 4)
-    assert found.error == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
-    assert found.format_accuracy == pytest.approx((3 + 1 + 4) / 12)
-    assert found.samples == 12
-    assert found.clipped_ratio == pytest.approx(1 / 12)
-    assert found.mean_length == pytest.approx((2 + 2 + 1 + 5 + 1 + 1 + 1 + 2 + 4) / 12)
-    assert found.reward is None
+    assert found.metrics["accuracy"] == pytest.approx(1 / 4)
+    assert found.metrics["error"] == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
+    assert found.metrics["format_accuracy"] == pytest.approx((3 + 1 + 4) / 12)
+    assert found.metrics["samples"] == 12
+    assert found.metrics["clipped_ratio"] == pytest.approx(1 / 12)
+    assert found.metrics["mean_length"] == pytest.approx((2 + 2 + 1 + 5 + 1 + 1 + 1 + 2 + 4) / 12)
+    assert found.metrics["reward"] is None
     assert [g.prompt for g in found.groups] == ["p0", "p1", "p2"]
 
 
 def test_the_training_reward_is_reported_beside() -> None:
     """Weighted, and without the sample that no function scored."""
     alone = evaluate(Canned(), EXAMPLES[1:2], BOTH, ROLLOUT, [right])
-    assert alone.reward == pytest.approx((0.5 + 0.5 + 2.0) / 3)
+    assert alone.metrics["reward"] == pytest.approx((0.5 + 0.5 + 2.0) / 3)
     both = evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT, [right, tidy], [1.0, 10.0])
-    assert both.reward == pytest.approx((2 + 2 + 0.5 + 0.5 + 10 + 10 + 0 + 10) / 4)
+    assert both.metrics["reward"] == pytest.approx((2 + 2 + 0.5 + 0.5 + 10 + 10 + 0 + 10) / 4)
 
 
 def test_what_is_not_named_is_not_judged() -> None:
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT)
-    assert (found.accuracy, found.partial_accuracy, found.format_accuracy) == (None, None, None)
-    assert (found.reward, found.error, found.pass_at, found.pass_at_any) == (None, None, (), ())
-    assert found.samples == 3
+    measured = {name for name, value in found.metrics.items() if value is not None}
+    assert measured == {"samples", "mean_length", "clipped_ratio"}
+    assert found.metrics["samples"] == 3
     only_format = evaluate(Canned(), EXAMPLES, EvalConfig(format="judges:tidy"), ROLLOUT)
-    assert (only_format.accuracy, only_format.format_accuracy) == (None, pytest.approx(2 / 3))
+    assert (only_format.metrics["accuracy"], only_format.metrics["format_accuracy"]) == (None, pytest.approx(2 / 3))
 
 
 def test_one_prompt_has_no_error() -> None:
-    assert evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT).error is None
+    assert evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT).metrics["error"] is None
 
 
 SUMMARY = {
@@ -121,18 +129,24 @@ def test_the_summary_is_everything_but_the_completions() -> None:
 def test_partial_accuracy_is_a_share_too() -> None:
     """Of 12 answers 2, 1 and 0 begin as the right one does."""
     found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, partial="judges:near"), ROLLOUT)
-    assert found.partial_accuracy == pytest.approx(3 / 12)
+    assert found.metrics["partial_accuracy"] == pytest.approx(3 / 12)
 
 
 # --- pass@k
 
 
+def pass_at(found: Evaluation, suffix: str = "") -> list[float | None]:
+    """The values of `pass@1`, `pass@2`, ... or, with a suffix, of `pass@1_any`, ..."""
+    names = itertools.takewhile(found.metrics.__contains__, (f"pass@{k}{suffix}" for k in itertools.count(1)))
+    return [found.metrics[name] for name in names]
+
+
 def test_pass_at_k_by_hand() -> None:
     """Right are 2 (the first two), 1 (the last) and none of four. k = 2: 5/6, 3/6, 0 of the pairs hold a right one."""
     found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=4), ROLLOUT)
-    assert found.pass_at == pytest.approx((1 / 4, (5 / 6 + 3 / 6) / 3, (1 + 3 / 4) / 3, 2 / 3))
-    assert found.pass_at_any == pytest.approx((1 / 3, 1 / 3, 1 / 3, 2 / 3))
-    assert found.pass_at[0] == pytest.approx(found.accuracy)
+    assert pass_at(found) == pytest.approx([1 / 4, (5 / 6 + 3 / 6) / 3, (1 + 3 / 4) / 3, 2 / 3])
+    assert pass_at(found, "_any") == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
+    assert pass_at(found)[0] == pytest.approx(found.metrics["accuracy"])
 
 
 OUTCOMES = st.lists(st.booleans(), min_size=1, max_size=9)
@@ -167,8 +181,8 @@ def test_the_order_of_the_samples_moves_the_plain_count_alone(outcomes: list[boo
     """Why both are kept: over all orders the plain count has the unbiased one as its mean."""
     examples = [{"prompt": "p", "answer": "Ab", "say": ["Ab" if right else "x" for right in outcomes]}]
     found = evaluate(Canned(), examples, EvalConfig(samples=5, pass_k=5, accuracy="judges:right"), ROLLOUT)
-    assert found.pass_at == pytest.approx((2 / 5, 7 / 10, 9 / 10, 1, 1))
-    assert found.pass_at_any == tuple(float(any(outcomes[:k])) for k in range(1, 6))
+    assert pass_at(found) == pytest.approx([2 / 5, 7 / 10, 9 / 10, 1, 1])
+    assert pass_at(found, "_any") == [float(any(outcomes[:k])) for k in range(1, 6)]
 
 
 # --- presets
@@ -254,7 +268,7 @@ def test_an_unknown_judge_is_answered() -> None:
 def test_an_evaluation_in_which_nothing_was_scored_has_a_reward_that_says_so() -> None:
     """Legal, if sad: NaN in the summary, and no warning from inside NumPy."""
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT, [lambda completions: [None] * len(completions)])
-    assert found.reward is None or np.isnan(found.reward)
+    assert found.metrics["reward"] is None or np.isnan(found.metrics["reward"])
 
 
 @pytest.mark.parametrize("what", ["accuracy", "partial", "format"])
