@@ -2,15 +2,17 @@
 
 import asyncio
 import hashlib
+import inspect
 import json
 import re
 import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,13 +29,13 @@ from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
-from covey.rewards.numbers import arithmetic_answer
 from covey.sampling.scheduler import Sample
 from covey.sampling.turns import Rewrite, Turn
 from covey.text import chat_template
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
 
+F = TypeVar("F", bound=Callable[..., Any])
 PARITY = Path(__file__).parents[1] / "parity"
 GIVEN = runpy.run_path(str(PARITY / "tool_functions.py"))
 PLAIN, NESTED, CHOSEN, *OTHERS = GIVEN["FUNCTIONS"]
@@ -126,6 +128,13 @@ class Play:
         return found
 
 
+def described(function: F) -> F:
+    """Give a function the docstring that a tool needs."""
+    lines = [f"    {name}: It." for name in inspect.signature(function).parameters]
+    function.__doc__ = "\n".join(["Do it.", "", "Args:", *lines])
+    return function
+
+
 def hermes(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -166,29 +175,17 @@ def undescribed(a: int) -> int:
     return a
 
 
+@described
 def unhinted(a) -> int:  # type: ignore[no-untyped-def]
-    """Do it.
-
-    Args:
-        a: It.
-    """
     return int(a)
 
 
-def custom(a: Path) -> None:
-    """Do it.
-
-    Args:
-        a: It.
-    """
+@described
+def custom(a: Path) -> None: ...
 
 
-def several(*a: int) -> None:
-    """Do it.
-
-    Args:
-        a: It.
-    """
+@described
+def several(*a: int) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -276,16 +273,12 @@ def test_a_family_writes_calls_in_its_own_form(form: str, text: str, found: list
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "5", '{"name": 5}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
-             '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "[" * 100_000, '"f"', "[[]]"],
-)  # fmt: skip
-def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
-    assert [bool(call.error) for call in FORMATS["hermes"].parse(f"<tool_call>{text}</tool_call>")] == [True]
-
-
-@pytest.mark.parametrize(
     ("form", "text"),
     [
+        *(("hermes", f"<tool_call>{text}</tool_call>") for text in (
+            "{", "5", '{"name": 5}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
+            '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "[" * 100_000, '"f"', "[[]]",
+        )),
         *(("mistral_args", f"[TOOL_CALLS]{text}") for text in (
             "", "f", "[ARGS]{}", '[{"name": "f", "arguments": {}}]', "f[ARGS]", "f[ARGS]5", 'f[ARGS]{"a": NaN}',
             'f[ARGS]{"a": ' + "9" * 5000 + "}", "f[ARGS]" + "[" * 100_000, "f[ARGS]{} and",
@@ -302,7 +295,7 @@ def test_what_is_no_call_becomes_an_error_for_the_model(text: str) -> None:
         )),
     ],
 )  # fmt: skip
-def test_what_is_no_call_in_other_forms_becomes_an_error_too(form: str, text: str) -> None:
+def test_what_is_no_call_becomes_an_error_for_the_model(form: str, text: str) -> None:
     (call,) = FORMATS[form].parse(text)
     assert call.error
     assert ("of its own" in call.error) == (text.count("<function=") > 1)
@@ -467,21 +460,13 @@ def test_the_list_of_tools_counts_toward_the_length_of_a_prompt(template: str, f
 
 
 def test_what_fails_is_told_to_the_model_and_counted() -> None:
+    @described
     def slow(seconds: float) -> str:
-        """Wait.
-
-        Args:
-            seconds: How long.
-        """
         time.sleep(seconds)
         return "x" * 100_000
 
+    @described
     def bad(how: str) -> Any:
-        """Fail.
-
-        Args:
-            how: In which way.
-        """
         if how == "exit":
             sys.exit(1)
         raise ValueError(how * 1000)
@@ -506,12 +491,8 @@ def test_what_fails_is_told_to_the_model_and_counted() -> None:
 def test_calls_of_a_turn_are_executed_in_order_up_to_a_limit() -> None:
     seen: list[tuple[int, int]] = []
 
+    @described
     def note(number: int) -> None:
-        """Note it.
-
-        Args:
-            number: What.
-        """
         seen.append((number, threading.active_count()))
 
     play = Play(tools=(note,))
@@ -525,21 +506,13 @@ def meeting(calls: int) -> tuple[Any, Any]:
     barrier, seen = threading.Barrier(calls, timeout=5), []
 
     @independent
+    @described
     def look(at: int) -> str:
-        """Look.
-
-        Args:
-            at: Where.
-        """
         seen.append(barrier.wait() >= 0)
         return f"at {at}"
 
+    @described
     def note(number: int) -> str:
-        """Note it.
-
-        Args:
-            number: What.
-        """
         return f"note {number} behind {len(seen)}"
 
     return look, note
@@ -560,12 +533,8 @@ def test_calls_at_once_are_limited_by_the_setting() -> None:
     running, most, lock = [0], [0], threading.Lock()
 
     @independent
+    @described
     async def wait(number: int) -> int:
-        """Wait.
-
-        Args:
-            number: What is returned.
-        """
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
@@ -583,12 +552,8 @@ def test_a_fault_ends_the_episode_behind_the_calls_beside_it() -> None:
     ended = []
 
     @independent
+    @described
     async def work(number: int) -> None:
-        """Work.
-
-        Args:
-            number: Which.
-        """
         if not number:
             raise FaultError("cannot work")
         await asyncio.sleep(0.01)
@@ -634,8 +599,3 @@ def test_the_calculator_is_a_tool() -> None:
     assert "<tool_response>\n160\n" in str(play.says(hermes("calculator", expression="(1,250 - 50) / 7.5")))
     refused = str(play.says(hermes("calculator", expression="__import__('os')")))
     assert "Error: ValueError: no value: wanted numbers" in refused
-
-
-def test_a_reward_sees_the_last_turn() -> None:
-    messages = [{"role": "assistant", "content": hermes("add")}, {"role": "assistant", "content": "5"}]
-    assert arithmetic_answer([""], [messages], answer=["5"]) == [1.0]

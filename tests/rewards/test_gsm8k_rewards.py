@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.rewards.gsm8k import (
+    TAGS,
     after_marker,
     answer_close,
     answer_number,
@@ -13,11 +14,67 @@ from covey.rewards.gsm8k import (
     format_approximate,
     format_exact,
     reference,
+    sections,
 )
 
 
 def tagged(answer):
     return f"<reasoning>because</reasoning><answer>{answer}</answer>"
+
+
+GOOD = "<reasoning>2 and 2 make 4</reasoning><answer>4</answer>"
+
+LAYOUT = [
+    # completion, reward 1 (exact), reward 2 (approximate)
+    (GOOD, 3.0, 2.0),
+    (f"\n  {GOOD} \n", 3.0, 2.0),
+    ("<reasoning>\nline\nline\n</reasoning>\n<answer>\n4\n</answer>\n", 3.0, 2.0),
+    ("<reasoning>r</reasoning> so <answer>4</answer>", 3.0, 2.0),
+    (f"Sure! {GOOD}", 0.0, 2.0),
+    (f"Sure!\n{GOOD}", 0.0, 2.0),
+    (f"{GOOD} Done.", 0.0, 2.0),
+    (f"{GOOD}\nDone.", 0.0, 2.0),
+    ("<reasoning></reasoning><answer>4</answer>", 0.0, 2.0),
+    ("<reasoning>r</reasoning><answer> </answer>", 0.0, 2.0),
+    ("<answer>4</answer><reasoning>r</reasoning>", 0.0, 2.0),
+    ("<reasoning>r<answer>4</answer></reasoning>", 0.0, 2.0),
+    ("</reasoning>r<reasoning><answer>4</answer>", 0.0, 2.0),
+    ("<reasoning>r</reasoning><answer>4", 0.0, 1.0),
+    ("<reasoning>r<answer>4</answer>", 0.0, 1.0),
+    ("<answer>4</answer>", 0.0, 0.0),
+    ("<reasoning>r</reasoning>", 0.0, 0.0),
+    ("</answer>", 0.0, -1.0),
+    ("4", 0.0, -2.0),
+    ("", 0.0, -2.0),
+    (f"{GOOD}<answer>5</answer>", 0.0, 0.0),
+    (GOOD + GOOD, 0.0, -2.0),
+    ("<Reasoning>r</Reasoning><Answer>4</Answer>", 0.0, -2.0),
+    ("<reasoning >r</reasoning ><answer >4</answer >", 0.0, -2.0),
+    ("<reasoning>" * 3 + "r</reasoning><answer>4</answer>", 0.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "exact", "approximate"), LAYOUT)
+def test_rewards_1_and_2_line_by_line(text, exact, approximate):
+    assert format_exact(prompts=["p"], completions=[text]) == [exact]
+    assert format_approximate(prompts=["p"], completions=[text]) == [approximate]
+
+
+@given(st.lists(st.sampled_from([*TAGS, "4", " ", "\n", "x", "<", ">"]), max_size=12).map("".join))
+def test_any_order_of_tags_is_judged(text):
+    found = sections(text)
+    assert format_exact(["p"], [text]) == [3.0 if found else 0.0]
+    assert -2.0 <= format_approximate(["p"], [text])[0] <= 2.0
+    if found:
+        reasoning, answer = found
+        assert text.strip().startswith(f"<reasoning>{reasoning}</reasoning>")
+        assert text.strip().endswith(f"<answer>{answer}</answer>")
+        assert format_approximate(["p"], [text]) == [2.0]
+
+
+def test_a_megabyte_of_tags_is_judged():
+    for tag in TAGS:
+        assert sections(tag * 100_000) is None
 
 
 RATIO = [
@@ -89,27 +146,6 @@ def test_reward_3_is_nothing_without_the_layout(text):
 )
 def test_reward_4_reads_the_first_number_inside_the_tag(text, reward):
     assert answer_number(["p"], [text], answer=["18"]) == [reward]
-
-
-FOUR = [
-    # completion, rewards 1 to 4 for the truth 18
-    (tagged("18"), (3.0, 2.0, 3.0, 1.5)),
-    (tagged(" 18 "), (3.0, 2.0, 1.5, 1.5)),
-    (tagged("17"), (3.0, 2.0, 0.5, 0.0)),
-    (tagged("15"), (3.0, 2.0, 0.25, 0.0)),
-    (tagged("1"), (3.0, 2.0, -1.0, 0.0)),
-    (tagged("eighteen"), (3.0, 2.0, -0.5, 0.0)),
-    (f"So: {tagged('18')}", (0.0, 2.0, 0.0, 1.5)),
-    ("<answer>18</answer>", (0.0, 0.0, 0.0, 1.5)),
-    ("18", (0.0, -2.0, 0.0, 0.0)),
-    ("", (0.0, -2.0, 0.0, 0.0)),
-]
-
-
-@pytest.mark.parametrize(("text", "rewards"), FOUR)
-def test_the_four_rewards_of_the_recipe_side_by_side(text, rewards):
-    functions = (format_exact, format_approximate, answer_ratio, answer_number)
-    assert tuple(f(["p"], [text], answer=["18"])[0] for f in functions) == rewards
 
 
 @pytest.mark.parametrize(
@@ -190,11 +226,6 @@ def test_exact_answer_line_by_line(text, truth, exact, strict):
     assert exact_answer(prompts=["p"], completions=[text], answer=[truth]) == [exact]
     assert exact_answer(prompts=["p"], completions=[text], answer=[truth], strict=True) == [strict]
     assert exact_answer_strict(prompts=["p"], completions=[text], answer=[truth]) == [strict]
-
-
-def test_chat_completions_and_columns_as_trl_gives_them():
-    chats = [[{"role": "assistant", "content": "#### 4"}], [{"role": "assistant", "content": "#### 5"}]]
-    assert exact_answer(prompts=[None] * 2, completions=chats, answer=["4", "4"], question=["?", "?"]) == [1.0, 0.0]
 
 
 def test_a_missing_reference_among_others_does_not_shift_them():

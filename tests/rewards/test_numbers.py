@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.rewards import numbers
-from covey.rewards.numbers import as_number, first_number
+from covey.rewards.numbers import arithmetic_answer, as_number, first_number, number_only
 
 FIRST = [
     # plain
@@ -161,11 +161,6 @@ def test_as_number_takes_the_whole_text_or_nothing(value, number):
     assert as_number(value) == number
 
 
-def test_there_are_enough_cases_made_by_hand():
-    assert len(FIRST) >= 60
-    assert len(WHOLE) >= 30
-
-
 @given(st.text())
 def test_no_text_raises(text):
     assert first_number(text) is None or isinstance(first_number(text), Fraction)
@@ -246,3 +241,42 @@ def test_the_scan_tries_each_place_once(monkeypatch):
     assert first_number("7 " * 10_000) is None
     assert len(tried) == 10_000
     assert all(a[1] <= b[0] for a, b in pairwise(tried))
+
+
+ARITHMETIC = [
+    # completion, right, only a number (the answer is 12)
+    ("12", 1.0, 1.0),
+    (" 12\n", 1.0, 1.0),
+    ("12.", 1.0, 1.0),
+    ("12.0", 1.0, 1.0),
+    ("**12**", 1.0, 1.0),
+    ("13", 0.0, 1.0),
+    ("-12", 0.0, 1.0),
+    ("121", 0.0, 1.0),
+    ("12 13", 0.0, 0.0),
+    ("The answer is 12.", 0.0, 0.0),
+    ("3 × 4 = 12", 0.0, 0.0),
+    ("24/2", 0.0, 0.0),
+    ("twelve", 0.0, 0.0),
+    ("10 11 12 13", 0.0, 0.0),
+    ("", 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "right", "number"), ARITHMETIC)
+def test_the_whole_completion_is_the_number(text, right, number):
+    assert arithmetic_answer(prompts=["p"], completions=[text], answer=["12"]) == [right]
+    assert arithmetic_answer(prompts=["p"], completions=[text], answer=[12]) == [right]
+    assert number_only(prompts=["p"], completions=[text]) == [number]
+
+
+@pytest.mark.parametrize("text", ["", "None", "nan"])
+def test_no_answer_equals_no_answer(text):
+    assert arithmetic_answer(["p"], [text], answer=[None]) == [0.0]
+
+
+@given(st.text(), st.integers())
+def test_any_text_is_judged_and_right_means_a_number(text, answer):
+    right = arithmetic_answer(["p"], [text], [answer])[0]
+    assert right in (0.0, 1.0)
+    assert right <= number_only(["p"], [text])[0]

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, function_names, runner, score
-from covey.rewards.call import ARGUMENTS
-from covey.rewards.gsm8k import exact_answer
 from covey.types import Completion, FinishReason, Group
 
 
@@ -106,45 +104,6 @@ def test_messages_and_prompt_ids_come_to_those_who_name_them():
     assert seen["rest"] == ["answer", "completions", "prompts"]
 
 
-def test_without_being_named_they_are_not_made(monkeypatch):
-    def never(group, completion):
-        raise AssertionError
-
-    for name in ("prompt_ids", "completion_messages"):
-        monkeypatch.setitem(ARGUMENTS, name, never)
-    seen = {}
-    score(GROUPS, [lambda **columns: seen.update(columns) or [0.0] * 5])
-    assert sorted(seen) == ["answer", "completion_ids", "completions", "prompts"]
-    monkeypatch.setitem(ARGUMENTS, "completion_ids", never)
-    assert score(GROUPS, [lambda completions: [0.0] * 5])
-
-
-def test_messages_read_as_the_texts_by_functions_that_take_both():
-    """Rewards written for TRL's chat format get what they know."""
-
-    def chat(completion_messages, answer):
-        return exact_answer(None, completion_messages, answer)
-
-    groups = [group("p", ["#### 4", "#### 5"], answer="4")]
-    assert score(groups, [chat])[0].rewards.tolist() == score(groups, ["exact_answer"])[0].rewards.tolist() == [1, 0]
-
-
-def test_a_function_that_changes_its_messages_changes_nobody_elses():
-    def greedy(completion_messages, completion_ids, prompt_ids):
-        for messages, ids, prompt in zip(completion_messages, completion_ids, prompt_ids, strict=True):
-            messages[0]["content"] = "mine"
-            ids.clear()
-            prompt.clear()
-        return [0.0] * 5
-
-    def after(completion_messages, completion_ids, prompt_ids):
-        assert completion_messages[1] == [{"role": "assistant", "content": "bb"}]
-        assert (completion_ids[1], prompt_ids[1]) == ([0, 1], [1, 2])
-        return [0.0] * 5
-
-    score(GROUPS, [greedy, after])
-
-
 def test_a_column_that_a_group_lacks_is_none_there():
     groups = [group("p", ["x"], answer="1"), group("q", ["y"], topic="rain")]
     seen = {}
@@ -162,15 +121,28 @@ def test_a_column_cannot_stand_in_for_the_completions():
     }
 
 
-def test_a_function_that_changes_its_lists_changes_nobody_elses():
-    def greedy(completions, answer):
+def test_a_function_that_changes_what_it_gets_changes_nothing_of_others():
+    messages = [{"role": "user", "content": "2+2?"}]
+
+    def greedy(prompts, completions, answer, completion_messages, completion_ids, prompt_ids):
+        for prompt, chat, ids, tokens in zip(prompts, completion_messages, completion_ids, prompt_ids, strict=True):
+            prompt[0]["content"] = chat[0]["content"] = "mine"
+            for items in (prompt, ids, tokens):
+                items.clear()
         completions.clear()
         answer.reverse()
         return [0.0] * 5
 
-    scored = score(GROUPS, [greedy, length, lambda completions, answer: [float(a) for a in answer]])
+    def after(answer, completion_messages, completion_ids, prompt_ids):
+        assert completion_messages[1] == [{"role": "assistant", "content": "bb"}]
+        assert (completion_ids[1], prompt_ids[1]) == ([0, 1], [1, 2])
+        return [float(a) for a in answer]
+
+    scored = score([replace(g, prompt=messages) for g in GROUPS], [greedy, length, after])
     assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
-    assert [g.rewards_by_function["reward"].tolist() for g in scored] == [[1.0] * 3, [2.0] * 2]
+    assert [g.rewards_by_function["after"].tolist() for g in scored] == [[1.0] * 3, [2.0] * 2]
+    assert all(g.prompt is messages for g in scored)
+    assert messages == [{"role": "user", "content": "2+2?"}]
 
 
 def overwrite(value):
@@ -238,20 +210,6 @@ def test_a_function_that_writes_into_nested_columns_changes_no_data(sort):
     assert repr(value) == repr(NESTED[sort]())
 
 
-def test_a_function_that_writes_into_the_prompts_messages_changes_no_data():
-    messages = [{"role": "user", "content": "2+2?"}]
-
-    def vandal(prompts):
-        for prompt in prompts:
-            prompt[0]["content"] = "mine"
-            prompt.clear()
-        return [0.0] * len(prompts)
-
-    (scored,) = score([group(messages, ["4", "5"])], [vandal])
-    assert scored.prompt is messages
-    assert messages == [{"role": "user", "content": "2+2?"}]
-
-
 def test_what_cannot_be_copied_is_handed_out_as_it_is_and_what_holds_it_is_copied():
     held = Unshareable()
     column = {"judge": held, "cases": [["1"], (held, ["2"])], "view": MappingProxyType({"cases": ["3"]})}
@@ -267,25 +225,34 @@ def test_what_cannot_be_copied_is_handed_out_as_it_is_and_what_holds_it_is_copie
     assert column == {"judge": held, "cases": [["1"], (held, ["2"])], "view": {"cases": ["3"]}}
 
 
-def test_one_function_or_name_alone_will_do():
+def test_functions_are_objects_that_are_called_or_names_and_one_alone_will_do():
+    class Judge:
+        def __call__(self, completions):
+            return [0.5] * len(completions)
+
     assert score(GROUPS, length)[1].rewards.tolist() == [4.0, 0.0]
     assert score(GROUPS, "number_only")[1].rewards.tolist() == [0.0, 0.0]
+    assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
+    assert score([group("p", ["#### 4", "5"], answer="4")], ["exact_answer", "number_only"])[0].rewards.sum() == 2
+    functions = [length, length, lambda completions: [], partial(length, extra=1), Judge(), returns([])]
+    assert function_names(functions) == ["length", "length_2", "reward", "length_3", "Judge", "constant"]
 
 
-def test_a_missing_column_is_named_with_the_nearest():
-    def fn(completions, answr):
-        return []
-
-    with pytest.raises(RewardError, match=r"'fn' asks for 'answr'[\s\S]*did you mean 'answer'"):
-        score(GROUPS, [fn])
+def misspelt(completions, answr):
+    return []
 
 
-def test_positional_only_parameters_are_refused():
-    def fn(completions, /):
-        return []
+def positional(completions, /):
+    return []
 
-    with pytest.raises(RewardError, match="'fn' asks for 'completions'"):
-        score(GROUPS, [fn])
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [(misspelt, r"asks for 'answr'[\s\S]*did you mean 'answer'"), (positional, "asks for 'completions'")],
+)
+def test_an_argument_that_nothing_gives_is_named(function, what):
+    with pytest.raises(RewardError, match=f"'{function.__name__}' {what}"):
+        score(GROUPS, [function])
 
 
 # What comes out
@@ -317,14 +284,10 @@ def test_a_weight_of_zero_counts_for_nothing():
     assert np.array_equal(shown, [7.0, np.nan, np.nan, 3.0, 5.0], equal_nan=True)
 
 
-def test_weights_that_are_all_zero_are_refused():
-    with pytest.raises(RecipeError, match="weights are all 0"):
-        score(GROUPS, [length, length], weights=[0.0, -0.0])
-
-
 NUMBERS = [
     [0.7] * 5,
     (0, 1, 2, 3, 4),
+    [0, 0.7, 1, 0.3, 0],
     [True, False, True, False, True],
     np.array([1, 0, 1, 0, 1]),
     np.array([0.7, 0.1, 0.2, 0.3, 0.4], dtype=np.float32),
@@ -340,11 +303,6 @@ def test_numbers_of_any_kind_arrive_as_they_are(values):
     scored = score(GROUPS, [returns(values)])
     got = np.concatenate([g.rewards for g in scored]).tolist()
     assert [None if math.isnan(x) else x for x in got] == [None if v is None else float(v) for v in values]
-
-
-def test_an_integer_in_front_does_not_make_the_rest_integers():
-    scored = score(GROUPS, [returns([0, 0.7, 1, 0.3, 0])])
-    assert np.concatenate([g.rewards for g in scored]).tolist() == [0.0, 0.7, 1.0, 0.3, 0.0]
 
 
 def test_an_array_of_integers_does_not_truncate_another_functions_floats():
@@ -364,14 +322,6 @@ def test_a_generator_is_read():
     assert score(GROUPS, [fn])[1].rewards.tolist() == [4.0, 0.0]
 
 
-def test_an_error_inside_a_generator_is_told_by_name():
-    def fn(completions):
-        yield from (1.0 / len(text) for text in completions)
-
-    with pytest.raises(RewardError, match="'fn' raised ZeroDivisionError"):
-        score(GROUPS, [fn])
-
-
 @given(st.lists(st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)), min_size=5, max_size=5))
 def test_every_finite_number_or_none_is_taken(values):
     got = np.concatenate([g.rewards_by_function["constant"] for g in score(GROUPS, [returns(values)])]).tolist()
@@ -384,16 +334,13 @@ def test_every_finite_number_or_none_is_taken(values):
 OBJECT = pytest.param(object(), id="object")  # its own name holds an address
 
 
-@pytest.mark.parametrize("values", [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, OBJECT])
-def test_one_value_for_the_whole_batch_is_refused(values):
+ONE_VALUE = [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, OBJECT]
+
+
+@pytest.mark.parametrize("values", [*ONE_VALUE, *([1.0] * count for count in (0, 1, 2, 4, 6, 25))])
+def test_values_that_are_not_one_for_each_completion_are_refused_and_never_broadcast(values):
     with pytest.raises(RewardError, match=r"'constant' returned [\s\S]*each of the 5 completions"):
         score(GROUPS, [returns(values)])
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 4, 6, 25])
-def test_a_wrong_length_is_refused_and_never_broadcast(count):
-    with pytest.raises(RewardError, match=rf"'constant' returned {count} values[\s\S]*each of the 5 completions"):
-        score(GROUPS, [returns([1.0] * count)])
 
 
 def test_too_few_values_name_the_first_sample_without_one():
@@ -404,7 +351,7 @@ def test_too_few_values_name_the_first_sample_without_one():
 BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), OBJECT, {}]
 
 
-@pytest.mark.parametrize("bad", [*BAD, np.array([1.0])], ids=repr)
+@pytest.mark.parametrize("bad", [*BAD, np.array([1.0]), np.ones(2)], ids=repr)
 def test_a_value_that_is_no_finite_number_is_told_with_its_sample(bad):
     with pytest.raises(RewardError, match=r"'constant' gave [\s\S]* for sample 3: 'ccc'"):
         score(GROUPS, [returns([1.0, 2.0, bad, 1.0, 1.0])])
@@ -484,11 +431,6 @@ def test_long_values_and_completions_are_cut_in_the_message():
     assert len(str(caught.value)) < 500
 
 
-def test_a_matrix_is_refused():
-    with pytest.raises(RewardError, match="sample 1"):
-        score(GROUPS, [returns(np.ones((5, 2)))])
-
-
 def test_an_error_inside_is_told_by_name_with_its_line_and_its_cause():
     def broken(completions):
         return [len(completions) / 0]
@@ -500,17 +442,45 @@ def test_an_error_inside_is_told_by_name_with_its_line_and_its_cause():
     assert caught.value.where == f"{__file__}:{line}"
 
 
-@pytest.mark.parametrize("bad", range(5))
-def test_the_sample_that_a_function_raises_for_is_named(bad):
-    texts = ["a", "bb", "ccc", "dddd", ""]
+def fails_for(*culprits):
+    """A function that raises for these completions."""
 
     def broken(completions):
         for text in completions:
-            assert text != texts[bad], "cannot read this"
+            assert text not in culprits, "cannot read this"
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match=rf"raised AssertionError: [\s\S]*\(for sample {bad + 1}: '{texts[bad]}'\)"):
-        score(GROUPS, [broken])
+    return broken
+
+
+def generates(completions):
+    yield from (1 / (len(text) - 4) for text in completions)
+
+
+def needs_a_column(answer):
+    return [float(a) for a in answer]
+
+
+def wants_four(completions):
+    if len(completions) == 5:
+        raise ValueError("not five")
+    raise ValueError("another line")
+
+
+LACKING = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
+CULPRITS = [
+    *((GROUPS, fails_for(text), f"sample {n}: '{text}'") for n, text in enumerate(("a", "bb", "ccc", "dddd", ""), 1)),
+    (GROUPS, fails_for("ccc", "bb"), "for sample 2: 'bb'"),  # of several the first
+    (GROUPS, generates, "ZeroDivisionError: .*for sample 4: 'dddd'"),
+    (LACKING, needs_a_column, r"raised TypeError: [\s\S]*\(for sample 3: 'z'\)"),
+    (GROUPS, wants_four, r"\(for the batch of 5 that begins with 'a'\)"),  # only the whole batch raises
+]
+
+
+@pytest.mark.parametrize(("groups", "function", "what"), CULPRITS)
+def test_the_sample_that_a_function_raises_for_is_named(groups, function, what):
+    with pytest.raises(RewardError, match=what):
+        score(groups, [function])
 
 
 def indexed(completions, **kwargs):
@@ -547,38 +517,6 @@ def test_another_error_is_not_taken_for_a_chat():
     assert "completion_messages" not in str(caught.value)
 
 
-def test_a_guilty_sample_without_the_column_is_found():
-    groups = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
-    with pytest.raises(RewardError, match=r"raised TypeError: [\s\S]*\(for sample 3: 'z'\)"):
-        score(groups, [lambda answer: [float(a) for a in answer]])
-
-
-def test_of_several_guilty_samples_the_first_is_named():
-    def broken(completions):
-        return [1 / (len(text) - 1) / (len(text) - 3) for text in completions]
-
-    with pytest.raises(RewardError, match="for sample 1: 'a'"):
-        score(GROUPS, [broken])
-
-
-def test_a_generator_that_raises_names_its_sample_too():
-    def broken(completions):
-        yield from (1 / (len(text) - 4) for text in completions)
-
-    with pytest.raises(RewardError, match="for sample 4: 'dddd'"):
-        score(GROUPS, [broken])
-
-
-def test_what_only_the_whole_batch_raises_is_blamed_on_no_sample():
-    def wants_four(completions):
-        if len(completions) == 5:
-            raise ValueError("not five")
-        raise ValueError("another line")
-
-    with pytest.raises(RewardError, match=r"not five \(for the batch of 5 that begins with 'a'\)"):
-        score(GROUPS, [wants_four])
-
-
 def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
     """A judge that timed out would time out many times over."""
     calls = []
@@ -601,21 +539,19 @@ def test_ctrl_c_inside_a_function_is_not_a_mistake_of_it():
         score(GROUPS, [interrupted])
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0] * 3, [], [[1.0, 1.0]], [1.0, math.nan], [1.0, math.inf]])
-def test_weights_that_do_not_fit_are_refused(weights):
-    with pytest.raises(RecipeError, match="for 2 reward functions"):
-        score(GROUPS, [length, length], weights=weights)
-
-
-@pytest.mark.parametrize("thing", [3, None, dict])
-def test_what_is_no_function_is_refused(thing):
-    with pytest.raises(RecipeError, match="is no reward function"):
-        score(GROUPS, [thing])
-
-
-def test_no_function_is_refused():
-    with pytest.raises(RecipeError, match="no reward function"):
-        score(GROUPS, [])
+@pytest.mark.parametrize(
+    ("functions", "weights", "what"),
+    [
+        *(([length] * 2, w, "for 2 reward functions") for w in ([1.0], [1.0] * 3, [], [[1.0, 1.0]], [1.0, math.nan])),
+        ([length] * 2, [0.0, -0.0], "weights are all 0"),
+        ([3], None, "is no reward function"),
+        ([dict], None, "is no reward function"),
+        ([], None, "no reward function"),
+    ],
+)
+def test_functions_and_weights_that_make_no_sense_are_refused(functions, weights, what):
+    with pytest.raises(RecipeError, match=what):
+        score(GROUPS, functions, weights=weights)
 
 
 def test_no_groups_need_no_call():
@@ -698,28 +634,3 @@ def test_a_coroutine_that_is_no_longer_wanted_is_closed():
 
     with pytest.raises(RewardError, match="'broken'"):
         score(GROUPS, [later, broken])  # an unclosed coroutine would warn, and warnings are errors here
-
-
-# Names
-
-
-def test_names_are_unique_and_tell_where_they_come_from():
-    class Judge:
-        def __call__(self, completions):
-            return [0.0] * len(completions)
-
-    functions = [length, length, lambda completions: [], partial(length, extra=1), Judge(), returns([])]
-    assert function_names(functions) == ["length", "length_2", "reward", "length_3", "Judge", "constant"]
-
-
-def test_an_object_with_call_is_a_function():
-    class Judge:
-        def __call__(self, completions):
-            return [0.5] * len(completions)
-
-    assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
-
-
-def test_built_in_functions_run_by_name():
-    groups = [group("p", ["#### 4", "5"], answer="4")]
-    assert score(groups, ["exact_answer", "number_only"])[0].rewards.tolist() == [1.0, 1.0]
