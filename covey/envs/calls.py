@@ -23,6 +23,8 @@ from covey.envs.schemas import Schema
 from covey.errors import RecipeError
 
 TOOLS = re.compile(r"\btools\b")
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""Pattern of the text between two tags, or between the first and the end of the turn."""
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks before and behind a model's reasoning. The first may stand in the prompt."""
 
@@ -63,12 +65,12 @@ class CallFormat:
     turn_has_calls: bool = False
 
     def parse(self, text: str) -> list[Call]:
-        """Return the calls of a turn from its text, control tokens included. Those in its reasoning are none."""
+        """Read the calls of a turn from its text, control tokens included. Those in its reasoning do not count."""
         return self.read(without_reasoning(text))
 
 
 def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
-    """Return the format of a model's calls: the one that `name` says, or with `auto` that of its chat template.
+    """Choose the format of a model's calls: the one of this name, or with `auto` that of its chat template.
 
     Raises:
         RecipeError: the model has no chat template, or it lists tools in a form that is not known here.
@@ -78,18 +80,18 @@ def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
         raise RecipeError(what, fix="use the model's instruction-tuned variant", where="envs.tools")
     if name != "auto":
         return FORMATS[name]
-    if (found := _form_of(template)) is None:
+    if (form := _find_form(template)) is None:
         raise RecipeError(
             "the model's chat template lists tools in a form that is not known here",
             want=f"one of the forms {', '.join(FORMATS)}",
             fix="name the form in which the model is to write calls: --envs.tool-format",
             where="envs.tool_format",
         )
-    return FORMATS[found]
+    return FORMATS[form]
 
 
-def _form_of(template: str) -> ToolFormat | None:
-    """Return the form in which a chat template writes calls, in time linear in its length; None if it is not known."""
+def _find_form(template: str) -> ToolFormat | None:
+    """Find the form in which a chat template writes calls, in time linear in its length; None if it is not known."""
     if "[TOOL_CALLS]" in template:
         return "mistral_args" if "[ARGS]" in template.partition("[TOOL_CALLS]")[2] else "mistral"
     tools = TOOLS.search(template)
@@ -107,21 +109,20 @@ def _form_of(template: str) -> ToolFormat | None:
 
 
 def _in_order(text: str, *marks: str) -> bool:
-    """Return whether a text has these marks, each behind the one before."""
+    """Tell whether a text has these marks, each behind the one before."""
+    position = 0
     for mark in marks:
-        _, found, text = text.partition(mark)
-        if not found:
-            return False
-    return True
+        position = text.find(mark, position) if position >= 0 else position
+    return position >= 0
 
 
 def lists_tools(template: str) -> bool:
-    """Return whether a chat template has a place for tools."""
+    """Tell whether a chat template has a place for tools."""
     return TOOLS.search(template) is not None
 
 
 def without_reasoning(text: str) -> str:
-    """Return what stands behind the last mark that closes reasoning; nothing if the text begins with what never ends.
+    """Remove the reasoning of a text: all up to the last mark that closes it, or the whole text if it never ends.
 
     >>> without_reasoning("<think>a</think>b"), without_reasoning("<think>a"), without_reasoning("a")
     ('b', '', 'a')
@@ -134,18 +135,13 @@ def without_reasoning(text: str) -> str:
 
 
 def _tagged(text: str) -> list[Call]:
-    """Read what stands between `<tool_call>` and `</tool_call>`: a call, or a list of calls."""
-    return [call for body in _between_tags(text) for call in _read(body)]
-
-
-def _between_tags(text: str) -> list[str]:
-    """Return what stands between each `<tool_call>` and `</tool_call>`, or the end of the turn."""
-    return re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+    """Read the JSON between each pair of tags: a call, or a list of calls."""
+    return [call for body in TAGGED.findall(text) for call in _read(body)]
 
 
 def _elements(text: str) -> list[Call]:
-    """Read what stands there as a function with its parameters. It looks like XML, but nothing in it is escaped."""
-    return [_element(body.strip()) for body in _between_tags(text)]
+    """Read a function with its parameters between each pair of tags. It looks like XML, but nothing is escaped."""
+    return [_element(body.strip()) for body in TAGGED.findall(text)]
 
 
 def _element(body: str) -> Call:
@@ -156,18 +152,18 @@ def _element(body: str) -> Call:
         return Call(error=_one_function(body) or "a call is <function=NAME>, its parameters, and </function>")
     arguments = {}
     for parameter in parameters:
-        found = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
+        if match is None:
             what = _one_function(body) or "a parameter is <parameter=KEY>, its value, and </parameter>"
             return Call(name[1], error=what)
-        if found[1] in arguments:
-            return Call(name[1], error=f"the parameter {found[1]!r:.80} stands there twice")
-        arguments[found[1]] = found[2]
+        if match[1] in arguments:
+            return Call(name[1], error=f"the parameter {match[1]!r:.80} stands there twice")
+        arguments[match[1]] = match[2]
     return Call(name[1], arguments, as_text=True)
 
 
 def _one_function(body: str) -> str:
-    """Return the error of several functions between two tags; nothing if there is one."""
+    """Return the error for several functions between two tags, "" if there is one."""
     several = body.count("<function=") > 1
     return "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own" if several else ""
 
@@ -192,7 +188,7 @@ def _listed(text: str) -> list[Call]:
 
 
 def _marked(text: str) -> list[Call]:
-    """Read what stands behind each `[TOOL_CALLS]`: a name, perhaps an id, and the arguments."""
+    """Read a name, perhaps an id, and the arguments behind each `[TOOL_CALLS]`."""
     body, calls = text.removesuffix("</s>"), []
     at = body.find("[TOOL_CALLS]")
     while at >= 0:
@@ -203,7 +199,7 @@ def _marked(text: str) -> list[Call]:
 
 
 def _end_of_arguments(text: str, start: int) -> int:
-    """Return where the JSON value behind the next `[ARGS]` ends, marks in its texts included; `start` without one."""
+    """Find the end of the JSON value behind the next `[ARGS]`, whose texts may hold marks; `start` without a value."""
     following = text.find("[TOOL_CALLS]", start)
     marked = text.find("[ARGS]", start, following if following >= 0 else None)
     value = SPACE.match(text, marked + len("[ARGS]"))
@@ -232,14 +228,14 @@ def _read(text: str) -> list[Call]:
         value = read_json(text)
     except ValueError as error:
         return [Call(error=f"the call is {error}")]
-    return [_call(one) for one in value] if isinstance(value, list) else [_call(value)]
+    return [_call(entry) for entry in value] if isinstance(value, list) else [_call(value)]
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text that a model wrote.
+    """Parse JSON that a model or a server wrote.
 
     Raises:
-        ValueError: it is none; the message begins with "not valid JSON".
+        ValueError: it is not valid; the message begins with "not valid JSON".
     """
     try:
         return DECODER.decode(text)
@@ -249,25 +245,25 @@ def read_json(text: str) -> Any:
         raise ValueError("not valid JSON") from None
 
 
-def _refuse_constant(name: str) -> None:
+def _raise_on_constant(name: str) -> None:
     raise ValueError(name)
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+DECODER = json.JSONDecoder(parse_constant=_raise_on_constant)
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _call(value: Any) -> Call:
-    """Return a call from a JSON value."""
+    """Make a call of a JSON value."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return Call(error='a call is an object with a "name" and "arguments"')
-    identifier = value.get("id")
-    named = identifier if isinstance(identifier, str) and re.fullmatch(r"[a-zA-Z0-9]{9}", identifier) else ""
+    call_id = value.get("id")
+    call_id = call_id if isinstance(call_id, str) and re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) else ""
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
-        return Call(name, id=named, error="the arguments are not an object")
-    return Call(name, arguments, named)
+        return Call(name, id=call_id, error="the arguments are not an object")
+    return Call(name, arguments, call_id)
 
 
 def _lines(schemas: Sequence[Schema]) -> str:
