@@ -150,7 +150,7 @@ def independent(function: F) -> F:
     return function
 
 
-async def call(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+async def invoke(function: Callable[..., Any], *args: Any) -> Any:
     """Call an async function in the loop, another in a thread; await the result if it is awaitable."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)

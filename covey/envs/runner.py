@@ -25,7 +25,7 @@ from covey.config.schema.envs import PythonEngine
 from covey.envs import rehearsal
 from covey.envs.calls import choose_format
 from covey.envs.episodes import Episodes
-from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, call
+from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, invoke
 from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool, with_arguments
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
 from covey.envs.trl import TrlFactory
@@ -66,7 +66,7 @@ class EnvironmentCalls:
         async with self._places:
             try:
                 async with asyncio.timeout(self._seconds) as limit:
-                    return await call(function, args)
+                    return await invoke(function, *args)
             except TimeoutError as error:
                 if not limit.expired():
                     raise _raised(what, error) from error

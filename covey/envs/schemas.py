@@ -37,7 +37,7 @@ BARE: dict[Any, Schema] = {
 
 
 def json_schema(function: Callable[..., Any]) -> Schema:
-    """Return the schema of a tool: `{"type": "function", "function": {name, description, parameters, ...}}`.
+    """Make the schema of a tool: `{"type": "function", "function": {name, description, parameters, ...}}`.
 
     >>> def double(number: int) -> int:
     ...     '''Double a number.
@@ -54,19 +54,17 @@ def json_schema(function: Callable[..., Any]) -> Schema:
     name, text = function_name(function), (inspect.getdoc(function) or "").strip()
     if not text:
         raise _unusable(name, "has no docstring", "a description, and a description of each argument under Args:")
-    description, described, returned = _docstring(text)
-    hints, properties = type_hints(function), {}
-    for argument, parameter in parameters(function).items():
-        if argument not in described:
+    description, arguments, returns = _parse_docstring(text)
+    hints, properties, signature = type_hints(function), {}, parameters(function)
+    for argument in signature:
+        if argument not in arguments:
             raise _unusable(name, f"has an argument {argument!r} that its docstring does not describe", GOOGLE)
-        properties[argument] = _described(
-            _of_hint(hints[argument], f"{name}, argument {argument!r}"), described[argument]
-        )
-        assert parameter.annotation is not Parameter.empty, "parameters() refuses arguments without a type hint"
-    required = [argument for argument, one in parameters(function).items() if one.default is Parameter.empty]
-    schema: Schema = {"type": "object", "properties": properties, **({"required": required} if required else {})}
-    found: Schema = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function", "function": found | _return_schema(hints, returned)}
+        schema = _of_hint(hints[argument], f"{name}, argument {argument!r}")
+        properties[argument] = _add_description(schema, arguments[argument])
+    required = [argument for argument, parameter in signature.items() if parameter.default is Parameter.empty]
+    whole: Schema = {"type": "object", "properties": properties, **({"required": required} if required else {})}
+    entries: Schema = {"name": name, "description": description, "parameters": whole}
+    return {"type": "function", "function": entries | _return_schema(hints, returns)}
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -80,14 +78,14 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
     Raises:
         RecipeError: one has no type hint, or cannot be given by name.
     """
-    found = inspect.signature(function).parameters
-    for name, parameter in found.items():
+    signature = inspect.signature(function).parameters
+    for name, parameter in signature.items():
         if parameter.annotation is Parameter.empty:
             raise _unusable(function_name(function), f"has an argument {name!r} without a type hint", f"{name}: str")
         if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
             what = f"has the argument {parameter}, which cannot be given by its name"
             raise _unusable(function_name(function), what, "arguments with names")
-    return found
+    return signature
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -98,32 +96,32 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 GOOGLE = "Args:, and below it a line for each argument: its name, a colon, its description"
 
 
-def _docstring(text: str) -> tuple[str, dict[str, str], str | None]:
-    """Return a docstring's description, its arguments' descriptions, and that of what is returned."""
+def _parse_docstring(text: str) -> tuple[str, dict[str, str], str | None]:
+    """Return the descriptions of a function, of its arguments and of its result."""
     description, args, returns = _DESCRIPTION.search(text), _ARGS.search(text), _RETURNS.search(text)
     entries: dict[str, list[str]] = {}
     name, indent = "", ""
     for line in filter(str.strip, args[1].split("\n") if args else ()):
-        found = _ENTRY.match(line)
-        if found and not (name and line.startswith((indent + " ", indent + "\t"))):
-            indent, name = found[1], found[2]
-            entries[name] = [found[3]]
+        match = _ENTRY.match(line)
+        if match and not (name and line.startswith((indent + " ", indent + "\t"))):
+            indent, name = match[1], match[2]
+            entries[name] = [match[3]]
         elif name:
             entries[name].append(line)
     joined = {name: " ".join(part.strip() for part in parts if part.strip()) for name, parts in entries.items()}
     return description[1].strip() if description else "", joined, returns[1].strip() if returns else None
 
 
-def _described(schema: Schema, description: str) -> Schema:
-    """Return a schema with a description, whose `(choices: [...])` at the end is an enum."""
+def _add_description(schema: Schema, description: str) -> Schema:
+    """Add a description to a schema; `(choices: [...])` at its end becomes an enum."""
     if choices := _CHOICES.search(description):
-        values = [one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])]
+        values = [value.strip() if isinstance(value, str) else value for value in json.loads(choices[1])]
         return {**schema, "enum": values, "description": description[: choices.start()].strip()}
     return {**schema, "description": description}
 
 
 def _return_schema(hints: Mapping[str, Any], description: str | None) -> Schema:
-    """Return the entry `return`, which most templates leave out; nothing for a hint that has no schema."""
+    """Make the entry `return`, which most templates leave out; {} for a hint that has no schema."""
     if "return" not in hints:
         return {}
     try:
@@ -144,7 +142,7 @@ def _of_hint(hint: Any, where: str) -> Schema:
     if origin is list:
         return {"type": "array", "items": _of_hint(args[0], where)}
     if origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_of_hint(one, where) for one in args]}
+        return {"type": "array", "prefixItems": [_of_hint(arg, where) for arg in args]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_hint(args[1], where)}
     if origin is None and hint in BARE:
@@ -161,7 +159,7 @@ def _of_values(values: Sequence[Any], where: str) -> Schema:
 
 
 def _of_union(args: Sequence[Any], where: str) -> Schema:
-    parts = [_of_hint(one, where) for one in args if one is not type(None)]
+    parts = [_of_hint(arg, where) for arg in args if arg is not type(None)]
     if len(parts) == 1:
         schema = parts[0]
     elif all(part.keys() == {"type"} and isinstance(part["type"], str) for part in parts):

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from covey.config.schema import EnvsConfig
 from covey.display import safe_format
 from covey.envs.calls import Call, CallFormat, lists_tools, read_json
-from covey.envs.protocol import FaultError, Step, call, independent
+from covey.envs.protocol import FaultError, Step, independent, invoke
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey.errors import DataError, EpisodeError, RecipeError
 from covey.sampling.calculator import calculate
@@ -67,7 +67,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
-        """Return the tool of a function.
+        """Make the tool of a function.
 
         Raises:
             RecipeError: the function has no JSON Schema.
@@ -80,38 +80,38 @@ class Tool:
         own, alone = (getattr(function, name, False) is True for name in ("has_own_limits", "independent"))
         return cls(function_name(function), function, json_schema(function), arguments, own, alone)
 
-    def check(self, given: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
-        """Return the arguments of a call as the function takes them.
+    def check(self, arguments: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+        """Check the arguments of a call, and convert them to what the function takes.
 
         Args:
-            given: arguments by name.
+            arguments: values by name.
             as_text: whether they are texts, which are read by their types.
 
         Raises:
             CallError: one is missing, unknown, or not of its type.
         """
-        if unknown := [name for name in given if name not in self.arguments]:
+        if unknown := [name for name in arguments if name not in self.arguments]:
             raise CallError(f"{self.name} has no argument {unknown[0]!r:.80}; it has: {', '.join(self.arguments)}")
-        if missing := [name for name, (_, needed) in self.arguments.items() if needed and name not in given]:
+        if missing := [name for name, (_, needed) in self.arguments.items() if needed and name not in arguments]:
             raise CallError(f"{self.name} needs the argument {missing[0]!r}")
-        convert = self._read if as_text else self._converted
-        return {name: convert(name, value) for name, value in given.items()}
+        convert = self._convert_text if as_text else self._convert
+        return {name: convert(name, value) for name, value in arguments.items()}
 
-    def _read(self, name: str, text: str) -> Any:
-        """Return a text as the type of the argument: as JSON where the type takes what that says, else as it is."""
+    def _convert_text(self, name: str, text: str) -> Any:
+        """Convert a text to the type of the argument: as JSON if the type takes its value, else as it is."""
         with suppress(ValueError, CallError):
             value = WORDS[text] if text in WORDS else read_json(text)
             if not isinstance(value, str):
-                return self._converted(name, value)
-        return self._converted(name, text)
+                return self._convert(name, value)
+        return self._convert(name, text)
 
-    def _converted(self, name: str, value: Any) -> Any:
-        """Return a JSON value as the type of the argument; numbers stay numbers, and texts texts."""
+    def _convert(self, name: str, value: Any) -> Any:
+        """Convert a JSON value to the type of the argument; numbers stay numbers, and texts texts."""
         try:
             return self.arguments[name][0].validate_json(json.dumps(value))
         except ValidationError as error:
-            said = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise CallError(f"the argument {name!r} of {self.name} is wrong: {said}") from None
+            reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise CallError(f"the argument {name!r} of {self.name} is wrong: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Toolset:
         return [tool.schema for tool in self.tools.values()] if self.in_template else []
 
     def prompt(self, chat: Prompt) -> Prompt:
-        """Return the prompt, with the tools in its system message if the chat template does not list them.
+        """List the tools in the prompt's system message, unless the chat template lists them.
 
         Raises:
             EpisodeError: it is plain text.
@@ -163,15 +163,12 @@ class Toolset:
             DataError: it is plain text, or as for `Tokenizer.encode_prompt`.
         """
         if isinstance(chat, str):
-            what, fix = (
-                "there are tools, and a prompt is plain text",
-                "set data.system, which makes chat messages of text",
-            )
-            raise DataError(what, want="chat messages, which can list the tools", fix=fix)
+            what, want = "there are tools, and a prompt is plain text", "chat messages, which can list the tools"
+            raise DataError(what, want=want, fix="set data.system, which makes chat messages of text")
         return tokenizer.encode_prompt(self.prompt(chat), tools=self.template_schemas)
 
     def messages(self, results: Sequence[tuple[Call, str]]) -> list[Message]:
-        """Return the messages that tell the model the results of its calls."""
+        """Make the messages that tell the model the results of its calls."""
         limit = max(self.max_characters // max(len(results), 1) - 100, 0)
         texts = [text if len(text) <= limit else f"{text[:limit]} … (cut)" for _, text in results]
         if not self.in_template:
@@ -188,7 +185,7 @@ class Toolset:
 
 
 def toolset(tools: Mapping[str, Tool], form: CallFormat, template: str, config: EnvsConfig) -> Toolset:
-    """Return the toolset for a model with this chat template, with the limits of the settings.
+    """Make the toolset for a model with this chat template, with the limits of the settings.
 
     Raises:
         RecipeError: the template does not list tools, and the form is one in which only a template can.
@@ -222,51 +219,47 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True)
         results, failures = [], 0
-        for together in self._groups(calls[:MAX_CALLS]):
-            for one, (failed, text) in zip(together, await self._results(together), strict=True):
+        for group in self._groups(calls[:MAX_CALLS]):
+            for call, (failed, text) in zip(group, await self._execute_all(group), strict=True):
                 failures += failed
                 self._count += 1
-                results.append((Call(one.name, id=one.id or f"call{self._count:05d}"), text))
+                results.append((Call(call.name, id=call.id or f"call{self._count:05d}"), text))
         return Step(self._tools.messages(results), info={"tool_calls": len(results), "tool_failures": failures})
 
     def _groups(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
         """Yield the calls that are executed at once: neighbouring ones of independent tools, or a single one."""
         for at_once, neighbours in groupby(calls, self._is_independent):
             group = list(neighbours)
-            yield from [group] if at_once else ([one] for one in group)
+            yield from [group] if at_once else ([call] for call in group)
 
-    def _is_independent(self, one: Call) -> bool:
-        """Return whether a call may be executed beside others; one that cannot be executed may."""
-        tool = self._tools.tools.get(one.name)
+    def _is_independent(self, call: Call) -> bool:
+        """Tell whether a call may be executed beside others; one that cannot be executed may."""
+        tool = self._tools.tools.get(call.name)
         return tool is None or tool.independent
 
-    async def _results(self, calls: Sequence[Call]) -> list[tuple[bool, str]]:
+    async def _execute_all(self, calls: Sequence[Call]) -> list[tuple[bool, str]]:
         """Execute calls at once; return their results in order. All have ended before the first fault is raised."""
-        results = await asyncio.gather(*map(self._result, calls), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if not isinstance(result, BaseException)]
+        tasks = [asyncio.ensure_future(self._try(call)) for call in calls]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
 
-    async def _result(self, one: Call) -> tuple[bool, str]:
-        """Return whether a call failed, and the text of its result or the error."""
+    async def _try(self, call: Call) -> tuple[bool, str]:
+        """Execute a call; return whether it failed, and the text of its result or the error."""
         try:
-            return False, as_text(await self._execute(one))
+            return False, as_text(await self._execute(call))
         except CallError as error:
             return True, f"Error: {error}"[:MAX_ERROR]
 
-    async def _execute(self, one: Call) -> Any:
-        if one.error:
-            raise CallError(one.error)
-        if (tool := self._tools.tools.get(one.name)) is None:
-            raise CallError(f"there is no tool {one.name!r:.80}; there are: {', '.join(self._tools.tools)}")
-        arguments, seconds = (
-            tool.check(one.arguments, as_text=one.as_text),
-            None if tool.has_own_limits else self._tools.seconds,
-        )
+    async def _execute(self, call: Call) -> Any:
+        if call.error:
+            raise CallError(call.error)
+        if (tool := self._tools.tools.get(call.name)) is None:
+            raise CallError(f"there is no tool {call.name!r:.80}; there are: {', '.join(self._tools.tools)}")
+        arguments = tool.check(call.arguments, as_text=call.as_text)
+        seconds = None if tool.has_own_limits else self._tools.seconds
         try:
             async with self._tools.places, asyncio.timeout(seconds) as limit:
-                return await call(partial(tool.function, **arguments), ())
+                return await invoke(partial(tool.function, **arguments))
         except TimeoutError as error:
             took = f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"
             raise CallError(took) from None
@@ -279,7 +272,7 @@ class ToolEnvironment:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text: text as it is, lists, mappings, booleans and None as JSON.
+    """Format a tool's result as text: text as it is, lists, mappings, booleans and None as JSON.
 
     >>> as_text("3"), as_text(2.5), as_text({"sum": [1, None]})
     ('3', '2.5', '{"sum": [1, null]}')

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs.protocol import Step, call
+from covey.envs.protocol import Step, invoke
 from covey.envs.registry import ENVIRONMENT_REGISTRY, with_arguments
 from covey.envs.tools import ToolEnvironment, Toolset
 from covey.errors import EpisodeError, RecipeError
@@ -82,7 +82,7 @@ class TrlEnvironment:
 
     async def reset(self) -> Prompt:
         """Begin the episode with all columns of the row; return its prompt, and what `reset` adds to it."""
-        text = await call(partial(self._environment.reset, **self._row), ())
+        text = await invoke(partial(self._environment.reset, **self._row))
         if not isinstance(text, str | None):
             raise EpisodeError(f"returned {excerpt(text)} from reset", want="text, or None")
         return self._tools.prompt(with_suffix(self._row["prompt"], text or ""))
@@ -94,7 +94,7 @@ class TrlEnvironment:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None or not (step.done or self._left == 0):
             return step
-        return replace(step, reward=await call(get_reward, ()))
+        return replace(step, reward=await invoke(get_reward))
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
