@@ -6,25 +6,25 @@ from functools import cache
 from typing import Any
 
 from covey.errors import CoveyError
-from covey.rewards.call import await_outcome, call, outcome_to_json
+from covey.rewards.call import RewardFn, await_outcome, call, outcome_to_json
 from covey.rewards.registry import resolve
 
 find_function = cache(resolve)
-"""Return the function with a name; its module is imported once."""
+"""Find the function of a name; its module is imported once."""
 
 
 def handle_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Import the function that `job` names and make the call that it describes, if any; return the outcome as JSON."""
+    """Import the function of a job and, if the job has arguments, call it; return the outcome as JSON."""
     try:
         function = find_function(job["function"])
-        return run_job(function, job) if "arguments" in job else {}
+        return call_function(function, job["arguments"], job["count"]) if "arguments" in job else {}
     except CoveyError as error:
         return {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
 
 
-def run_job(function: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Make the call that `job` describes and return its outcome as JSON."""
-    outcome = call(function, job["arguments"], job["count"])
+def call_function(function: RewardFn, arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
+    """Call a function, which may be async, and return its outcome as JSON."""
+    outcome = call(function, arguments, count)
     if inspect.isawaitable(outcome):
-        outcome = asyncio.run(await_outcome(outcome, job["count"]))
+        outcome = asyncio.run(await_outcome(outcome, count))
     return outcome_to_json(outcome)

@@ -73,9 +73,9 @@ def _is_one_sentence(text: str, words: list[str], topic: str) -> bool:
 
 def _is_about_topic(text: str, words: list[str], topic: str) -> bool:
     """Tell whether every word of the topic except its article occurs, in singular, plural or with a common ending."""
-    said = {form for word in words for form in _stems(word)}
+    stems = {form for word in words for form in _stems(word)}
     wanted = [word for word in topic.lower().split() if word not in {"the", "a", "an"}] if _is_given(topic) else []
-    return bool(wanted) and all(_stems(word) & said for word in wanted)
+    return bool(wanted) and all(_stems(word) & stems for word in wanted)
 
 
 def _does_not_repeat(text: str, words: list[str], topic: str) -> bool:

@@ -153,8 +153,8 @@ def _equal(number: Fraction | None, truth: object) -> bool:
 
 
 def _as_nanochat(text: str) -> str:
-    found = _NANOCHAT.search(text)
-    return found[1].replace(",", "") if found else ""
+    match = _NANOCHAT.search(text)
+    return match[1].replace(",", "") if match else ""
 
 
 def _same_text(guess: str, truth: object) -> bool:

@@ -59,15 +59,15 @@ def as_latex(answer: str) -> str:
 def _score(text: str, truth: Any) -> float:
     if truth is None or not str(truth).strip():
         return 0.0
-    found = _equal(final_answer(text), str(truth))
-    if found is None and _equal("1", "1") is None:
+    reward = _equal(final_answer(text), str(truth))
+    if reward is None and _equal("1", "1") is None:
         raise RewardError("math-verify does not work: its process ends before it can say that 1 is 1")
-    return found or 0.0
+    return reward or 0.0
 
 
-def _equal(found: str, truth: str) -> float | None:
+def _equal(answer: str, truth: str) -> float | None:
     """Return 1.0 or 0.0, or None when the process died or was killed."""
-    outcome = _PROCESS.call(FUNCTION, {"found": [found], "truth": [truth]}, 1, TIMEOUT, threading.Event())
+    outcome = _PROCESS.call(FUNCTION, {"answers": [answer], "truth": [truth]}, 1, TIMEOUT, threading.Event())
     if outcome.values is not None:
         return float(outcome.values[0])
     failure = outcome.failure

@@ -21,10 +21,10 @@ MEMORY = 2 << 30
 """Bytes of memory that the process may allocate beyond its initial size."""
 
 
-def equal(found: Sequence[str], truth: Sequence[str]) -> list[float]:
+def equal(answers: Sequence[str], truth: Sequence[str]) -> list[float]:
     """Return 1.0 for each answer that is mathematically equal to its reference, else 0.0."""
     _limit()
-    return [float(_equal(answer, reference)) for answer, reference in zip(found, truth, strict=True)]
+    return [float(_equal(answer, reference)) for answer, reference in zip(answers, truth, strict=True)]
 
 
 def _equal(answer: str, reference: str) -> bool:

@@ -77,19 +77,19 @@ def as_number(value: object) -> Fraction | None:
 
 def _value(match: re.Match[str]) -> Fraction | None:
     """Return the number that a match represents, or None when it is too large or divides by zero."""
-    found = {name: text or "" for name, text in match.groupdict().items()}
-    whole, decimals = found["whole"].replace(",", ""), found["decimals"] or found["bare_decimals"]
-    if max(len(whole), len(decimals), len(found["denominator"])) > MAX_DIGITS or len(found["exponent"]) > 4:
+    parts = {name: text or "" for name, text in match.groupdict().items()}
+    whole, decimals = parts["whole"].replace(",", ""), parts["decimals"] or parts["bare_decimals"]
+    if max(len(whole), len(decimals), len(parts["denominator"])) > MAX_DIGITS or len(parts["exponent"]) > 4:
         return None
-    exponent, denominator = int(found["exponent"] or 0), int(found["denominator"] or 1)
+    exponent, denominator = int(parts["exponent"] or 0), int(parts["denominator"] or 1)
     if abs(exponent) > MAX_EXPONENT or denominator == 0:
         return None
     number = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** exponent
-    if found["of"] and 0 < int(found["part"]) < int(found["of"]):
-        number += Fraction(int(found["part"]), int(found["of"]))
+    if parts["of"] and 0 < int(parts["part"]) < int(parts["of"]):
+        number += Fraction(int(parts["part"]), int(parts["of"]))
     elif (number / denominator).denominator > 1:
         number /= denominator
-    return -number if "-" in (found["sign"], found["inner_sign"]) else number
+    return -number if "-" in (parts["sign"], parts["inner_sign"]) else number
 
 
 def arithmetic_answer(

@@ -53,8 +53,8 @@ Attempt = Callable[[Sequence[int]], Outcome]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A function, the completions to score, its arguments, and the counts of failures of this run of functions."""
+class _Job:
+    """A function, the completions that it scores, its arguments, and the counts of failures of this run."""
 
     name: str
     function: RewardFn
@@ -84,7 +84,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self._lock = threading.Lock()
 
     def check(self, functions: Mapping[str, RewardFn]) -> None:
-        """Refuse functions that cannot be called under these settings.
+        """Check that functions can be called under these settings.
 
         Raises:
             RecipeError: a worker could not import one of them.
@@ -108,20 +108,20 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         """
         failed = {} if failed is None else failed
         self._start_counts(functions, failed)
-        calls = [
-            _Call(name, function, samples, select_arguments(name, function, samples), failed)
+        jobs = [
+            _Job(name, function, samples, select_arguments(name, function, samples), failed)
             for name, function in functions.items()
         ]
-        workers = {one.name: self._worker_of(one.name) for one in calls if self._needs_worker(one.function)}
+        workers = {job.name: self._worker_of(job.name) for job in jobs if self._needs_worker(job.function)}
         cancelled = threading.Event()
         with ThreadPoolExecutor(max(1, len(workers))) as threads:
             futures = {
-                one.name: threads.submit(self._run_in_worker, one, workers[one.name], cancelled)
-                for one in calls
-                if one.name in workers
+                job.name: threads.submit(self._run_in_worker, job, workers[job.name], cancelled)
+                for job in jobs
+                if job.name in workers
             }
             try:
-                values = self._run_in_process([one for one in calls if one.name not in workers])
+                values = self._run_in_process([job for job in jobs if job.name not in workers])
                 for name, future in futures.items():  # in order: of several errors the same one is always raised
                     values[name] = future.result()
             except BaseException:
@@ -131,8 +131,8 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
     def policy(self, name: str) -> str:
         """Return the failure policy of the function `name`, as in `RewardSafetyConfig.on_error`."""
-        given = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
-        return given.get(name, self.safety.on_error)
+        policies = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
+        return policies.get(name, self.safety.on_error)
 
     def count_elsewhere(self, failures: Mapping[str, int]) -> None:
         """Count failures of other processes, by function.
@@ -170,68 +170,68 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         with self._lock:
             return self._assigned.setdefault(name, self._workers[len(self._assigned) % len(self._workers)])
 
-    def _run_in_worker(self, one: _Call, worker: Worker, cancelled: threading.Event) -> np.ndarray:
-        path, arguments = import_path(one.name, one.function), to_json_values(one.name, one.arguments)
+    def _run_in_worker(self, job: _Job, worker: Worker, cancelled: threading.Event) -> np.ndarray:
+        path, arguments = import_path(job.name, job.function), to_json_values(job.name, job.arguments)
 
         def attempt(part: Sequence[int]) -> Outcome:
             return worker.call(path, _select(arguments, part), len(part), self.safety.timeout, cancelled)
 
-        return self._apply_policy(one, attempt(range(len(one.samples))), attempt)
+        return self._apply_policy(job, attempt(range(len(job.samples))), attempt)
 
-    def _run_in_process(self, calls: Sequence[_Call]) -> dict[str, np.ndarray]:
+    def _run_in_process(self, jobs: Sequence[_Job]) -> dict[str, np.ndarray]:
         """Run functions in this process; coroutines in their own thread, as a notebook's already runs a loop."""
         values: dict[str, np.ndarray] = {}
-        waiting: list[tuple[_Call, Awaitable[Any]]] = []
+        waiting: list[tuple[_Job, Awaitable[Any]]] = []
         try:
-            for one in calls:
+            for job in jobs:
                 start = time.perf_counter()
                 with block_exit():
-                    outcome = call(one.function, one.arguments, len(one.samples))
+                    outcome = call(job.function, job.arguments, len(job.samples))
                 if inspect.isawaitable(outcome):
-                    waiting.append((one, outcome))
+                    waiting.append((job, outcome))
                     continue
                 outcome = replace(outcome, seconds=time.perf_counter() - start)
-                values[one.name] = self._apply_policy(one, outcome, _attempt_in_process(one))
+                values[job.name] = self._apply_policy(job, outcome, _attempt_in_process(job))
         except BaseException:
             for _, coroutine in waiting:
                 getattr(coroutine, "close", lambda: None)()
             raise
-        for (one, _), outcome in zip(waiting, _await_together(waiting), strict=True):
-            values[one.name] = self._apply_policy(one, outcome, None)
+        for (job, _), outcome in zip(waiting, _await_together(waiting), strict=True):
+            values[job.name] = self._apply_policy(job, outcome, None)
         return values
 
-    def _apply_policy(self, one: _Call, outcome: Outcome, attempt: Attempt | None) -> np.ndarray:
+    def _apply_policy(self, job: _Job, outcome: Outcome, attempt: Attempt | None) -> np.ndarray:
         """Return the values of a function, with failed ones replaced according to its policy."""
-        policy, count = self.policy(one.name), len(one.samples)
+        policy, count = self.policy(job.name), len(job.samples)
         if policy == "raise" and (outcome.failure or outcome.invalid):
-            raise _error(one, outcome, attempt) from (outcome.failure.error if outcome.failure else None)
+            raise _error(job, outcome, attempt) from (outcome.failure.error if outcome.failure else None)
         values, unscored = outcome.values, sorted(outcome.invalid)
         if outcome.failure:
             failing = [*find_failing(outcome, attempt, count, same=False)]
             values, unscored = score_without(failing, attempt, count)
             outcome = replace(outcome, failure=replace(outcome.failure, sample=failing[0])) if failing else outcome
         if unscored:
-            self._count(one, outcome, len(unscored))
+            self._count(job, outcome, len(unscored))
         assert values is not None
         values[unscored] = np.nan if policy == "none" else self.safety.value
         return values
 
-    def _count(self, one: _Call, outcome: Outcome, count: int) -> None:
+    def _count(self, job: _Job, outcome: Outcome, count: int) -> None:
         """Count failures, report the first one of a function, and raise when there are more than the budget allows."""
         with self._lock:
-            one.failed[one.name] += count
-            self.failed[one.name] += count
-            spent, new = sum(self.failed.values()), one.name not in self._reported
-            self._reported.add(one.name)
-        error = format_error(one.name, outcome, one.samples)
+            job.failed[job.name] += count
+            self.failed[job.name] += count
+            spent, new = sum(self.failed.values()), job.name not in self._reported
+            self._reported.add(job.name)
+        error = format_error(job.name, outcome, job.samples)
         if spent > self.safety.budget:
             raise self._over_budget(error.what, error.where)
         if new:
-            instead = "not scored by it" if self.policy(one.name) == "none" else f"given {self.safety.value:g}"
-            place = f"{error.where}: " if error.where else ""
+            instead = "not scored by it" if self.policy(job.name) == "none" else f"given {self.safety.value:g}"
+            where = f"{error.where}: " if error.where else ""
             fix = f" ({error.fix})" if error.fix else ""
             log.warning(
-                f"{place}{error.what}; such samples are {instead}, and rewards/{one.name}/failed counts them{fix}"
+                f"{where}{error.what}; such samples are {instead}, and rewards/{job.name}/failed counts them{fix}"
             )
 
     def _over_budget(self, last: str, where: str = "") -> RewardError:
@@ -241,21 +241,21 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=where)
 
 
-def _error(one: _Call, outcome: Outcome, attempt: Attempt | None) -> RewardError:
+def _error(job: _Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:
     """Build the error about the first completion for which the function fails in this way."""
     if outcome.failure and outcome.failure.sample is None:
-        first = next(find_failing(outcome, attempt, len(one.samples), same=True), None)
+        first = next(find_failing(outcome, attempt, len(job.samples), same=True), None)
         outcome = replace(outcome, failure=replace(outcome.failure, sample=first))
-    return format_error(one.name, outcome, one.samples)
+    return format_error(job.name, outcome, job.samples)
 
 
-def _attempt_in_process(one: _Call) -> Attempt:
+def _attempt_in_process(job: _Job) -> Attempt:
     """Return an attempt in this process, with fresh argument lists, as the function may have modified the old ones."""
 
     def attempt(part: Sequence[int]) -> Outcome:
-        arguments = _select(select_arguments(one.name, one.function, one.samples), part)
+        arguments = _select(select_arguments(job.name, job.function, job.samples), part)
         with block_exit():
-            outcome = call(one.function, arguments, len(part))
+            outcome = call(job.function, arguments, len(part))
         if isinstance(outcome, Outcome):
             return outcome
         getattr(outcome, "close", lambda: None)()
@@ -268,7 +268,7 @@ def _select(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str
     return {key: [values[i] for i in part] for key, values in arguments.items()}
 
 
-def _await_together(waiting: Sequence[tuple[_Call, Awaitable[Any]]]) -> list[Outcome]:
+def _await_together(waiting: Sequence[tuple[_Job, Awaitable[Any]]]) -> list[Outcome]:
     """Await async functions concurrently in a thread and return their outcomes.
 
     An exit in one of their tasks ends the event loop and becomes the outcome of all unfinished functions.
@@ -280,22 +280,22 @@ def _await_together(waiting: Sequence[tuple[_Call, Awaitable[Any]]]) -> list[Out
 
     outcomes: dict[str, Outcome] = {}
 
-    async def settle(one: _Call, result: Awaitable[Any]) -> None:
-        outcomes[one.name] = await await_outcome(result, len(one.samples))
+    async def settle(job: _Job, result: Awaitable[Any]) -> None:
+        outcomes[job.name] = await await_outcome(result, len(job.samples))
 
     async def settle_all() -> None:
-        await asyncio.gather(*(settle(one, result) for one, result in waiting))
+        await asyncio.gather(*(settle(job, result) for job, result in waiting))
 
     def run() -> list[Outcome]:
         try:
             with block_exit():
                 asyncio.run(settle_all())
         except SystemExit as error:  # the loop has cancelled the pending tasks
-            for one, _ in waiting:
-                failure = outcomes[one.name].failure if one.name in outcomes else None
-                if one.name not in outcomes or (failure and isinstance(failure.error, asyncio.CancelledError)):
-                    outcomes[one.name] = from_exception(error)
-        return [outcomes[one.name] for one, _ in waiting]
+            for job, _ in waiting:
+                failure = outcomes[job.name].failure if job.name in outcomes else None
+                if job.name not in outcomes or (failure and isinstance(failure.error, asyncio.CancelledError)):
+                    outcomes[job.name] = from_exception(error)
+        return [outcomes[job.name] for job, _ in waiting]
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
@@ -318,9 +318,10 @@ def find_failing(outcome: Outcome, attempt: Attempt | None, count: int, same: bo
         nonlocal lost
         if lost >= MAX_LOST:
             return False
-        found = attempt(part).failure
-        lost += found is not None and found.kind == LOST
-        return found is not None and (not same or found.is_like(failure))
+        if (new := attempt(part).failure) is None:
+            return False
+        lost += new.kind == LOST
+        return not same or new.is_like(failure)
 
     return _bisect(fails, range(count))
 
@@ -336,7 +337,7 @@ def _bisect(fails: Callable[[Sequence[int]], bool], part: Sequence[int]) -> Iter
 
 
 def score_without(failing: Sequence[int], attempt: Attempt | None, count: int) -> tuple[np.ndarray, list[int]]:
-    """Score again without the failing completions; return all values and the indices of the completions without one.
+    """Score again without the failing completions; return all values and the indices of the completions without job.
 
     No completion has a value when the call still fails or when none of them fails alone.
     """

@@ -91,16 +91,16 @@ def measure_signal(groups: Sequence[Group], failed: Mapping[str, int] | None = N
 
 
 def choose_examples(groups: Sequence[Group], count: int = 3) -> list[tuple[Group, int]]:
-    """Return at most `count` pairs of completions to read, as (group, index of a completion): the best and the worst of
+    """Choose at most `count` pairs of completions to read, as (group, index of a completion): the best and the worst of
     the groups with the largest differences, and where none differ the first of each group.
     """
     spread = sorted(groups, key=lambda group: -_spread(_rewards(group)))[:count]
-    found = []
+    examples = []
     for group in spread:
         rewards = np.nan_to_num(_rewards(group), nan=-np.inf)
         ends = dict.fromkeys((int(rewards.argmax()), int(rewards.argmin())))
-        found += [(group, index) for index in ends]
-    return found
+        examples += [(group, index) for index in ends]
+    return examples
 
 
 def _describe(name: str, scores: Sequence[np.ndarray], failed: int = 0) -> FunctionSignal:

@@ -106,7 +106,7 @@ class Worker:
 
 
 def import_path(name: str, function: RewardFn) -> str:
-    """Return the `module:function` under which a worker finds `function`.
+    """Find the `module:function` by which a worker imports `function`.
 
     Raises:
         RecipeError: it has none, because it was defined inside a function or in a script.
@@ -129,16 +129,16 @@ def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, A
     Raises:
         RewardError: a column holds values of another type; the error names it.
     """
-    found = {}
+    converted = {}
     for column, values in arguments.items():
         try:
-            found[column] = _json_value(values)
+            converted[column] = _json_value(values)
         except (TypeError, RecursionError) as error:
             what = f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}"
             want = "text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists"
             fix = f"leave {column!r} out of the function's arguments, or reward_safety.workers 0"
             raise RewardError(what, want=want, fix=fix) from None
-    return found
+    return converted
 
 
 def _json_value(value: Any) -> Any:

@@ -59,7 +59,7 @@ def obey(text):
         os.kill(os.getppid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[text])
         obey("regex")
     if text == "deaf":  # it answers, and from then on reads nothing
-        threading.Timer(0.2, obey, ["regex"]).start()
+        threading.Timer(0.5, obey, ["regex"]).start()
     if text == "exit":
         sys.exit("enough")
     if text == "raise":
@@ -244,9 +244,9 @@ def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, mo
 @pytest.mark.slow
 def test_a_job_that_is_not_read_is_given_up_at_the_time_limit(faulty: str) -> None:
     """It is longer than what the system keeps between two processes."""
-    with guarded(on_error="none") as runner:
+    with guarded(on_error="none", timeout=2.0) as runner:
         assert scores(runner, f"{faulty}:faulty", "deaf") == [4.0]
-        time.sleep(0.4)
+        time.sleep(0.7)
         start = time.monotonic()
         assert scores(runner, f"{faulty}:faulty", "x" * (1 << 23)) == [None]
         assert time.monotonic() - start < 5

@@ -70,7 +70,7 @@ def test_an_answer_that_takes_too_long_is_wrong(answer: str, monkeypatch: pytest
 
 def test_a_checker_that_never_works_is_an_error_and_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a broken installation would train on rewards that are all 0."""
-    (tmp_path / "broken_checker.py").write_text("import os\ndef equal(found, truth):\n    os._exit(3)\n")
+    (tmp_path / "broken_checker.py").write_text("import os\ndef equal(answers, truth):\n    os._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "FUNCTION", "broken_checker:equal")
     monkeypatch.setattr(module, "_PROCESS", Worker())
