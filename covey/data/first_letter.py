@@ -7,7 +7,8 @@ parameters writes about the letter instead of using it, at twice the length.
 """
 
 import random
-from typing import Any
+
+from covey.data.rows import Row, chat
 
 LETTERS = "ABCDEFGHILMNOPRSTW"
 """Letters a sentence may have to start with: all but J, K, Q, U, V, X, Y and Z."""
@@ -36,25 +37,23 @@ TOPICS = (
 )  # fmt: skip
 
 
-def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return shuffled training and test rows (`prompt`, `topic`, `letter`); the seed picks the held-out topics."""
+def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
+    """Make shuffled training and test rows (`prompt`, `topic`, `letter`); the seed picks the held-out topics."""
     rng = random.Random(seed)
     topics = rng.sample(TOPICS, len(TOPICS))
     cut = round(len(topics) * TEST_FRACTION)
     return _rows(topics[cut:], rng), _rows(topics[:cut], rng)
 
 
-def _rows(topics: list[str], rng: random.Random) -> list[dict[str, Any]]:
+def _rows(topics: list[str], rng: random.Random) -> list[Row]:
     pairs = [(topic, letter) for topic in topics for letter in LETTERS]
     rng.shuffle(pairs)
     return [{"prompt": _prompt(topic, letter), "topic": topic, "letter": letter} for topic, letter in pairs]
 
 
 def _prompt(topic: str, letter: str) -> list[dict[str, str]]:
-    turns: list[dict[str, str]] = []
-    for about, first, sentence in FEW_SHOT:
-        turns += [{"role": "user", "content": _request(about, first)}, {"role": "assistant", "content": sentence}]
-    return [*turns, {"role": "user", "content": _request(topic, letter)}]
+    shown = [text for about, first, sentence in FEW_SHOT for text in (_request(about, first), sentence)]
+    return chat(*shown, _request(topic, letter))
 
 
 def _request(topic: str, letter: str) -> str:

@@ -11,6 +11,7 @@ learning samples from the prompt of a chat form and keeps the given completion a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -94,6 +95,15 @@ def as_chat_row(row: Mapping[str, Any], where: str) -> Row:
     if isinstance(turns, str) or turns[-1]["role"] != "assistant":
         return {"prompt": turns, **columns}
     return {"prompt": as_prompt(turns[:-1], where), **columns, "completion": turns[-1]["content"]}
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Return chat messages with these texts, of the user and the assistant in turn.
+
+    >>> chat("2+2?", "4")
+    [{'role': 'user', 'content': '2+2?'}, {'role': 'assistant', 'content': '4'}]
+    """
+    return [{"role": role, "content": text} for text, role in zip(texts, cycle(("user", "assistant")), strict=False)]
 
 
 def iter_items(data: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data import arithmetic, first_letter, gsm8k, guess, long_sums, readers, sums, wordle
+from covey.data import arithmetic, first_letter, games, gsm8k, readers
 from covey.data.examples import as_example
 from covey.data.rows import FORMS, PAIR, Form, Row, as_chat_row, as_prompt, find_chat_form, find_form, format_counts
 from covey.errors import DataError
@@ -104,10 +104,14 @@ def _jsonl(config: DataConfig) -> Splits:
     )
 
 
-def _with_answers(rows: Splits) -> Splits:
-    """Return the rows of a generated task with their answers as the completions to learn."""
-    train, test = ([{**row, "completion": row["answer"]} for row in part] for part in rows)
-    return train, test
+def _with_answers(make: Callable[[int], Splits], system: str | None = None) -> Task:
+    """Return the task of rows that `make` makes from a seed; their answers are the completions to learn."""
+
+    def examples(config: SFTDataConfig) -> Splits:
+        train, test = ([{**row, "completion": row["answer"]} for row in part] for part in make(config.seed))
+        return train, test
+
+    return Task(lambda config: make(config.seed), examples, system)
 
 
 def _gsm8k_examples(config: SFTDataConfig) -> Splits:
@@ -188,19 +192,11 @@ JSONL = "a .jsonl, .json, .csv or .parquet file, a folder with train.jsonl and t
 
 TASKS: dict[str, Task] = {
     "first-letter": Task(lambda config: first_letter.make_rows(config.seed), _no_examples, first_letter.SYSTEM),
-    "arithmetic": Task(
-        lambda config: arithmetic.make_rows(config.seed),
-        lambda config: _with_answers(arithmetic.make_rows(config.seed)),
-        arithmetic.SYSTEM,
-    ),
-    "sums": Task(lambda config: sums.make_rows(config.seed), lambda config: _with_answers(sums.make_rows(config.seed))),
-    "long-sums": Task(
-        lambda config: long_sums.make_rows(config.seed),
-        lambda config: _with_answers(long_sums.make_rows(config.seed)),
-        long_sums.SYSTEM,
-    ),
-    "guess": Task(lambda config: guess.make_rows(config.seed), lambda config: guess.make_games(config.seed)),
-    "wordle": Task(lambda config: wordle.make_rows(config.seed), lambda config: wordle.make_games(config.seed)),
+    "arithmetic": _with_answers(arithmetic.make_rows, arithmetic.SYSTEM),
+    "sums": _with_answers(arithmetic.make_sums),
+    "long-sums": _with_answers(arithmetic.make_long_sums, arithmetic.LONG_SUMS_SYSTEM),
+    "guess": Task(lambda config: games.make_ranges(config.seed), lambda config: games.make_range_games(config.seed)),
+    "wordle": Task(lambda config: games.make_words(config.seed), lambda config: games.make_word_games(config.seed)),
     "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
     "jsonl": Task(_jsonl, _jsonl_examples),
 }

@@ -1,13 +1,16 @@
-"""The two tasks made on the fly: repeatable, and tested on what was not trained."""
+"""Tasks made on the fly: repeatable, right, and tested on what was not trained."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.schema import DataConfig
-from covey.data import arithmetic, first_letter, load, long_sums
+from covey.config import recipe
+from covey.config.recipe import SFTRecipe
+from covey.config.schema import DataConfig, SFTDataConfig
+from covey.data import arithmetic, first_letter, load, load_examples
 from covey.envs.calls import FORMATS
 from covey.envs.tools import calculator
+from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.rewards.numbers import arithmetic_answer
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -21,11 +24,26 @@ def question(row):
     return row["prompt"][-1]["content"]
 
 
+def problem(row):
+    """First number, operation and second number of a row's problem."""
+    if isinstance(row["prompt"], str):
+        left, right = row["prompt"].removesuffix("=").split("+")
+        return int(left), "+", int(right)
+    _, _, a, operation, b = question(row).rstrip("?").split()
+    return int(a), operation, int(b)
+
+
+def unordered(rows):
+    return {(operation, frozenset((a, b))) for a, operation, b in map(problem, rows)}
+
+
+# --- first-letter
+
+
 @given(SEEDS)
 def test_no_topic_of_the_test_is_in_training(seed):
     train, test = first_letter.make_rows(seed)
     assert not {row["topic"] for row in train} & {row["topic"] for row in test}
-    assert not pairs(train) & pairs(test)
     assert pairs(train) | pairs(test) == {(t, c) for t in first_letter.TOPICS for c in first_letter.LETTERS}
 
 
@@ -38,18 +56,6 @@ def test_first_letter_has_room_for_a_test_of_a_hundred_prompts():
     assert {row["letter"] for row in first} == set(first_letter.LETTERS)
 
 
-def test_no_long_sum_of_the_test_is_trained_and_the_shown_call_is_one_that_works():
-    train, test = long_sums.make_rows(0)
-    problems = [{tuple(sorted(question(row).rstrip("?").split()[2::2])) for row in rows} for rows in (train, test)]
-    assert not problems[0] & problems[1]
-    assert [len(part) for part in problems] == [len(train), len(test)] == [3600, 400]
-    call, result = test[0]["prompt"][1]["content"], test[0]["prompt"][2]["content"]
-    [shown] = FORMATS["smollm"].parse(call)
-    assert calculator(**shown.arguments) in result
-    assert all(sum(map(int, question(row).rstrip("?").split()[2::2])) == int(row["answer"]) for row in train[:50])
-    assert long_sums.make_rows(0) == (train, test)
-
-
 def test_the_topics_are_plain_and_different():
     assert 60 <= len(first_letter.TOPICS) == len(set(first_letter.TOPICS)) <= 100
     shown = {topic for topic, _, _ in first_letter.FEW_SHOT}
@@ -59,50 +65,74 @@ def test_the_topics_are_plain_and_different():
 
 def test_the_request_names_topic_and_letter():
     row = first_letter.make_rows(0)[0][0]
-    assert question(row) == (
-        f"Write one short sentence about {row['topic']} that starts with the letter {row['letter']}."
-    )
+    request = f"Write one short sentence about {row['topic']} that starts with the letter {row['letter']}."
+    assert question(row) == request
     assert [m["role"] for m in row["prompt"]] == ["user", "assistant", "user", "assistant", "user"]
 
 
-@given(SEEDS, st.sampled_from(list(arithmetic.LEVELS)))
-def test_no_problem_of_the_test_is_trained_in_either_order(seed, level):
-    train, test = arithmetic.make_rows(seed, level)
+# --- numbers
 
-    def problems(rows):
-        words = [question(row).rstrip("?").split() for row in rows]
-        return {(w[3], *sorted((int(w[2]), int(w[4])))) for w in words}
 
-    shown = {(operation, *sorted(p)) for operation, *p in arithmetic.FEW_SHOT}
-    assert not problems(train) & problems(test)
-    assert not shown & (problems(train) | problems(test))
+@given(SEEDS, st.sampled_from([arithmetic.make_rows, arithmetic.make_sums]))
+def test_no_problem_of_the_test_is_trained_in_either_order(seed, make):
+    train, test = make(seed)
+    shown = {(operation, frozenset(numbers)) for operation, *numbers in arithmetic.FEW_SHOT}
+    assert not unordered(train) & unordered(test)
+    assert make is arithmetic.make_sums or not shown & (unordered(train) | unordered(test))
     assert train
     assert test
 
 
-@pytest.mark.parametrize(("level", "count"), [("sums", 229), ("products", 98), ("mixed", 327)])
-def test_every_problem_is_there_once_in_each_order(level, count):
-    train, test = arithmetic.make_rows(7, level)
-    questions = [question(row) for row in [*train, *test]]
-    assert len(questions) == len(set(questions)) == count
-
-
-def test_arithmetic_answers_are_right_and_within_the_level():
-    train, test = arithmetic.make_rows(0)
-    assert len(test) >= 100
-    for row in [*train, *test]:
-        _, _, a, operation, b = question(row).rstrip("?").split()
-        value = int(a) + int(b) if operation == "+" else int(a) * int(b)
+@pytest.mark.parametrize(
+    ("task", "count", "held_out", "most"), [("arithmetic", 327, 1 / 3, 81), ("sums", 3240, 1 / 5, 99)]
+)
+def test_every_problem_is_there_once_in_each_order_with_its_answer(task, count, held_out, most):
+    data = load(DataConfig(task=task, seed=7))
+    problems = [problem(row) for row in [*data.train, *data.test]]
+    assert len(problems) == len(set(problems)) == count
+    assert len(data.test) / count == pytest.approx(held_out, abs=0.02)
+    for (a, operation, b), row in zip(problems, [*data.train, *data.test], strict=True):
+        value = a + b if operation == "+" else a * b
         assert arithmetic_answer([""], [row["answer"]], [value]) == [1.0]
-        assert value <= (20 if operation == "+" else 81)
+        assert value <= most
 
 
-@pytest.mark.parametrize("task", ["first-letter", "arithmetic"])
+def test_no_long_sum_of_the_test_is_trained_and_the_shown_call_is_one_that_works():
+    train, test = arithmetic.make_long_sums(0)
+    assert not unordered(train) & unordered(test)
+    assert [len(unordered(part)) for part in (train, test)] == [len(train), len(test)] == [3600, 400]
+    call, result = test[0]["prompt"][1]["content"], test[0]["prompt"][2]["content"]
+    [shown] = FORMATS["smollm"].parse(call)
+    assert calculator(**shown.arguments) in result
+    assert all(sum(problem(row)[::2]) == int(row["answer"]) for row in train[:50])
+    assert arithmetic.make_long_sums(0) == (train, test)
+
+
+def test_the_examples_are_the_problems_with_their_answers():
+    asked, taught = load(DataConfig(task="sums")), load_examples(SFTDataConfig(task="sums"))
+    for rows, examples in ((asked.train, taught.train), (asked.test, taught.test)):
+        assert [row | {"completion": row["answer"]} for row in rows] == examples
+
+
+def test_both_recipes_hold_the_same_problems_out_and_have_room_for_them():
+    first, second = recipe.load("sft-tiny", (), SFTRecipe), recipe.load("arithmetic-tiny")
+    assert first.data.seed == second.data.seed
+    data, tokenizer = load(second.data), ScratchCheckpoint(first.model.source).tokenizer
+    assert len(data.test) >= 300
+    for row in [*data.train, *data.test]:
+        assert len(tokenizer.encode_prompt(row["prompt"])) <= second.rollout.max_prompt_length
+        assert len(tokenizer.encode_completion(row["prompt"], row["answer"])) <= second.rollout.max_new_tokens
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("task", ["first-letter", "arithmetic", "sums"])
 def test_a_seed_fixes_the_data_and_another_changes_it(task):
-    one, again, other = (load(DataConfig(task=task, seed=seed)) for seed in (1, 1, 2))
-    assert (one.train, one.test) == (again.train, again.test)
-    assert one.train != other.train
-    assert one.test != other.test
+    data, again, other = (load(DataConfig(task=task, seed=seed)) for seed in (1, 1, 2))
+    assert (data.train, data.test) == (again.train, again.test)
+    assert data.train != other.train
+    assert data.test != other.test
 
 
 @pytest.mark.parametrize("task", ["first-letter", "arithmetic"])

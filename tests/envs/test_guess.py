@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from covey.data import guess as data
+from covey.data import games as data
 from covey.envs.games import Guess
 
 
@@ -32,7 +32,7 @@ def test_what_a_guess_excludes_at_least_earns_half_of_the_reward() -> None:
 
 
 def test_no_test_range_is_trained_on_and_five_guesses_are_enough() -> None:
-    train, test = data.make_rows(42)
+    train, test = data.make_ranges(42)
     ranges = [{row["prompt"] for row in part} for part in (train, test)]
     assert not ranges[0] & ranges[1]
     assert len(ranges[1]) == round(0.2 * (len(ranges[0]) + len(ranges[1])))
@@ -40,12 +40,12 @@ def test_no_test_range_is_trained_on_and_five_guesses_are_enough() -> None:
         low, high = map(int, re.findall(r"\d+", row["prompt"]))
         assert 10 <= low <= row["number"] <= high <= 99
         assert high - low < 2**5 - 1
-    assert data.make_rows(42)[0] == train
-    assert data.make_rows(0)[1] != test
+    assert data.make_ranges(42)[0] == train
+    assert data.make_ranges(0)[1] != test
 
 
 def test_the_player_of_the_examples_follows_the_answers() -> None:
-    for row in data.make_games(0)[1][:200]:
+    for row in data.make_range_games(0)[1][:200]:
         low, high = map(int, re.findall(r"\d+", row["prompt"]))
         turns = re.fullmatch(r"(\d\d<eos>[<>]){0,4}\d\d<eos>", row["completion"])
         assert turns, row

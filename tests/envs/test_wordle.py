@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from covey.data import wordle as data
-from covey.data.wordle import mark_letters
+from covey.data import games as data
+from covey.data.games import mark_letters
 from covey.envs.games import Wordle
 
 
@@ -36,14 +36,14 @@ def test_only_the_word_pays_and_only_it_or_nonsense_ends_the_game() -> None:
 
 
 def test_no_test_word_is_the_word_of_a_training_game() -> None:
-    train, test = ({row["word"] for row in part} for part in data.make_rows(42))
+    train, test = ({row["word"] for row in part} for part in data.make_words(42))
     assert (len(train), len(test), train & test) == (269, 67, set())
     assert train | test == set(data.WORDS)
-    assert data.make_rows(0)[1] != data.make_rows(42)[1]
+    assert data.make_words(0)[1] != data.make_words(42)[1]
 
 
 def test_the_player_of_the_examples_heeds_the_last_marks() -> None:
-    games = data.make_games(0)[1]
+    games = data.make_word_games(0)[1]
     for row in games:
         assert re.fullmatch(r"([a-h]{3}<eos>[+~-]{3}){0,4}[a-h]{3}<eos>", row["completion"])
         turns = re.findall(r"([a-h]{3})<eos>([+~-]{3})?", row["completion"])
